@@ -1,0 +1,90 @@
+"""Checkpoints that are read safely and written whole.
+
+``torch.load`` unpickles only tensors and plain containers (``weights_only=True``); MMEngine's
+checkpoints also hold its log buffers and NumPy values, which are allowed here by name. The
+check itself is never turned off.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mmengine.logging import HistoryBuffer
+
+__all__ = ['CheckpointError', 'safe_loading', 'write_whole']
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read, or may not be."""
+
+
+def _allowed() -> list[Any]:
+    dtypes = {type(np.dtype(code)) for code in np.typecodes['All']}
+    reconstruct = np.array(0).__reduce__()[0]  # its module's name differs between NumPy 1 and 2
+    scalar = np.float64(0).__reduce__()[0]
+    moved = [  # the names under which the other major version of NumPy pickles the same two
+        (function, f'numpy.{core}.multiarray.{function.__name__}')
+        for function in (reconstruct, scalar)
+        for core in ('core', '_core')
+    ]
+    return [HistoryBuffer, np.ndarray, np.dtype, *dtypes, reconstruct, scalar, *moved]
+
+
+def _resolve(dotted: str) -> Any:
+    module, _, name = dotted.rpartition('.')
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"trusted_globals: there is no '{dotted}' to trust ({error})") from error
+
+
+@contextmanager
+def safe_loading(filename: str | Path, trusted: Iterable[str] = ()) -> Iterator[None]:
+    """Within it, ``torch.load`` reads MMEngine's checkpoints, and refuses others by name.
+
+    Args:
+        filename: Path of the checkpoint, for the message.
+        trusted: Dotted names of further classes or functions that its pickle may use.
+
+    Raises:
+        CheckpointError: When the pickle wants anything else, or the file is damaged.
+    """
+    try:
+        with torch.serialization.safe_globals([*_allowed(), *map(_resolve, trusted)]):
+            yield
+    except pickle.UnpicklingError as error:
+        wanted = re.search(r'GLOBAL ([\w.]+)', str(error))
+        if wanted is None:
+            raise CheckpointError(f'{filename} is not a readable checkpoint: {error}') from error
+        raise CheckpointError(
+            f"{filename} wants to run '{wanted[1]}' while it is read, which a checkpoint of weights "
+            f'needs not. If you trust its source, allow it in the config: '
+            f"trusted_globals=['{wanted[1]}']"
+        ) from error
+    except (RuntimeError, EOFError) as error:
+        if 'PytorchStreamReader' in str(error) or isinstance(error, EOFError):
+            raise CheckpointError(f'{filename} is damaged or incomplete: {error}') from error
+        raise
+
+
+@contextmanager
+def write_whole(path: Path) -> Iterator[Path]:
+    """Give a path to write to, and move it to ``path`` when all is written.
+
+    A process that dies in between leaves the previous file as it was.
+    """
+    partial = path.with_name(f'.{path.name}.partial')
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,165 @@
+"""Data order and augmentations as functions of (seed, epoch, index), never of history.
+
+A run that is interrupted and resumed, at any iteration and with any number of workers or
+ranks, then sees the same batches and the same augmentations as one that was not. Samplers
+and data sets of any origin are wrapped; they need not know.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import random
+import struct
+from collections.abc import Iterator, Sized
+from itertools import islice
+from typing import Any, cast
+
+import numpy as np
+import torch
+from mmengine.dist import get_world_size
+from mmengine.registry import DATA_SAMPLERS, DATASETS
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+__all__ = [
+    'Draw',
+    'ResumableSampler',
+    'SeededDataset',
+    'batches_from',
+    'derive_seed',
+    'reproducible',
+    'seed_generators',
+]
+
+
+def derive_seed(*parts: int) -> int:
+    """One 64-bit seed from several integers; close inputs give unrelated seeds."""
+    digest = hashlib.blake2b(struct.pack(f'<{len(parts)}q', *parts), digest_size=8).digest()
+    return int.from_bytes(digest, 'little')
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of ``random``, NumPy and torch (on every device)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed % 2**63)
+
+
+class Draw(int):
+    """A sample's index that remembers in which pass over the data it was drawn."""
+
+    epoch: int
+
+    def __new__(cls, index: int, epoch: int) -> Draw:
+        draw = super().__new__(cls, index)
+        draw.epoch = epoch
+        return draw
+
+    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]
+        return int(self), self.epoch
+
+
+class ResumableSampler(Sampler[int]):
+    """Any sampler, with a place to start from.
+
+    Args:
+        sampler: The sampler to wrap; finite or infinite.
+        dataset_size: Number of samples, which tells the passes of an infinite sampler apart.
+    """
+
+    def __init__(self, sampler: Sampler[int], dataset_size: int) -> None:
+        self.sampler = sampler
+        self.dataset_size = dataset_size
+        self.epoch = 0
+        self.start = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the pass; the next iteration starts at its beginning."""
+        self.epoch = epoch
+        self.start = 0
+        if hasattr(self.sampler, 'set_epoch'):
+            self.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        start, self.start = self.start, 0
+        world_size = get_world_size()
+        for position, index in enumerate(islice(iter(self.sampler), start, None), start):
+            yield Draw(int(index), self.epoch + position * world_size // self.dataset_size)
+
+    def __len__(self) -> int:
+        return len(cast(Sized, self.sampler))
+
+
+class SeededDataset(Dataset[Any]):
+    """Any data set, with the random generators seeded for each sample.
+
+    Args:
+        dataset: The data set to wrap; other attributes are reached through.
+        seed: The run's seed.
+    """
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+
+    def __getitem__(self, index: int) -> Any:
+        seed_generators(derive_seed(self.seed, getattr(index, 'epoch', 0), int(index)))
+        return self.dataset[int(index)]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == 'dataset':  # not there yet, while being unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SeededDataset:
+        return self  # MMEngine copies the data loader's config, which holds the data set by now
+
+
+def reproducible(dataloader: dict[str, Any], seed: int, diff_rank_seed: bool) -> dict[str, Any]:
+    """A data loader's config with its data set and sampler built, wrapped and in place.
+
+    Args:
+        dataloader: Config as MMEngine's ``build_dataloader`` takes it.
+        seed: The run's seed.
+        diff_rank_seed: Whether ranks draw different orders (MMEngine's ``randomness`` field).
+    """
+    config = copy.deepcopy(dataloader)
+    dataset = config['dataset']
+    if isinstance(dataset, dict):
+        dataset = DATASETS.build(dataset)
+        if hasattr(dataset, 'full_init'):
+            dataset.full_init()
+    batches = config.pop('num_batch_per_epoch', None)
+    size = len(dataset)
+    if batches is not None:
+        size = min(size, batches * config['batch_size'] * get_world_size())
+    seeded = SeededDataset(torch.utils.data.Subset(dataset, range(size)) if batches else dataset, seed)
+    if not isinstance(config.get('batch_size', 1), int) or config.get('batch_size', 1) < 1:
+        raise ValueError(f'batch_size must be a positive integer, got {config["batch_size"]!r}')
+    per_step = config.get('batch_size', 1) * get_world_size()
+    if config.get('drop_last') and size < per_step:
+        raise ValueError(
+            f'batch_size={config["batch_size"]} on {get_world_size()} rank(s) needs {per_step} samples, '
+            f'but the data set has {size} and drop_last=True would leave no batch; lower batch_size'
+        )
+    sampler = config['sampler']
+    if isinstance(sampler, dict):
+        sampler_seed = None if diff_rank_seed else seed
+        sampler = DATA_SAMPLERS.build(sampler, default_args=dict(dataset=seeded, seed=sampler_seed))
+    return {**config, 'dataset': seeded, 'sampler': ResumableSampler(sampler, max(size, 1))}
+
+
+def batches_from(dataloader: DataLoader, start: int) -> Iterator[Any]:
+    """The batches of this pass from number ``start`` on, without loading those before it.
+
+    A loader with a batch sampler of its own, or a foreign sampler, loads and drops them.
+    """
+    sampler = dataloader.sampler
+    plain = type(dataloader.batch_sampler) is torch.utils.data.BatchSampler
+    if start and plain and isinstance(sampler, ResumableSampler):
+        sampler.start = start * cast(int, dataloader.batch_size)
+        return iter(dataloader)
+    return islice(iter(dataloader), start, None)
