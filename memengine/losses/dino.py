@@ -202,6 +202,23 @@ class DINOLoss(nn.Module):
         pairs = 2 * self.ncrops - 2
         return soft_cross_entropy(logits / self.student_temp, targets).sum() / pairs
 
+    def batch_loss(self, student_output: Tensor, targets: Tensor) -> Tensor:
+        """Loss of a whole batch.
+
+        Args:
+            student_output: Student logits [V * B, K], crop by crop, global crops first.
+            targets: Teacher probabilities [G, B, K].
+
+        Returns:
+            Scalar: the mean over samples and over pairs of a teacher view and another crop.
+        """
+        views, batch_size = targets.shape[:2]
+        combined = combine_targets(targets)  # [G + 1, B, K]
+        total = student_output.new_zeros(())
+        for crop, logits in enumerate(student_output.split(batch_size)):
+            total = total + self.crop_loss(logits, combined[min(crop, views)])
+        return total / batch_size
+
     def forward(self, student_output: Tensor, teacher_output: Tensor, epoch: int) -> Tensor:
         """The batch's loss; the centre is updated.
 
@@ -223,12 +240,4 @@ class DINOLoss(nn.Module):
                 f'[{self.ncrops} * B, K] (ncrops={self.ncrops}), got {tuple(teacher_output.shape)} '
                 f'and {tuple(student_output.shape)}'
             )
-        combined = combine_targets(self.targets(teacher_output, epoch))  # [3, B, K]
-        kinds = [min(crop, 2) for crop in range(self.ncrops)]
-        return sum(
-            (
-                self.crop_loss(logits, combined[kind])
-                for kind, logits in zip(kinds, student_output.split(batch_size), strict=True)
-            ),
-            start=student_output.new_zeros(()),
-        ) / batch_size
+        return self.batch_loss(student_output, self.targets(teacher_output, epoch))

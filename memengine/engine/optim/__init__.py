@@ -1,0 +1,19 @@
+"""Optimisers, their wrappers and their schedules."""
+
+from timm.optim import Lars
+
+from memengine.engine.optim.constructor import DefaultOptimWrapperConstructor
+from memengine.engine.optim.optim_wrapper import AmpOptimWrapper, OptimWrapper
+from memengine.engine.optim.precision import Precision
+from memengine.engine.optim.schedulers import CosineWeightDecay
+from memengine.registry import OPTIMIZERS
+
+OPTIMIZERS.register_module(name='LARS', module=Lars)
+
+__all__ = [
+    'AmpOptimWrapper',
+    'CosineWeightDecay',
+    'DefaultOptimWrapperConstructor',
+    'OptimWrapper',
+    'Precision',
+]

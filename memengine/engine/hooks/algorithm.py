@@ -1,0 +1,46 @@
+"""Lets an algorithm follow training: its schedules, and what happens around an update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mmengine.hooks import Hook
+from mmengine.optim import OptimWrapperDict
+
+from memengine.engine.step import Progress, unwrap
+from memengine.registry import HOOKS
+
+__all__ = ['AlgorithmHook']
+
+
+@HOOKS.register_module()
+class AlgorithmHook(Hook):
+    """Tells the model where training stands, and when the optimiser steps.
+
+    A model may have any of the methods ``set_progress(progress)`` (called before each
+    iteration), ``before_update()`` and ``after_update()`` (called around each step of the
+    optimiser, so not on iterations that only accumulate, nor when fp16 skips one). Part of
+    memengine's Runner; models without these methods are left alone.
+    """
+
+    priority = 'VERY_HIGH'
+
+    def before_train(self, runner: Any) -> None:
+        """Hang ``before_update`` and ``after_update`` on the optimiser's own step."""
+        model, wrapper = unwrap(runner.model), runner.optim_wrapper
+        if isinstance(wrapper, OptimWrapperDict):  # an update is one step of each of them
+            wrappers = list(wrapper.values())
+            first, last = wrappers[0].optimizer, wrappers[-1].optimizer
+        else:
+            first = last = wrapper.optimizer
+        if hasattr(model, 'before_update'):
+            first.register_step_pre_hook(lambda *_: model.before_update())
+        if hasattr(model, 'after_update'):
+            last.register_step_post_hook(lambda *_: model.after_update())
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        """Tell the model where training stands."""
+        model = unwrap(runner.model)
+        if hasattr(model, 'set_progress'):
+            progress = Progress(runner.iter, runner.max_iters, runner.epoch, runner.max_epochs)
+            model.set_progress(progress)

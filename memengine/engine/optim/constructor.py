@@ -1,0 +1,58 @@
+"""From a model's parameters to an optimiser's parameter groups."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from mmengine.logging import MMLogger
+from mmengine.optim import DefaultOptimWrapperConstructor as _DefaultOptimWrapperConstructor
+from torch import nn
+
+from memengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
+
+__all__ = ['DefaultOptimWrapperConstructor']
+
+
+def _merge(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put parameters with the same settings into one group, in order of first appearance."""
+    merged: dict[Any, dict[str, Any]] = {}
+    for group in groups:
+        settings = {key: value for key, value in group.items() if key != 'params'}
+        key = tuple(sorted((name, repr(value)) for name, value in settings.items()))
+        merged.setdefault(key, {'params': [], **settings})['params'] += group['params']
+    return list(merged.values())
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class DefaultOptimWrapperConstructor(_DefaultOptimWrapperConstructor):
+    """MMEngine's constructor, with one group for each setting instead of one for each parameter.
+
+    ``paramwise_cfg`` means what it means in MMEngine. Few large groups let the optimiser's
+    multi-tensor kernels work, and the log says in a line a group what MMEngine says in one a
+    parameter.
+    """
+
+    def add_params(
+        self,
+        params: list[dict[str, Any]],
+        module: nn.Module,
+        prefix: str = '',
+        is_dcn_module: int | float | None = None,
+    ) -> None:
+        """Add the parameters below ``module`` to ``params``, merged at the root."""
+        if prefix:
+            super().add_params(params, module, prefix, is_dcn_module)
+            return
+        logger = MMLogger.get_current_instance()
+        level = logger.level
+        logger.setLevel(logging.ERROR)
+        try:
+            super().add_params(params, module, prefix, is_dcn_module)
+        finally:
+            logger.setLevel(level)
+        params[:] = _merge(params)
+        for group in params:
+            settings = {key: value for key, value in group.items() if key != 'params'}
+            numbers = sum(p.numel() for p in group['params'])
+            logger.info(f'Optimiser group of {len(group["params"])} tensors ({numbers:,} numbers): {settings}')

@@ -1,0 +1,134 @@
+"""How a step's gradient becomes an update: precision, clipping, accumulation over iterations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from mmengine.optim import OptimWrapper as _OptimWrapper
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from memengine.engine.optim.precision import Precision
+from memengine.registry import OPTIM_WRAPPERS
+
+__all__ = ['AmpOptimWrapper', 'OptimWrapper', 'clip_each_grad_norm_']
+
+
+def clip_each_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale every parameter's gradient on its own to a norm of at most ``max_norm``.
+
+    This is the clipping of DINO's training script; ``torch.nn.utils.clip_grad_norm_`` scales all
+    gradients by one factor instead.
+
+    Returns:
+        Norm of all gradients together before clipping, scalar.
+    """
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norms = torch._foreach_norm(grads)
+    scales = [(max_norm / (norm + 1e-6)).clamp(max=1.0) for norm in norms]
+    torch._foreach_mul_(grads, scales)
+    return torch.stack(norms).norm()
+
+
+@OPTIM_WRAPPERS.register_module()
+class OptimWrapper(_OptimWrapper):
+    """MMEngine's OptimWrapper with precision as a setting.
+
+    Args:
+        optimizer: The optimiser.
+        accumulative_counts: Iterations whose gradients are averaged before an update.
+        clip_grad: ``dict(max_norm=...)`` clips the norm of all gradients together,
+            ``dict(type='value', clip_value=...)`` each entry, ``dict(type='each_norm',
+            max_norm=...)`` each parameter's norm on its own, as DINO does.
+        precision: ``'fp32'``, ``'bf16'`` or ``'fp16'``; on CPU as well as on a GPU.
+        loss_scale: For fp16: ``'dynamic'``, a fixed number, or arguments of ``GradScaler``.
+
+    Raises:
+        ValueError: For a setting out of range.
+
+    In fp16 a step whose gradient overflowed is skipped and the scale is lowered, as always.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        accumulative_counts: int = 1,
+        clip_grad: dict[str, Any] | None = None,
+        precision: str = 'fp32',
+        loss_scale: str | float | dict[str, Any] = 'dynamic',
+    ) -> None:
+        if accumulative_counts < 1:
+            raise ValueError(f'accumulative_counts must be at least 1, got {accumulative_counts}')
+        clip_grad = dict(clip_grad) if clip_grad else None
+        each_norm = clip_grad is not None and clip_grad.get('type') == 'each_norm'
+        if each_norm:
+            assert clip_grad is not None
+            del clip_grad['type']
+        super().__init__(optimizer, accumulative_counts, clip_grad)
+        if each_norm:
+            self.clip_func = clip_each_grad_norm_
+        self.precision = Precision(precision, loss_scale)
+
+    @contextmanager
+    def optim_context(self, model: nn.Module) -> Iterator[None]:
+        """The context of forward: autocast, and no synchronisation before the last iteration."""
+        with super().optim_context(model), self.precision.autocast():
+            yield
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Backward of the loss, scaled in fp16."""
+        scaler = self.precision.scaler
+        super().backward(loss if scaler is None else scaler.scale(loss), **kwargs)
+
+    def step(self, **kwargs: Any) -> None:
+        """Clip the gradients if set, and update the parameters."""
+        scaler = self.precision.scaler
+        if scaler is None:
+            super().step(**kwargs)
+            return
+        if self.clip_grad_kwargs:
+            scaler.unscale_(self.optimizer)
+            self._clip_grad()
+        scaler.step(self.optimizer, **kwargs)
+        scaler.update(self.precision.fixed_scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the optimiser, and of the gradient scaler in fp16."""
+        state = super().state_dict()
+        if self.precision.scaler is not None:
+            state['loss_scaler'] = self.precision.scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave; a scaler's state is optional either way."""
+        state = dict(state_dict)
+        scaler_state = state.pop('loss_scaler', None)
+        if scaler_state is not None and self.precision.scaler is not None:
+            self.precision.scaler.load_state_dict(scaler_state)
+        super().load_state_dict(state)
+
+
+@OPTIM_WRAPPERS.register_module(name='AmpOptimWrapper')
+def AmpOptimWrapper(  # noqa: N802 (a type name of MMEngine's config language)
+    optimizer: Optimizer,
+    loss_scale: str | float | dict[str, Any] = 'dynamic',
+    dtype: str | torch.dtype | None = None,
+    accumulative_counts: int = 1,
+    clip_grad: dict[str, Any] | None = None,
+) -> OptimWrapper:
+    """MMEngine's name for an :class:`OptimWrapper` in half precision.
+
+    Args:
+        optimizer: The optimiser.
+        loss_scale: See :class:`OptimWrapper`.
+        dtype: ``'float16'`` or ``'bfloat16'``; None is fp16 on a GPU and bf16 on CPU, as autocast's.
+        accumulative_counts: See :class:`OptimWrapper`.
+        clip_grad: See :class:`OptimWrapper`.
+    """
+    if dtype is None:
+        dtype = 'fp16' if torch.cuda.is_available() else 'bf16'
+    precision = str(dtype).removeprefix('torch.')
+    return OptimWrapper(optimizer, accumulative_counts, clip_grad, precision, loss_scale)

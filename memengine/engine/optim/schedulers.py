@@ -1,0 +1,53 @@
+"""Schedules of optimiser settings other than the learning rate."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mmengine.optim import _ParamScheduler
+
+from memengine.registry import PARAM_SCHEDULERS
+
+__all__ = ['CosineWeightDecay']
+
+
+@PARAM_SCHEDULERS.register_module()
+class CosineWeightDecay(_ParamScheduler):
+    """Weight decay from its first value to ``end`` along half a cosine.
+
+    Groups without weight decay (biases, norms) stay without: MMEngine's own cosine with
+    ``param_name='weight_decay'`` would raise them to ``eta_min`` too.
+
+    Args:
+        optimizer: The optimiser or its wrapper.
+        end_value: Weight decay at the end, of a group that has the optimiser's own
+            ``weight_decay``; a group with a multiple of it ends at the same multiple.
+        **kwargs: ``begin``, ``end`` (filled in from ``train_cfg``), ``by_epoch``, ``last_step``,
+            ``verbose`` as in MMEngine.
+
+    Raises:
+        ValueError: When ``end_value`` is negative.
+    """
+
+    def __init__(self, optimizer: Any, end_value: float, **kwargs: Any) -> None:
+        if not end_value >= 0:
+            raise ValueError(f'CosineWeightDecay: end_value must not be negative, got {end_value}')
+        self.end_value = end_value
+        super().__init__(optimizer, param_name='weight_decay', **kwargs)
+
+    @classmethod
+    def build_iter_from_epoch(
+        cls, *args: Any, epoch_length: int, begin: int = 0, end: int = 10**9, **kwargs: Any
+    ) -> CosineWeightDecay:
+        """The same schedule counted in iterations (``convert_to_iter_based=True``)."""
+        kwargs['by_epoch'] = False
+        return cls(*args, begin=begin * epoch_length, end=end * epoch_length, **kwargs)
+
+    def _get_value(self) -> list[float]:
+        optimizer = getattr(self.optimizer, 'optimizer', self.optimizer)
+        first = optimizer.defaults['weight_decay']
+        done = min(self.last_step / (self.end - self.begin), 1.0)
+        value = self.end_value + (first - self.end_value) * (1 + math.cos(math.pi * done)) / 2
+        scale = value / first if first else 0.0
+        return [base * scale for base in self.base_values]

@@ -1,0 +1,192 @@
+"""MMEngine's Runner, made true on today's torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from mmengine.model import revert_sync_batchnorm
+from mmengine.runner import Runner as _Runner
+from mmengine.runner import find_latest_checkpoint
+from torch import nn
+from torch.utils.data import DataLoader
+
+from memengine.engine.apply import apply_before_wrapping, apply_to_model
+from memengine.engine.checkpoint import safe_loading, write_whole
+from memengine.engine.data_order import reproducible
+from memengine.engine.distributed import init_process_group, local_device_ids
+from memengine.engine.step import unwrap
+from memengine.registry import LOOPS, MODEL_WRAPPERS, RUNNERS
+
+__all__ = ['Runner']
+
+
+@RUNNERS.register_module()
+class Runner(_Runner):
+    """Builds and runs training, validation and testing from one config.
+
+    Takes everything that MMEngine's Runner takes, with these differences:
+
+    * checkpoints are read with torch's safe unpickler (``trusted_globals`` in the config adds to
+      what they may contain), are written whole or not at all, and a resumed model must match;
+    * ``launcher='pytorch'`` works without a GPU, on gloo;
+    * a run that is resumed at any iteration goes on bit for bit as if it had not stopped (on the
+      same kind of device), because data order and random numbers follow from the seed and the
+      place in training;
+    * a wrapper that would do nothing in one process says so or is refused;
+    * techniques are applied in the order that :mod:`memengine.engine.apply` writes down.
+
+    Raises:
+        ValueError: For settings that contradict each other or the machine, naming the setting.
+    """
+
+    def setup_env(self, env_cfg: dict[str, Any]) -> None:
+        """Join the process group on whatever device there is, then do as MMEngine does."""
+        if self.distributed:
+            init_process_group(self.launcher, env_cfg.get('dist_cfg', {}))
+        super().setup_env(env_cfg)
+
+    @staticmethod
+    def build_dataloader(
+        dataloader: DataLoader | dict[str, Any], seed: int | None = None, diff_rank_seed: bool = False
+    ) -> DataLoader:
+        """A data loader whose order and augmentations follow from ``seed`` alone."""
+        if isinstance(dataloader, dict) and seed is not None:
+            dataloader = reproducible(dataloader, seed, diff_rank_seed)
+        return _Runner.build_dataloader(dataloader, seed, diff_rank_seed)
+
+    def build_train_loop(self, loop: Any) -> Any:
+        """Build the training loop; without a ``type`` it is one of memengine's."""
+        if isinstance(loop, dict) and 'type' not in loop:
+            loop = dict(loop)
+            by_epoch = loop.pop('by_epoch', 'max_epochs' in loop)
+            loop['type'] = LOOPS.get('EpochBasedTrainLoop' if by_epoch else 'IterBasedTrainLoop')
+        return super().build_train_loop(loop)
+
+    def wrap_model(self, model_wrapper_cfg: dict[str, Any] | None, model: nn.Module) -> nn.Module:
+        """Put the model on its device and into its wrapper; nothing is ignored silently."""
+        apply_before_wrapping(model, self.cfg, self.distributed)
+        config = dict(model_wrapper_cfg or {})
+        config.setdefault('type', 'MMDistributedDataParallel')
+        wrapper = MODEL_WRAPPERS.get(config['type']) if isinstance(config['type'], str) else config['type']
+        if wrapper is None:
+            raise ValueError(f"model_wrapper_cfg.type: there is no model wrapper '{config['type']}'")
+        is_ddp = issubclass(wrapper, nn.parallel.DistributedDataParallel)
+        if self.distributed and is_ddp:
+            if model_wrapper_cfg is None:
+                unused = self.cfg.get('find_unused_parameters', False)
+                config.update(broadcast_buffers=False, find_unused_parameters=unused)
+            config.setdefault('device_ids', local_device_ids())
+            model_wrapper_cfg = config
+        elif model_wrapper_cfg is not None and not self.distributed:
+            if not is_ddp:
+                raise ValueError(
+                    f"model_wrapper_cfg: '{config['type']}' needs several processes, but launcher='none' "
+                    'starts one; start with torchrun and --launcher pytorch, or remove model_wrapper_cfg'
+                )
+            self.logger.warning(
+                "model_wrapper_cfg has no effect in one process (launcher='none'): there is nothing "
+                'to synchronise'
+            )
+            return revert_sync_batchnorm(model).to(self._device())
+        return super().wrap_model(model_wrapper_cfg, model)
+
+    @staticmethod
+    def _device() -> torch.device:
+        return torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+
+    def register_default_hooks(self, hooks: dict[str, Any] | None = None) -> None:
+        """Register MMEngine's default hooks and memengine's; ``name=None`` leaves one out."""
+        ours = dict(
+            random_state=dict(type='RandomStateHook'),
+            algorithm=dict(type='AlgorithmHook'),
+            finite_loss=dict(type='FiniteLossHook'),
+        )
+        chosen = {**ours, **(hooks or {})}
+        super().register_default_hooks({name: hook for name, hook in chosen.items() if hook or name not in ours})
+
+    def train(self) -> nn.Module:
+        """Train from the start or from a checkpoint, to the end that ``train_cfg`` names."""
+        if self._train_loop is None:
+            raise ValueError('train() needs train_dataloader, train_cfg and optim_wrapper in the config')
+        self._train_loop = self.build_train_loop(self._train_loop)
+        self.optim_wrapper = self.build_optim_wrapper(self.optim_wrapper)
+        self.scale_lr(self.optim_wrapper, self.auto_scale_lr)
+        if self.param_schedulers is not None:
+            self.param_schedulers = self.build_param_scheduler(self.param_schedulers)
+        if self._val_loop is not None:
+            self._val_loop = self.build_val_loop(self._val_loop)
+        self.call_hook('before_run')
+        self._init_model_weights()
+        apply_to_model(unwrap(self.model), self.cfg, self.logger)
+        self.load_or_resume()
+        self.optim_wrapper.initialize_count_status(
+            self.model, self.train_loop.iter, self.train_loop.max_iters
+        )
+        self._maybe_compile('train_step')
+        try:
+            return self.train_loop.run()
+        finally:
+            self.call_hook('after_run')
+
+    def _build_param_scheduler(self, scheduler: Any, optim_wrapper: Any) -> list[Any]:
+        """Build schedules, but for those that begin only after training has ended."""
+        kept = []
+        for config in scheduler if isinstance(scheduler, (list, tuple)) else [scheduler]:
+            if isinstance(config, dict):
+                by_epoch = config.get('by_epoch', True)
+                length = self.max_epochs if by_epoch else self.max_iters
+                if config.get('begin', 0) >= length:
+                    unit = 'epochs' if by_epoch else 'iterations'
+                    self.logger.warning(
+                        f'param_scheduler {config["type"]} begins at {config["begin"]} {unit}, but '
+                        f'training ends at {length}: it is left out'
+                    )
+                    continue
+            kept.append(config)
+        return super()._build_param_scheduler(kept, optim_wrapper)
+
+    def load_or_resume(self) -> None:
+        """Load weights or resume, as the config says; say so when there is nothing to resume."""
+        if self._resume and self._load_from is None and not find_latest_checkpoint(self.work_dir):
+            self.logger.info(f'No checkpoint to resume in {self.work_dir}: training starts from scratch.')
+            return
+        super().load_or_resume()
+
+    def load_checkpoint(
+        self,
+        filename: str,
+        map_location: str | Callable[..., Any] = 'cpu',
+        strict: bool = False,
+        revise_keys: list[tuple[str, str]] = [(r'^module.', '')],  # noqa: B006 (MMEngine's own)
+    ) -> dict[str, Any]:
+        """Load a checkpoint with torch's safe unpickler.
+
+        Args:
+            filename: A path, or a URL as MMEngine takes it.
+            map_location: Where tensors go.
+            strict: Whether names must match exactly; always so when resuming.
+            revise_keys: Pairs of pattern and replacement for names.
+
+        Raises:
+            CheckpointError: When the file is damaged, or wants to run code that is not allowed.
+            FileNotFoundError: When it is not there.
+        """
+        with safe_loading(filename, self.cfg.get('trusted_globals', ())):
+            return super().load_checkpoint(filename, map_location, strict or self._resume, revise_keys)
+
+    def save_checkpoint(self, out_dir: str, filename: str, *args: Any, **kwargs: Any) -> None:
+        """Save a checkpoint as MMEngine does, but whole or not at all (for local folders)."""
+        if '://' in str(out_dir):
+            super().save_checkpoint(out_dir, filename, *args, **kwargs)
+        elif self.rank == 0:
+            with write_whole(Path(out_dir) / filename) as partial:
+                super().save_checkpoint(out_dir, partial.name, *args, **kwargs)
+
+    def mark_last_checkpoint(self, filename: str) -> None:
+        """Make ``filename`` (in the work dir) what ``--resume`` goes on from."""
+        if self.rank == 0:
+            with write_whole(Path(self.work_dir) / 'last_checkpoint') as partial:
+                partial.write_text(str(Path(self.work_dir) / filename))

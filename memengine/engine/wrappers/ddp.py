@@ -1,0 +1,31 @@
+"""DistributedDataParallel that carries a step out by the step contract."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mmengine.model import MMDistributedDataParallel as _MMDistributedDataParallel
+from mmengine.model.utils import detect_anomalous_params
+from mmengine.optim import OptimWrapper
+from torch import Tensor
+
+from memengine.engine.step import run_step
+from memengine.registry import MODEL_WRAPPERS
+
+__all__ = ['MMDistributedDataParallel']
+
+
+@MODEL_WRAPPERS.register_module()
+class MMDistributedDataParallel(_MMDistributedDataParallel):
+    """MMEngine's DDP wrapper, on GPUs and on CPU, with :func:`run_step` as its step.
+
+    Args are MMEngine's. Gradients are the mean over ranks: a loss that is the mean over a rank's
+    samples gives the gradient of the mean over all samples, if ranks hold equally many.
+    """
+
+    def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+        """Carry out one training step; see :func:`memengine.engine.step.run_step`."""
+        log_vars = run_step(self, data, optim_wrapper)
+        if self.detect_anomalous_params:
+            detect_anomalous_params(log_vars['loss'], model=self)
+        return log_vars

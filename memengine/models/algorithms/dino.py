@@ -1,0 +1,198 @@
+"""DINO: a student learns to predict its own moving average, across crops of an image.
+
+Shapes: B samples, V crops each (global crops first), D width of the features, K prototypes.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from memengine.engine.step import Progress
+from memengine.losses.dino import DINOLoss
+from memengine.models.algorithms.base import Algorithm
+from memengine.registry import MODELS
+
+__all__ = ['DINO']
+
+GLOBAL_CROPS = 2
+
+
+class _Network(nn.Module):
+    """Backbone and head; crops of one size go through together."""
+
+    def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+
+    def forward(self, crops: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """V crops [B, C, h, w] to features [V * B, D] and logits [V * B, K], crop by crop."""
+        features, start = [], 0
+        for end in range(1, len(crops) + 1):
+            if end == len(crops) or crops[end].shape != crops[start].shape:
+                features.append(self.backbone(torch.cat(list(crops[start:end]))))
+                start = end
+        joined = torch.cat(features)  # [V * B, D]
+        return joined, self.head(joined)
+
+
+@MODELS.register_module()
+class DINO(Algorithm):
+    """Self-distillation with no labels.
+
+    Args:
+        backbone: Config of a backbone with ``num_features``, e.g. a ``TimmBackbone``. Its
+            ``drop_path_rate`` holds for the student only.
+        head: Config of the head; ``in_dim`` is filled in. ``out_dim`` is the number of
+            prototypes K.
+        local_crops: Number of local crops after the two global ones.
+        warmup_teacher_temp: Teacher temperature at the start.
+        teacher_temp: Teacher temperature after the warm-up.
+        warmup_teacher_temp_epochs: Length of the linear warm-up, in epochs.
+        student_temp: Student temperature.
+        center_momentum: Momentum of the running centre.
+        centering: ``'center'`` (the paper) or ``'sinkhorn'``; see :class:`DINOLoss`.
+        momentum_teacher: Share of the old teacher in its moving average at the start.
+        momentum_teacher_end: The same at the end; between them it follows half a cosine.
+        freeze_last_layer: Epochs in which the prototypes are not updated.
+        data_preprocessor: Config of MMEngine's data preprocessor; by default data are moved to
+            the model's device.
+        init_cfg: MMEngine's initialisation config.
+
+    Raises:
+        ValueError: For a setting out of range, or a batch with another number of crops.
+
+    Logged beside the loss: ``teacher_entropy`` (nats) of the mean teacher output, log K when all
+    prototypes are used and 0 when one is; ``feature_std``, the spread of the student's
+    normalised features times sqrt(D), 1 when isotropic and 0 when all are alike. A falling
+    loss without them proves nothing. ``teacher_temp`` and ``ema_momentum`` are logged too.
+
+    Distributed: the loss is the rank's mean (average the gradients, as DDP does); centre and
+    Sinkhorn's sums are those of all ranks; with BatchNorm in the head set ``sync_bn='torch'``.
+
+    Source: Caron et al., Emerging Properties in Self-Supervised Vision Transformers (2021).
+    """
+
+    coupled = False
+
+    def __init__(
+        self,
+        backbone: dict[str, Any],
+        head: dict[str, Any],
+        local_crops: int = 8,
+        warmup_teacher_temp: float = 0.04,
+        teacher_temp: float = 0.04,
+        warmup_teacher_temp_epochs: int = 0,
+        student_temp: float = 0.1,
+        center_momentum: float = 0.9,
+        centering: str = 'center',
+        momentum_teacher: float = 0.996,
+        momentum_teacher_end: float = 1.0,
+        freeze_last_layer: int = 1,
+        data_preprocessor: dict[str, Any] | nn.Module | None = None,
+        init_cfg: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(data_preprocessor, init_cfg)
+        if local_crops < 0:
+            raise ValueError(f'DINO: local_crops must not be negative, got {local_crops}')
+        if not 0 <= momentum_teacher <= momentum_teacher_end <= 1:
+            raise ValueError(
+                'DINO: 0 <= momentum_teacher <= momentum_teacher_end <= 1 must hold, got '
+                f'momentum_teacher={momentum_teacher} and momentum_teacher_end={momentum_teacher_end}'
+            )
+        self.student = self._build(backbone, head)
+        calm = copy.deepcopy(backbone)
+        if 'drop_path_rate' in calm:
+            calm['drop_path_rate'] = 0.0
+        self.teacher = self._build(calm, head)
+        self.teacher.load_state_dict(self.student.state_dict())
+        self.teacher.requires_grad_(False)
+        self.loss = DINOLoss(
+            out_dim=head['out_dim'],
+            ncrops=GLOBAL_CROPS + local_crops,
+            warmup_teacher_temp=warmup_teacher_temp,
+            teacher_temp=teacher_temp,
+            warmup_teacher_temp_epochs=warmup_teacher_temp_epochs,
+            nepochs=warmup_teacher_temp_epochs,
+            student_temp=student_temp,
+            center_momentum=center_momentum,
+            centering=centering,
+        )
+        self.momentum_teacher = momentum_teacher
+        self.momentum_teacher_end = momentum_teacher_end
+        self.freeze_last_layer = freeze_last_layer
+        self.progress = Progress(iter=0, max_iters=1, epoch=0, max_epochs=1)
+
+    @staticmethod
+    def _build(backbone: dict[str, Any], head: dict[str, Any]) -> _Network:
+        features = MODELS.build(backbone)
+        return _Network(features, MODELS.build({'in_dim': features.num_features, **head}))
+
+    @property
+    def ema_momentum(self) -> float:
+        """Share of the old teacher in the next moving average."""
+        done = self.progress.iter / self.progress.max_iters
+        first, last = self.momentum_teacher, self.momentum_teacher_end
+        return last + (first - last) * (1 + math.cos(math.pi * done)) / 2
+
+    def set_progress(self, progress: Progress) -> None:
+        """Take note of where training stands."""
+        self.progress = progress
+
+    @torch.no_grad()
+    def targets(self, inputs: Sequence[Tensor], data_samples: Any = None) -> Tensor:
+        """Teacher probabilities of the global crops, [2, B, K]."""
+        if not isinstance(inputs, (list, tuple)) or len(inputs) != self.loss.ncrops:
+            got = f'{len(inputs)} crops' if isinstance(inputs, (list, tuple)) else 'one view'
+            raise ValueError(
+                f'DINO: model.local_crops={self.loss.ncrops - GLOBAL_CROPS} expects '
+                f'{GLOBAL_CROPS} global crops and as many local ones, but the data pipeline gave {got}'
+            )
+        _, logits = self.teacher(inputs[:GLOBAL_CROPS])
+        return self.loss.targets(logits, self.progress.epoch)
+
+    def embed(self, inputs: Sequence[Tensor], data_samples: Any = None) -> tuple[Tensor, Tensor]:
+        """Student features [V * B, D] and logits [V * B, K], crop by crop."""
+        return self.student(inputs)
+
+    def embedding_loss(
+        self, embeddings: tuple[Tensor, Tensor], targets: Tensor, data_samples: Any = None
+    ) -> dict[str, Tensor]:
+        """The DINO loss, and what tells whether it means anything."""
+        features, logits = embeddings
+        loss = self.loss.batch_loss(logits, targets)
+        with torch.no_grad():
+            mean = targets.mean(dim=(0, 1))  # [K]
+            entropy = -torch.special.xlogy(mean, mean).sum()
+            directions = F.normalize(features.float(), dim=-1)
+            spread = directions.std(dim=0).mean() * math.sqrt(directions.shape[-1])
+        return {
+            'loss': loss,
+            'teacher_entropy': entropy,
+            'feature_std': spread,
+            'teacher_temp': loss.new_tensor(self.loss.temperature(self.progress.epoch)),
+            'ema_momentum': loss.new_tensor(self.ema_momentum),
+        }
+
+    def features(self, inputs: Tensor) -> Tensor:
+        """Teacher features [B, D] of images [B, C, H, W]."""
+        return self.teacher.backbone(inputs)
+
+    def before_update(self) -> None:
+        """Leave the prototypes as they are in the first ``freeze_last_layer`` epochs."""
+        if self.progress.epoch < self.freeze_last_layer:
+            for parameter in self.student.head.last_layer.parameters():
+                parameter.grad = None
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        """Move the teacher towards the student."""
+        teacher, student = list(self.teacher.parameters()), list(self.student.parameters())
+        torch._foreach_lerp_(teacher, student, 1 - self.ema_momentum)
