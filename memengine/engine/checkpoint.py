@@ -27,7 +27,15 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read, or may not be."""
 
 
+def _log_buffer_method(owner: Any, name: str) -> Any:
+    """Stands in for ``getattr``, by which MMEngine's log buffers pickle their statistics."""
+    if owner is not HistoryBuffer or name not in HistoryBuffer._statistics_methods:
+        raise pickle.UnpicklingError(f'GLOBAL getattr: of {owner!r}, {name!r}')
+    return getattr(HistoryBuffer, name)
+
+
 def _allowed() -> list[Any]:
+    HistoryBuffer()  # fills in the names of its statistics
     dtypes = {type(np.dtype(code)) for code in np.typecodes['All']}
     reconstruct = np.array(0).__reduce__()[0]  # its module's name differs between NumPy 1 and 2
     scalar = np.float64(0).__reduce__()[0]
@@ -36,7 +44,8 @@ def _allowed() -> list[Any]:
         for function in (reconstruct, scalar)
         for core in ('core', '_core')
     ]
-    return [HistoryBuffer, np.ndarray, np.dtype, *dtypes, reconstruct, scalar, *moved]
+    methods = (_log_buffer_method, 'builtins.getattr')
+    return [HistoryBuffer, methods, np.ndarray, np.dtype, *dtypes, reconstruct, scalar, *moved]
 
 
 def _resolve(dotted: str) -> Any:

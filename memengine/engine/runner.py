@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from memengine.engine.apply import apply_before_wrapping, apply_to_model
 from memengine.engine.checkpoint import safe_loading, write_whole
 from memengine.engine.data_order import reproducible
 from memengine.engine.distributed import init_process_group, local_device_ids
+from memengine.engine.hooks import AlgorithmHook, FiniteLossHook, RandomStateHook
 from memengine.engine.step import unwrap
 from memengine.registry import LOOPS, MODEL_WRAPPERS, RUNNERS
 
@@ -41,6 +43,16 @@ class Runner(_Runner):
     Raises:
         ValueError: For settings that contradict each other or the machine, naming the setting.
     """
+
+    def __init__(self, *args: Any, default_scope: str = 'memengine', **kwargs: Any) -> None:
+        super().__init__(*args, default_scope=default_scope, **kwargs)
+
+    @classmethod
+    def from_cfg(cls, cfg: Any) -> Runner:
+        """Build a runner from a config; without a ``default_scope`` it is memengine's."""
+        cfg = copy.deepcopy(cfg)
+        cfg.setdefault('default_scope', 'memengine')
+        return super().from_cfg(cfg)
 
     def setup_env(self, env_cfg: dict[str, Any]) -> None:
         """Join the process group on whatever device there is, then do as MMEngine does."""
@@ -100,9 +112,9 @@ class Runner(_Runner):
     def register_default_hooks(self, hooks: dict[str, Any] | None = None) -> None:
         """Register MMEngine's default hooks and memengine's; ``name=None`` leaves one out."""
         ours = dict(
-            random_state=dict(type='RandomStateHook'),
-            algorithm=dict(type='AlgorithmHook'),
-            finite_loss=dict(type='FiniteLossHook'),
+            random_state=dict(type=RandomStateHook),
+            algorithm=dict(type=AlgorithmHook),
+            finite_loss=dict(type=FiniteLossHook),
         )
         chosen = {**ours, **(hooks or {})}
         super().register_default_hooks({name: hook for name, hook in chosen.items() if hook or name not in ours})

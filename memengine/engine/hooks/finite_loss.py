@@ -33,7 +33,7 @@ class FiniteLossHook(Hook):
         """Check the step's loss."""
         if not isinstance(outputs, Mapping) or 'loss' not in outputs:
             return
-        loss = float(outputs['loss'])
+        loss = outputs['loss'].item()
         if not math.isfinite(loss):
             raise NonFiniteLossError(
                 f'the loss is {loss} in iteration {runner.iter + 1}: training stops, the last checkpoint '
