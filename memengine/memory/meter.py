@@ -1,0 +1,369 @@
+"""How many bytes autograd keeps for the backward pass, counted on any device.
+
+Counted are storages, as they are what occupies memory: a view, or a tensor that several
+operations save, costs its storage once. What a model owns anyway (parameters, buffers) is left
+out. The figures need no allocator, so they are exact on CPU, CUDA, meta and fake tensors alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+__all__ = ['SavedBytes', 'hidden_bytes', 'saved_bytes']
+
+_SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ('_indices', '_values'),
+    torch.sparse_csr: ('crow_indices', 'col_indices', 'values'),
+    torch.sparse_bsr: ('crow_indices', 'col_indices', 'values'),
+    torch.sparse_csc: ('ccol_indices', 'row_indices', 'values'),
+    torch.sparse_bsc: ('ccol_indices', 'row_indices', 'values'),
+}
+_opaque_keys = itertools.count(-1, -1)  # never an address
+
+
+class _Block:
+    """A piece of memory: its key, its bytes and the object whose end is the memory's end."""
+
+    __slots__ = ('key', 'nbytes', 'owner')
+
+    def __init__(self, key: int, nbytes: int, owner: Any) -> None:
+        self.key, self.nbytes, self.owner = key, nbytes, owner
+
+
+def _blocks(tensor: Tensor) -> Iterator[_Block]:
+    """The memory behind a tensor: one storage, or those of the parts of a composite tensor."""
+    if hasattr(tensor, '__tensor_flatten__'):  # a wrapper such as DTensor
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _blocks(getattr(tensor, name))
+    elif tensor.layout in _SPARSE_PARTS:
+        for name in _SPARSE_PARTS[tensor.layout]:
+            yield from _blocks(getattr(tensor, name)())
+    elif tensor.layout == torch.strided:
+        storage = tensor.untyped_storage()
+        yield _Block(storage._cdata, storage.nbytes(), storage)
+    else:  # a layout without a storage (MKLDNN): nothing shares its memory
+        yield _Block(next(_opaque_keys), tensor.numel() * tensor.element_size(), tensor)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Tensors in containers and in the attributes of plain objects; modules are not entered."""
+    seen: set[int] = set()
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, Mapping):
+            pending.extend(item.values())
+        elif isinstance(item, (list, tuple, set, frozenset, deque)):
+            pending.extend(item)
+        elif not isinstance(item, (nn.Module, type)) and not callable(item):
+            pending.extend(getattr(item, '__dict__', {}).values())
+            slots = itertools.chain(*(getattr(c, '__slots__', ()) for c in type(item).__mro__))
+            pending.extend(getattr(item, slot, None) for slot in slots)
+
+
+def _owned_by(owners: Iterable[nn.Module | Tensor]) -> dict[int, Any]:
+    """Storages of the owners' parameters, buffers or own data; held, so that no key is reused."""
+    tensors: list[Tensor] = []
+    for owner in owners:
+        if isinstance(owner, nn.Module):
+            tensors += [*owner.parameters(), *owner.buffers()]
+        elif isinstance(owner, Tensor):
+            tensors.append(owner)
+        else:
+            raise TypeError(
+                f'exclude: expected modules or tensors, got {type(owner).__name__}; '
+                'pass the model whose parameters are not to be counted'
+            )
+    return {block.key: block.owner for tensor in tensors for block in _blocks(tensor)}
+
+
+class _Ledger:
+    """Which blocks are kept, by how many holders.
+
+    Holders end in finalisers, which run in any thread and in the middle of anything. They
+    therefore only append to ``freed`` (atomic); the books are balanced before each entry and
+    reading.
+    """
+
+    def __init__(self) -> None:
+        self.freed: deque[tuple[int, ...]] = deque()
+        self.excluded: dict[int, Any] = {}
+        self._lock = threading.Lock()
+        self._holders: dict[int, int] = {}
+        self._nbytes: dict[int, int] = {}
+        self._live = self._peak = self._total = 0
+
+    def _settle(self) -> None:
+        while self.freed:
+            for key in self.freed.popleft():
+                self._holders[key] -= 1
+                if not self._holders[key]:
+                    del self._holders[key]
+                    self._live -= self._nbytes.pop(key)
+
+    def _hold(self, block: _Block) -> None:
+        if block.key not in self._holders:
+            self._holders[block.key] = 0
+            self._nbytes[block.key] = block.nbytes
+            self._live += block.nbytes
+            self._total += block.nbytes
+            self._peak = max(self._peak, self._live)
+        self._holders[block.key] += 1
+
+    def hold(self, blocks: Iterable[_Block]) -> tuple[int, ...]:
+        """Count the blocks; whoever holds them appends the returned keys to ``freed`` at its end."""
+        with self._lock:
+            self._settle()
+            held = [block for block in blocks if block.key not in self.excluded]
+            for block in held:
+                self._hold(block)
+            return tuple(block.key for block in held)
+
+    def hold_with(self, owner: Any, blocks: Iterable[_Block]) -> None:
+        """Count the blocks until ``owner`` is freed, whoever holds it."""
+        weakref.finalize(owner, self.freed.append, self.hold(blocks)).atexit = False
+
+    def figures(self) -> tuple[int, int, int]:
+        """Live, peak and total bytes."""
+        with self._lock:
+            self._settle()
+            return self._live, self._peak, self._total
+
+    def known(self) -> set[int]:
+        """Keys of all blocks that are counted now or excluded."""
+        with self._lock:
+            self._settle()
+            return {*self._holders, *self.excluded}
+
+
+class _Kept:
+    """What autograd holds in place of a saved tensor; its end is the end of the saving.
+
+    The tensor is detached, as a saved output would otherwise hold its own graph in a cycle that
+    no collector sees. The version is checked because autograd leaves that to the hooks.
+    """
+
+    __slots__ = ('holdings', 'tensor', 'version')
+
+    def __init__(self, tensor: Tensor, ledgers: tuple[_Ledger, ...]) -> None:
+        self.holdings: list[tuple[deque[tuple[int, ...]], tuple[int, ...]]] = []
+        self.tensor, self.version = tensor.detach(), tensor._version
+        blocks = list(_blocks(tensor))
+        for ledger in ledgers:
+            self.holdings.append((ledger.freed, ledger.hold(blocks)))
+
+    def unpack(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                'one of the variables needed for gradient computation has been modified by an '
+                f'inplace operation: {self.tensor.type()} of shape {tuple(self.tensor.shape)} is '
+                f'at version {self.tensor._version}; expected version {self.version} instead'
+            )
+        return self.tensor
+
+    def __del__(self) -> None:
+        for freed, keys in self.holdings:
+            freed.append(keys)
+
+
+class _Watch:
+    """Somebody else's pack hook, with what it keeps counted.
+
+    Where it keeps a tensor is its own affair, so the tensor counts until it is freed. Attributes
+    are those of the hook: activation checkpointing marks its own hooks by attributes.
+    """
+
+    def __init__(self, pack: Callable[[Tensor], Any], ledgers: tuple[_Ledger, ...]) -> None:
+        self._pack, self._ledgers = pack, ledgers
+
+    def __call__(self, tensor: Tensor) -> Any:
+        try:
+            packed = self._pack(tensor)
+        except Exception:  # checkpointing ends its recomputation so, keeping the tensor's memory
+            for block in _blocks(tensor):
+                self._count(block.owner, [block])
+            raise
+        for kept in _tensors_in(packed):
+            self._count(kept, list(_blocks(kept)))
+        return packed
+
+    def _count(self, owner: Any, blocks: list[_Block]) -> None:
+        for ledger in self._ledgers:
+            ledger.hold_with(owner, blocks)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__['_pack'], name)
+
+
+class _Pack:
+    """The pack hook of the meters that are active."""
+
+    def __init__(self, ledgers: tuple[_Ledger, ...]) -> None:
+        self._ledgers = ledgers
+
+    def __call__(self, tensor: Tensor) -> _Kept:
+        return _Kept(tensor, self._ledgers)
+
+
+_active: list[_Ledger] = []  # of the meters that are entered, outermost first
+_enter_hooks = saved_tensors_hooks.__enter__
+
+
+def _enter_watched(hooks: saved_tensors_hooks) -> None:
+    """``saved_tensors_hooks.__enter__`` while a meter is active: only the innermost hooks see a
+    tensor, so those entered inside a meter are watched by it."""
+    pack = hooks.pack_hook
+    hooks.pack_hook = _Watch(pack, tuple(_active))
+    try:
+        _enter_hooks(hooks)
+    finally:
+        hooks.pack_hook = pack
+
+
+def _surrounding_hooks() -> tuple[Callable, Callable] | None:
+    """The hooks in force here, if they are not a meter's (None also before torch 2.8)."""
+    top = getattr(torch._C._autograd, '_top_saved_tensors_default_hooks', lambda _: None)(False)
+    return None if top is None or isinstance(top[0], _Pack) else top
+
+
+class SavedBytes:
+    """Counts the bytes that autograd keeps for backward while it is entered.
+
+    The step itself is unchanged: the very tensors come back (double backward works), a tensor
+    modified in place is still an error, other saved-tensor hooks (activation checkpointing,
+    offloading, compression) still act, and what these keep is counted in place of what they were
+    given. Graphs built inside stay counted after the exit, until they are freed. Meters nest;
+    each sees everything. One that is entered again goes on from its figures.
+
+    Not seen: tensors that a ``torch.autograd.Function`` hides as attributes of ``ctx`` (see
+    ``hidden_bytes``). ``torch.func`` transforms refuse to run under any saved-tensor hooks.
+
+    Args:
+        *exclude: Modules whose parameters and buffers, and tensors whose memory, are not counted:
+            usually the model, and the batch where a function of its size is wanted.
+
+    Raises:
+        TypeError: For anything else in ``exclude``.
+
+    Cost: some microseconds per saved tensor, no memory that grows with its size.
+
+    Example:
+        >>> with SavedBytes(model) as saved:
+        ...     model(images).sum().backward()
+        >>> saved.peak_bytes
+    """
+
+    def __init__(self, *exclude: nn.Module | Tensor) -> None:
+        self._exclude = exclude
+        self._ledger = _Ledger()
+        self._entered: list[saved_tensors_hooks] = []
+        _owned_by(exclude)  # complains here, where the mistake is
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes kept by graphs that are alive now."""
+        return self._ledger.figures()[0]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes kept at once."""
+        return self._ledger.figures()[1]
+
+    @property
+    def total_bytes(self) -> int:
+        """All bytes ever kept; a block that is freed and kept again counts again."""
+        return self._ledger.figures()[2]
+
+    def __enter__(self) -> SavedBytes:
+        self._ledger.excluded = _owned_by(self._exclude)
+        around = _surrounding_hooks()
+        if not _active:
+            saved_tensors_hooks.__enter__ = _enter_watched  # type: ignore[method-assign]
+        _active.append(self._ledger)
+        ledgers = tuple(dict.fromkeys(_active))
+        if around is None:
+            hooks = saved_tensors_hooks(_Pack(ledgers), _Kept.unpack)
+        else:
+            hooks = saved_tensors_hooks(_Watch(around[0], ledgers), around[1])
+        _enter_hooks(hooks)
+        self._entered.append(hooks)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._entered.pop().__exit__(*exception)
+        _active.reverse()
+        _active.remove(self._ledger)  # the innermost of its entries
+        _active.reverse()
+        if not _active:
+            saved_tensors_hooks.__enter__ = _enter_hooks  # type: ignore[method-assign]
+        if not self._entered:
+            self._ledger.excluded = {}
+
+    def hidden_bytes(self, outputs: Tensor | Iterable[Tensor]) -> int:
+        """As the function ``hidden_bytes``, without what this meter has counted or excludes."""
+        known = self._ledger.known() | set(_owned_by(self._exclude))
+        return _hidden_bytes(outputs, known)
+
+
+def hidden_bytes(outputs: Tensor | Iterable[Tensor], *exclude: nn.Module | Tensor) -> int:
+    """Bytes that custom autograd functions keep as attributes of ``ctx``.
+
+    Saved-tensor hooks do not see them, and autograd does not free them after backward: they live
+    as long as the graph.
+
+    Args:
+        outputs: Tensors whose graph is searched, e.g. the loss, before or after backward.
+        *exclude: Modules and tensors whose memory is not counted.
+
+    Returns:
+        Bytes of the unique storages found.
+    """
+    return _hidden_bytes(outputs, set(_owned_by(exclude)))
+
+
+def _hidden_bytes(outputs: Tensor | Iterable[Tensor], known: set[int]) -> int:
+    tensors = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    pending = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen = set(pending)  # holds the nodes, so that each keeps its one Python object
+    nbytes: dict[int, int] = {}
+    while pending:
+        node = pending.pop()
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            for tensor in _tensors_in(vars(node)):
+                nbytes |= {block.key: block.nbytes for block in _blocks(tensor)}
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return sum(size for key, size in nbytes.items() if key not in known)
+
+
+def saved_bytes(fn: Callable[[], Any], *exclude: nn.Module | Tensor) -> int:
+    """Most bytes that autograd keeps at once while ``fn()`` runs.
+
+    Args:
+        fn: Runs a forward pass, with or without its backward. What it returns is held until the
+            end of the count.
+        *exclude: Modules and tensors whose memory is not counted.
+
+    Returns:
+        ``SavedBytes.peak_bytes``.
+    """
+    with SavedBytes(*exclude) as meter:
+        held = fn()
+    del held
+    return meter.peak_bytes

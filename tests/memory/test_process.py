@@ -1,0 +1,46 @@
+"""Resident memory of the process, against memory that is really taken."""
+
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from memengine.memory import cuda_peak_mib, peak_rss_mib, rss_mib
+
+
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='reads /proc')
+def test_resident_memory_grows_by_what_is_touched_and_falls_when_freed():
+    before = rss_mib()
+    block = np.ones(64 * 2**20, dtype=np.uint8)  # 64 MiB, touched
+    during = rss_mib()
+    assert 60 <= during - before <= 80
+    peak = peak_rss_mib()
+    assert peak >= during - 1
+    del block
+    assert rss_mib() < during - 50
+    assert peak_rss_mib() >= peak - 1
+
+
+def test_resident_memory_is_unknown_without_proc(monkeypatch, tmp_path):
+    monkeypatch.setattr('memengine.memory.process._STATM', tmp_path / 'statm')
+    assert rss_mib() is None
+
+
+def test_page_counts_are_turned_into_mib(monkeypatch, tmp_path):
+    import resource
+
+    (tmp_path / 'statm').write_text('1000 512 30 1 0 20 0\n')
+    monkeypatch.setattr('memengine.memory.process._STATM', tmp_path / 'statm')
+    assert math.isclose(rss_mib(), 512 * resource.getpagesize() / 2**20)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs CUDA')
+def test_cuda_peak():
+    torch.cuda.reset_peak_memory_stats()
+    before = cuda_peak_mib()
+    block = torch.empty(64 * 2**20, dtype=torch.uint8, device='cuda')
+    assert math.isclose(cuda_peak_mib() - before, 64, abs_tol=2)
+    del block
+    assert math.isclose(cuda_peak_mib() - before, 64, abs_tol=2)
