@@ -7,147 +7,17 @@ out. The figures need no allocator, so they are exact on CPU, CUDA, meta and fak
 
 from __future__ import annotations
 
-import itertools
-import threading
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from memengine.memory.ledger import Block, Ledger, blocks_of, owned_by, tensors_in
+
 __all__ = ['SavedBytes', 'hidden_bytes', 'saved_bytes']
-
-_SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {
-    torch.sparse_coo: ('_indices', '_values'),
-    torch.sparse_csr: ('crow_indices', 'col_indices', 'values'),
-    torch.sparse_bsr: ('crow_indices', 'col_indices', 'values'),
-    torch.sparse_csc: ('ccol_indices', 'row_indices', 'values'),
-    torch.sparse_bsc: ('ccol_indices', 'row_indices', 'values'),
-}
-_opaque_keys = itertools.count(-1, -1)  # never an address
-
-
-class _Block:
-    """A piece of memory: its key, its bytes and the object whose end is the memory's end."""
-
-    __slots__ = ('key', 'nbytes', 'owner')
-
-    def __init__(self, key: int, nbytes: int, owner: Any) -> None:
-        self.key, self.nbytes, self.owner = key, nbytes, owner
-
-
-def _blocks(tensor: Tensor) -> Iterator[_Block]:
-    """The memory behind a tensor: one storage, or those of the parts of a composite tensor."""
-    if hasattr(tensor, '__tensor_flatten__'):  # a wrapper such as DTensor
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _blocks(getattr(tensor, name))
-    elif tensor.layout in _SPARSE_PARTS:
-        for name in _SPARSE_PARTS[tensor.layout]:
-            yield from _blocks(getattr(tensor, name)())
-    elif tensor.layout == torch.strided:
-        storage = tensor.untyped_storage()
-        yield _Block(storage._cdata, storage.nbytes(), storage)
-    else:  # a layout without a storage (MKLDNN): nothing shares its memory
-        yield _Block(next(_opaque_keys), tensor.numel() * tensor.element_size(), tensor)
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors in containers and in the attributes of plain objects; modules are not entered."""
-    seen: set[int] = set()
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, Tensor):
-            yield item
-        elif isinstance(item, Mapping):
-            pending.extend(item.values())
-        elif isinstance(item, (list, tuple, set, frozenset, deque)):
-            pending.extend(item)
-        elif not isinstance(item, (nn.Module, type)) and not callable(item):
-            pending.extend(getattr(item, '__dict__', {}).values())
-            slots = itertools.chain(*(getattr(c, '__slots__', ()) for c in type(item).__mro__))
-            pending.extend(getattr(item, slot, None) for slot in slots)
-
-
-def _owned_by(owners: Iterable[nn.Module | Tensor]) -> dict[int, Any]:
-    """Storages of the owners' parameters, buffers or own data; held, so that no key is reused."""
-    tensors: list[Tensor] = []
-    for owner in owners:
-        if isinstance(owner, nn.Module):
-            tensors += [*owner.parameters(), *owner.buffers()]
-        elif isinstance(owner, Tensor):
-            tensors.append(owner)
-        else:
-            raise TypeError(
-                f'exclude: expected modules or tensors, got {type(owner).__name__}; '
-                'pass the model whose parameters are not to be counted'
-            )
-    return {block.key: block.owner for tensor in tensors for block in _blocks(tensor)}
-
-
-class _Ledger:
-    """Which blocks are kept, by how many holders.
-
-    Holders end in finalisers, which run in any thread and in the middle of anything. They
-    therefore only append to ``freed`` (atomic); the books are balanced before each entry and
-    reading.
-    """
-
-    def __init__(self) -> None:
-        self.freed: deque[tuple[int, ...]] = deque()
-        self.excluded: dict[int, Any] = {}
-        self._lock = threading.Lock()
-        self._holders: dict[int, int] = {}
-        self._nbytes: dict[int, int] = {}
-        self._live = self._peak = self._total = 0
-
-    def _settle(self) -> None:
-        while self.freed:
-            for key in self.freed.popleft():
-                self._holders[key] -= 1
-                if not self._holders[key]:
-                    del self._holders[key]
-                    self._live -= self._nbytes.pop(key)
-
-    def _hold(self, block: _Block) -> None:
-        if block.key not in self._holders:
-            self._holders[block.key] = 0
-            self._nbytes[block.key] = block.nbytes
-            self._live += block.nbytes
-            self._total += block.nbytes
-            self._peak = max(self._peak, self._live)
-        self._holders[block.key] += 1
-
-    def hold(self, blocks: Iterable[_Block]) -> tuple[int, ...]:
-        """Count the blocks; whoever holds them appends the returned keys to ``freed`` at its end."""
-        with self._lock:
-            self._settle()
-            held = [block for block in blocks if block.key not in self.excluded]
-            for block in held:
-                self._hold(block)
-            return tuple(block.key for block in held)
-
-    def hold_with(self, owner: Any, blocks: Iterable[_Block]) -> None:
-        """Count the blocks until ``owner`` is freed, whoever holds it."""
-        weakref.finalize(owner, self.freed.append, self.hold(blocks)).atexit = False
-
-    def figures(self) -> tuple[int, int, int]:
-        """Live, peak and total bytes."""
-        with self._lock:
-            self._settle()
-            return self._live, self._peak, self._total
-
-    def known(self) -> set[int]:
-        """Keys of all blocks that are counted now or excluded."""
-        with self._lock:
-            self._settle()
-            return {*self._holders, *self.excluded}
 
 
 class _Kept:
@@ -159,10 +29,10 @@ class _Kept:
 
     __slots__ = ('holdings', 'tensor', 'version')
 
-    def __init__(self, tensor: Tensor, ledgers: tuple[_Ledger, ...]) -> None:
+    def __init__(self, tensor: Tensor, ledgers: tuple[Ledger, ...]) -> None:
         self.holdings: list[tuple[deque[tuple[int, ...]], tuple[int, ...]]] = []
         self.tensor, self.version = tensor.detach(), tensor._version
-        blocks = list(_blocks(tensor))
+        blocks = list(blocks_of(tensor))
         for ledger in ledgers:
             self.holdings.append((ledger.freed, ledger.hold(blocks)))
 
@@ -187,21 +57,21 @@ class _Watch:
     are those of the hook: activation checkpointing marks its own hooks by attributes.
     """
 
-    def __init__(self, pack: Callable[[Tensor], Any], ledgers: tuple[_Ledger, ...]) -> None:
+    def __init__(self, pack: Callable[[Tensor], Any], ledgers: tuple[Ledger, ...]) -> None:
         self._pack, self._ledgers = pack, ledgers
 
     def __call__(self, tensor: Tensor) -> Any:
         try:
             packed = self._pack(tensor)
         except Exception:  # checkpointing ends its recomputation so, keeping the tensor's memory
-            for block in _blocks(tensor):
+            for block in blocks_of(tensor):
                 self._count(block.owner, [block])
             raise
-        for kept in _tensors_in(packed):
-            self._count(kept, list(_blocks(kept)))
+        for kept in tensors_in(packed):
+            self._count(kept, list(blocks_of(kept)))
         return packed
 
-    def _count(self, owner: Any, blocks: list[_Block]) -> None:
+    def _count(self, owner: Any, blocks: list[Block]) -> None:
         for ledger in self._ledgers:
             ledger.hold_with(owner, blocks)
 
@@ -212,14 +82,14 @@ class _Watch:
 class _Pack:
     """The pack hook of the meters that are active."""
 
-    def __init__(self, ledgers: tuple[_Ledger, ...]) -> None:
+    def __init__(self, ledgers: tuple[Ledger, ...]) -> None:
         self._ledgers = ledgers
 
     def __call__(self, tensor: Tensor) -> _Kept:
         return _Kept(tensor, self._ledgers)
 
 
-_active: list[_Ledger] = []  # of the meters that are entered, outermost first
+_active: list[Ledger] = []  # of the meters that are entered, outermost first
 _enter_hooks = saved_tensors_hooks.__enter__
 
 
@@ -269,9 +139,9 @@ class SavedBytes:
 
     def __init__(self, *exclude: nn.Module | Tensor) -> None:
         self._exclude = exclude
-        self._ledger = _Ledger()
+        self._ledger = Ledger()
         self._entered: list[saved_tensors_hooks] = []
-        _owned_by(exclude)  # complains here, where the mistake is
+        owned_by(exclude)  # complains here, where the mistake is
 
     @property
     def live_bytes(self) -> int:
@@ -289,7 +159,7 @@ class SavedBytes:
         return self._ledger.figures()[2]
 
     def __enter__(self) -> SavedBytes:
-        self._ledger.excluded = _owned_by(self._exclude)
+        self._ledger.excluded = owned_by(self._exclude)
         around = _surrounding_hooks()
         if not _active:
             saved_tensors_hooks.__enter__ = _enter_watched  # type: ignore[method-assign]
@@ -315,7 +185,7 @@ class SavedBytes:
 
     def hidden_bytes(self, outputs: Tensor | Iterable[Tensor]) -> int:
         """As the function ``hidden_bytes``, without what this meter has counted or excludes."""
-        known = self._ledger.known() | set(_owned_by(self._exclude))
+        known = self._ledger.known() | set(owned_by(self._exclude))
         return _hidden_bytes(outputs, known)
 
 
@@ -332,7 +202,7 @@ def hidden_bytes(outputs: Tensor | Iterable[Tensor], *exclude: nn.Module | Tenso
     Returns:
         Bytes of the unique storages found.
     """
-    return _hidden_bytes(outputs, set(_owned_by(exclude)))
+    return _hidden_bytes(outputs, set(owned_by(exclude)))
 
 
 def _hidden_bytes(outputs: Tensor | Iterable[Tensor], known: set[int]) -> int:
@@ -343,8 +213,8 @@ def _hidden_bytes(outputs: Tensor | Iterable[Tensor], known: set[int]) -> int:
     while pending:
         node = pending.pop()
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            for tensor in _tensors_in(vars(node)):
-                nbytes |= {block.key: block.nbytes for block in _blocks(tensor)}
+            for tensor in tensors_in(vars(node)):
+                nbytes |= {block.key: block.nbytes for block in blocks_of(tensor)}
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)

@@ -1,0 +1,144 @@
+"""The books of the meter: pieces of memory, and how many holders each has."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ['Block', 'Ledger', 'blocks_of', 'owned_by', 'tensors_in']
+
+_SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ('_indices', '_values'),
+    torch.sparse_csr: ('crow_indices', 'col_indices', 'values'),
+    torch.sparse_bsr: ('crow_indices', 'col_indices', 'values'),
+    torch.sparse_csc: ('ccol_indices', 'row_indices', 'values'),
+    torch.sparse_bsc: ('ccol_indices', 'row_indices', 'values'),
+}
+_opaque_keys = itertools.count(-1, -1)  # never an address
+
+
+class Block:
+    """A piece of memory: its key, its bytes and the object whose end is the memory's end."""
+
+    __slots__ = ('key', 'nbytes', 'owner')
+
+    def __init__(self, key: int, nbytes: int, owner: Any) -> None:
+        self.key, self.nbytes, self.owner = key, nbytes, owner
+
+
+def blocks_of(tensor: Tensor) -> Iterator[Block]:
+    """The memory behind a tensor: one storage, or those of the parts of a composite tensor."""
+    if hasattr(tensor, '__tensor_flatten__'):  # a wrapper such as DTensor
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from blocks_of(getattr(tensor, name))
+    elif tensor.layout in _SPARSE_PARTS:
+        for name in _SPARSE_PARTS[tensor.layout]:
+            yield from blocks_of(getattr(tensor, name)())
+    elif tensor.layout == torch.strided:
+        storage = tensor.untyped_storage()
+        yield Block(storage._cdata, storage.nbytes(), storage)
+    else:  # a layout without a storage (MKLDNN): nothing shares its memory
+        yield Block(next(_opaque_keys), tensor.numel() * tensor.element_size(), tensor)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Tensors in containers and in the attributes of plain objects; modules are not entered."""
+    seen: set[int] = set()
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, Mapping):
+            pending.extend(item.values())
+        elif isinstance(item, (list, tuple, set, frozenset, deque)):
+            pending.extend(item)
+        elif not isinstance(item, (nn.Module, type)) and not callable(item):
+            pending.extend(getattr(item, '__dict__', {}).values())
+            slots = itertools.chain(*(getattr(c, '__slots__', ()) for c in type(item).__mro__))
+            pending.extend(getattr(item, slot, None) for slot in slots)
+
+
+def owned_by(owners: Iterable[nn.Module | Tensor]) -> dict[int, Any]:
+    """Storages of the owners' parameters, buffers or own data; held, so that no key is reused."""
+    tensors: list[Tensor] = []
+    for owner in owners:
+        if isinstance(owner, nn.Module):
+            tensors += [*owner.parameters(), *owner.buffers()]
+        elif isinstance(owner, Tensor):
+            tensors.append(owner)
+        else:
+            raise TypeError(
+                f'exclude: expected modules or tensors, got {type(owner).__name__}; '
+                'pass the model whose parameters are not to be counted'
+            )
+    return {block.key: block.owner for tensor in tensors for block in blocks_of(tensor)}
+
+
+class Ledger:
+    """Which blocks are kept, by how many holders.
+
+    Holders end in finalisers, which run in any thread and in the middle of anything. They
+    therefore only append to ``freed`` (atomic); the books are balanced before each entry and
+    reading.
+    """
+
+    def __init__(self) -> None:
+        self.freed: deque[tuple[int, ...]] = deque()
+        self.excluded: dict[int, Any] = {}
+        self._lock = threading.Lock()
+        self._holders: dict[int, int] = {}
+        self._nbytes: dict[int, int] = {}
+        self._live = self._peak = self._total = 0
+
+    def _settle(self) -> None:
+        while self.freed:
+            for key in self.freed.popleft():
+                self._holders[key] -= 1
+                if not self._holders[key]:
+                    del self._holders[key]
+                    self._live -= self._nbytes.pop(key)
+
+    def _hold(self, block: Block) -> None:
+        if block.key not in self._holders:
+            self._holders[block.key] = 0
+            self._nbytes[block.key] = block.nbytes
+            self._live += block.nbytes
+            self._total += block.nbytes
+            self._peak = max(self._peak, self._live)
+        self._holders[block.key] += 1
+
+    def hold(self, blocks: Iterable[Block]) -> tuple[int, ...]:
+        """Count the blocks; their holder appends the returned keys to ``freed`` at its end."""
+        with self._lock:
+            self._settle()
+            held = [block for block in blocks if block.key not in self.excluded]
+            for block in held:
+                self._hold(block)
+            return tuple(block.key for block in held)
+
+    def hold_with(self, owner: Any, blocks: Iterable[Block]) -> None:
+        """Count the blocks until ``owner`` is freed, whoever holds it."""
+        weakref.finalize(owner, self.freed.append, self.hold(blocks)).atexit = False
+
+    def figures(self) -> tuple[int, int, int]:
+        """Live, peak and total bytes."""
+        with self._lock:
+            self._settle()
+            return self._live, self._peak, self._total
+
+    def known(self) -> set[int]:
+        """Keys of all blocks that are counted now or excluded."""
+        with self._lock:
+            self._settle()
+            return {*self._holders, *self.excluded}
