@@ -1,0 +1,23 @@
+"""Datasets: sources of images, the pipelines on them, and the batches that come out."""
+
+from memengine.datasets.bank import BankAndQueries
+from memengine.datasets.collate import stack_views
+from memengine.datasets.folders import CIFAR10, CIFAR100, ImageFolder, ImageNet
+from memengine.datasets.image_dataset import ImageDataset
+from memengine.datasets.sources import Digits, Photographs
+from memengine.datasets.transforms import MultiCrop, PackInputs, Pipeline
+
+__all__ = [
+    'CIFAR10',
+    'CIFAR100',
+    'BankAndQueries',
+    'Digits',
+    'ImageDataset',
+    'ImageFolder',
+    'ImageNet',
+    'MultiCrop',
+    'PackInputs',
+    'Photographs',
+    'Pipeline',
+    'stack_views',
+]

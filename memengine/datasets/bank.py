@@ -1,0 +1,59 @@
+"""The dataset of k-NN validation: the bank that is searched, then the queries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from memengine.datasets.build import build
+from memengine.registry import DATASETS
+
+__all__ = ['BankAndQueries']
+
+
+@DATASETS.register_module()
+class BankAndQueries(Dataset):
+    """Two datasets behind each other, told apart by ``data_samples['bank']``.
+
+    ``data_samples['index']`` counts on from the bank to the queries, so that it is unique and a
+    distributed sampler's padding can be recognised.
+
+    Args:
+        bank: Dataset (or its config) with ``metainfo['classes']``, whose labels are known to the
+            classifier: the training set, with the plain pipeline.
+        queries: Dataset (or its config) that is classified: the held-out set.
+
+    Raises:
+        ValueError: When the two do not have the same classes in the same order.
+    """
+
+    def __init__(self, bank: Any, queries: Any) -> None:
+        self.bank = build(DATASETS, bank, 'bank')
+        self.queries = build(DATASETS, queries, 'queries')
+        self.metainfo: dict[str, Any] = dict(self.bank.metainfo)
+        mine, other = self.metainfo['classes'], self.queries.metainfo['classes']
+        if mine != other:
+            raise ValueError(
+                f'bank and queries must have the same classes in the same order, got {len(mine)} '
+                f'({", ".join(mine[:3])}, ...) and {len(other)} ({", ".join(other[:3])}, ...)'
+            )
+
+    def __len__(self) -> int:
+        return len(self.bank) + len(self.queries)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(f'index {index} is outside the dataset of {len(self)} samples')
+        in_bank = index < len(self.bank)
+        item = self.bank[index] if in_bank else self.queries[index - len(self.bank)]
+        first = 0 if in_bank else len(self.bank)
+        samples = item['data_samples']
+        # An item that replaces an unreadable one keeps its own index.
+        samples.update(bank=in_bank, index=first + samples['index'])
+        return item
+
+    @property
+    def skipped(self) -> int:
+        """How many different samples of both could not be read so far."""
+        return sum(getattr(part, 'skipped', 0) for part in (self.bank, self.queries))

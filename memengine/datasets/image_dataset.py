@@ -1,0 +1,136 @@
+"""A source of images and the pipeline that makes training or validation items of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from mmengine.logging import print_log
+from PIL import Image
+from torch.utils.data import Dataset
+
+from memengine.datasets.build import build, one_line
+from memengine.datasets.sources import HasPaths
+from memengine.datasets.transforms.pipeline import Pipeline
+from memengine.registry import DATASETS
+
+__all__ = ['ImageDataset']
+
+
+@DATASETS.register_module()
+class ImageDataset(Dataset):
+    """The items ``dict(inputs=..., data_samples=dict(label=int, index=int))`` of a source.
+
+    Args:
+        source: Where images and labels come from: a config of DATASETS (``Digits``,
+            ``Photographs``, ``ImageFolder``, ``ImageNet``, ``CIFAR10``, ``CIFAR100``) or any
+            map-style object that returns ``(PIL image, int)`` and has ``classes``.
+        pipeline: Configs of TRANSFORMS; the last one is ``PackInputs``.
+        indices: Which of the source's samples to use: a list of positions, or a number for the
+            first so many (negative: the last). Defaults to all.
+        on_error: ``'raise'`` stops at an image that cannot be read, naming it. ``'skip'`` takes
+            the next readable sample instead, warns once for each file, and counts it.
+        metainfo: More entries for ``dataset.metainfo``, which holds ``classes``.
+
+    Raises:
+        ValueError: When a setting is wrong; on access, when an image cannot be read, or a
+            transform fails (both name the sample and its file).
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        pipeline: Sequence[Any],
+        indices: int | Sequence[int] | None = None,
+        on_error: str = 'raise',
+        metainfo: Mapping[str, Any] | None = None,
+    ) -> None:
+        if on_error not in ('raise', 'skip'):
+            raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
+        self.source = build(DATASETS, source, 'source')
+        self.pipeline = Pipeline(pipeline)
+        self.indices = _positions(indices, len(self.source))
+        self.on_error = on_error
+        self.metainfo: dict[str, Any] = {'classes': list(self.source.classes), **(metainfo or {})}
+        if len(self) == 0:
+            raise ValueError('the dataset is empty: its source or its indices hold no sample')
+        # One flag a sample, in memory that the workers share: what they skip is counted here too.
+        self._unreadable = (
+            torch.zeros(len(self), dtype=torch.uint8).share_memory_()
+            if on_error == 'skip'
+            else None
+        )
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The item at ``index``, or at the next readable one with ``on_error='skip'``."""
+        if not 0 <= index < len(self):
+            raise IndexError(f'index {index} is outside the dataset of {len(self)} samples')
+        for position in range(index, index + len(self)):
+            sample = self._read(position % len(self))
+            if sample is not None:
+                return self._item(position % len(self), *sample)
+        raise ValueError(f'none of the {len(self)} images of {self._source_name} can be read')
+
+    @property
+    def skipped(self) -> int:
+        """How many different samples could not be read so far, in this process and its workers."""
+        return 0 if self._unreadable is None else int(self._unreadable.sum())
+
+    @property
+    def _source_name(self) -> str:
+        return type(self.source).__name__
+
+    def _name(self, index: int) -> str:
+        row = self.indices[index]
+        file = f', {self.source.path(row)!r}' if isinstance(self.source, HasPaths) else ''
+        return f'sample {index} of {self._source_name}{file}'
+
+    def _read(self, index: int) -> tuple[Image.Image, int] | None:
+        """Image and label, or None where it is unreadable and to be skipped."""
+        try:
+            return self.source[self.indices[index]]
+        except OSError as error:
+            problem = f'cannot read {self._name(index)}: {one_line(error)}'
+            if self._unreadable is None:
+                raise ValueError(
+                    f"{problem}; mend or remove it, or set the dataset's on_error='skip'"
+                ) from error
+            if not self._unreadable[index]:
+                self._unreadable[index] = 1
+                print_log(f'{problem}; skipped', logger='current', level=logging.WARNING)
+            return None
+
+    def _item(self, index: int, image: Image.Image, label: int) -> dict[str, Any]:
+        results: dict[str, Any] = {'img': image, 'label': int(label), 'index': index}
+        if isinstance(self.source, HasPaths):
+            results['img_path'] = self.source.path(self.indices[index])
+        try:
+            item = self.pipeline(results)
+        except ValueError as error:
+            raise ValueError(f'{self._name(index)}: {one_line(error)}') from error
+        if 'inputs' not in item or 'data_samples' not in item:
+            raise ValueError(
+                f'{self._name(index)}: the pipeline must end with PackInputs, '
+                f'but returned the keys {sorted(item)}'
+            )
+        return item
+
+
+def _positions(indices: int | Sequence[int] | None, size: int) -> Sequence[int]:
+    """The rows of the source that the dataset holds, in its order."""
+    if indices is None:
+        return range(size)
+    if isinstance(indices, int):
+        if not 0 < abs(indices) <= size:
+            raise ValueError(f'indices={indices} asks for more or less than the {size} samples')
+        return range(indices) if indices > 0 else range(size + indices, size)
+    chosen = [int(row) for row in indices]
+    outside = [row for row in chosen if not 0 <= row < size]
+    if outside:
+        raise ValueError(f'indices must lie in 0..{size - 1}, got {outside[0]}')
+    return chosen

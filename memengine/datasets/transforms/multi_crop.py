@@ -1,0 +1,83 @@
+"""All crops of a sample in one transform."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from memengine.datasets.build import did_you_mean
+from memengine.datasets.transforms.images import to_torchvision
+from memengine.datasets.transforms.pipeline import Pipeline
+from memengine.registry import TRANSFORMS
+
+__all__ = ['MultiCrop']
+
+
+@TRANSFORMS.register_module()
+class MultiCrop:
+    """Replace the image by a list of views of it, each drawn by itself.
+
+    DINO's ImageNet recipe has two global views with a pipeline each, then eight local ones::
+
+        dict(type='MultiCrop', views=[
+            dict(num=1, pipeline=global_1),
+            dict(num=1, pipeline=global_2),
+            dict(num=8, pipeline=local),
+        ])
+
+    Args:
+        views: Groups of views, in the order of the list that comes out: the global ones first,
+            because the algorithms take the first views for global. A group is
+            ``dict(num=<count>, pipeline=[<transforms>])``; ``num=0`` leaves it out.
+
+    Raises:
+        ValueError: When a group is not as above, or no view is left.
+        TypeError: When ``views`` is no list.
+    """
+
+    def __init__(self, views: Sequence[Mapping[str, Any]]) -> None:
+        if isinstance(views, (str, Mapping)) or not isinstance(views, Sequence):
+            raise TypeError(
+                f'MultiCrop.views must be a list of dict(num=, pipeline=), got {views!r}'
+            )
+        self.groups: list[tuple[int, Pipeline]] = []
+        for position, group in enumerate(views):
+            where = f'MultiCrop.views[{position}]'
+            _check_group(where, group)
+            self.groups.append((group['num'], Pipeline(group['pipeline'], f'{where}.pipeline')))
+        if self.num_views == 0:
+            raise ValueError('MultiCrop.views must ask for at least one view: raise a num above 0')
+
+    @property
+    def num_views(self) -> int:
+        """How many views come out."""
+        return sum(num for num, _ in self.groups)
+
+    def __call__(self, results: dict[str, Any]) -> dict[str, Any]:
+        # A PIL image is never written into, so that the views may share it.
+        results['img'] = to_torchvision(results['img'], results.pop('channel_order', 'bgr'))
+        views = []
+        for num, pipeline in self.groups:
+            for view in pipeline.in_step([dict(results) for _ in range(num)]):
+                views.append(to_torchvision(view['img'], view.get('channel_order', 'bgr')))
+        results['img'] = views
+        return results
+
+    def __repr__(self) -> str:
+        return f'MultiCrop(views={[num for num, _ in self.groups]})'
+
+
+def _check_group(where: str, group: Any) -> None:
+    if not isinstance(group, Mapping):
+        raise ValueError(f'{where} must be dict(num=, pipeline=), got {group!r}')
+    for key in group:
+        if key not in ('num', 'pipeline'):
+            raise ValueError(
+                f'{where} has no setting {key!r}{did_you_mean(key, ("num", "pipeline"))}'
+            )
+    for key in ('num', 'pipeline'):
+        if key not in group:
+            raise ValueError(f'{where} needs the setting {key!r}')
+    num = group['num']
+    if not isinstance(num, int) or isinstance(num, bool) or num < 0:
+        raise ValueError(f'{where}.num must be a whole number of views, 0 or more, got {num!r}')

@@ -1,0 +1,154 @@
+"""All of torchvision's v2 transforms, registered as ``torchvision/<Name>``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torchvision.transforms import v2
+
+from memengine.datasets.build import build
+from memengine.datasets.transforms.images import to_torchvision
+from memengine.registry import TRANSFORMS
+
+__all__ = ['TorchvisionTransform']
+
+_PREFIX = 'torchvision/'
+
+# Arguments that are a (smallest, largest) pair where they have two values.
+_RANGES = {
+    *('scale', 'ratio', 'scale_range', 'side_range', 'sigma', 'degrees', 'shear'),
+    *('brightness', 'contrast', 'saturation', 'hue'),
+}
+
+# Transforms that would silently do nothing to the image of one sample, and what they work on.
+_NOT_FOR_IMAGES = {
+    'CutMix': 'a batch',
+    'MixUp': 'a batch',
+    'ClampBoundingBoxes': 'bounding boxes',
+    'ClampKeyPoints': 'key points',
+    'ConvertBoundingBoxFormat': 'bounding boxes',
+    'SanitizeBoundingBoxes': 'bounding boxes',
+    'SanitizeKeyPoints': 'key points',
+    'SetClampingMode': 'bounding boxes',
+    'UniformTemporalSubsample': 'a video',
+}
+
+
+class TorchvisionTransform:
+    """A torchvision v2 transform on ``results['img']``; subclasses name the class.
+
+    Arguments are those of the torchvision class. Enumerations and types are given as strings
+    (``interpolation='bilinear'``, ``dtype='float32'``, ``policy='imagenet'``), and transforms
+    inside transforms (``RandomApply``, ``RandomChoice``, ...) as configs. After MultiCrop it acts
+    on every view by itself.
+
+    Raises:
+        ValueError: When an argument is unknown or out of range.
+    """
+
+    transform_class: ClassVar[type[torch.nn.Module]]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        cls = self.transform_class
+        if (works_on := _NOT_FOR_IMAGES.get(cls.__name__)) is not None:
+            raise ValueError(
+                f"{cls.__name__} works on {works_on}, not on a sample's image, which it would "
+                'leave as it is; remove it from the pipeline'
+            )
+        bound = inspect.signature(cls).bind(*args, **kwargs)
+        for name, value in bound.arguments.items():
+            bound.arguments[name] = _translated(name, value)
+            _check(cls.__name__, name, bound.arguments[name])
+        self.transform = cls(*bound.args, **bound.kwargs)
+
+    def __call__(self, results: dict[str, Any]) -> dict[str, Any]:
+        image = results['img']
+        if isinstance(image, list):
+            results['img'] = [self.transform(view) for view in image]
+            return results
+        if isinstance(image, np.ndarray):
+            image = to_torchvision(image, results.get('channel_order', 'bgr'))
+            results['channel_order'] = 'rgb'
+        results['img'] = self.transform(image)
+        return results
+
+    def __repr__(self) -> str:
+        return repr(self.transform)
+
+
+def _translated(name: str, value: Any) -> Any:
+    """``value`` as torchvision takes it."""
+    if isinstance(value, str):
+        if name == 'interpolation':
+            return _member(v2.InterpolationMode, name, value.replace('_', '-'))
+        if name == 'policy':
+            return _member(v2.AutoAugmentPolicy, name, value)
+        if name == 'dtype':
+            dtype = getattr(torch, value, None)
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"{name} must name a torch dtype such as 'float32', got {value!r}")
+            return dtype
+    if name == 'transforms' and isinstance(value, Sequence):
+        return [_inner(entry, f'{name}[{position}]') for position, entry in enumerate(value)]
+    return value
+
+
+def _member(enum: Any, name: str, value: str) -> Any:
+    values = [member.value for member in enum]
+    if value not in values:
+        raise ValueError(f'{name} must be one of {", ".join(map(repr, values))}, got {value!r}')
+    return enum(value)
+
+
+def _inner(cfg: Any, setting: str) -> Any:
+    """A transform inside a torchvision transform, which calls it with the image alone."""
+    built = build(TRANSFORMS, cfg, setting)
+    if isinstance(built, TorchvisionTransform):
+        return built.transform
+    if isinstance(built, torch.nn.Module):
+        return built
+    raise ValueError(f'{setting} must be one of {_PREFIX}<Name>, got {cfg!r}')
+
+
+def _check(cls_name: str, name: str, value: Any) -> None:
+    """Refuse what torchvision would only warn of, or fail on at the first image."""
+    values = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    numbers = [v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool)]
+    if name in _RANGES and len(values) == len(numbers) == 2 and not numbers[0] <= numbers[1]:
+        raise ValueError(f'{name} must be (smallest, largest), got {tuple(numbers)}')
+    if name == 'scale' and cls_name == 'RandomResizedCrop':
+        in_range = all(0 < number <= 1 for number in numbers)
+        if len(values) != 2 or len(numbers) != 2 or not in_range:
+            raise ValueError(
+                "scale must be two shares of the image's area above 0 and up to 1, as "
+                f'(smallest, largest), got {value!r}'
+            )
+    if name == 'size' and value is not None:
+        whole = all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in values)
+        if not whole or len(values) not in (1, 2):
+            raise ValueError(f'size must be one or two positive integers, got {value!r}')
+
+
+def _register_all() -> None:
+    for name, cls in vars(v2).items():
+        is_transform = inspect.isclass(cls) and issubclass(cls, torch.nn.Module)
+        if not is_transform or name.startswith('_') or cls is v2.Transform:
+            continue
+        wrapper = type(
+            name,
+            (TorchvisionTransform,),
+            {
+                'transform_class': cls,
+                '__signature__': inspect.signature(cls),
+                '__doc__': cls.__doc__,
+                '__module__': __name__,
+            },
+        )
+        TRANSFORMS.register_module(name=_PREFIX + name, module=wrapper)
+
+
+_register_all()
