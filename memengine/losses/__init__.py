@@ -1,0 +1,9 @@
+"""Objectives on embeddings; plain torch."""
+
+from memengine.losses.clip import ClipLoss
+from memengine.losses.ntxent import NTXentLoss
+from memengine.losses.selfcon import ConLoss
+from memengine.losses.siglip import SigLipLoss
+from memengine.losses.supcon import SupConLoss
+
+__all__ = ['ClipLoss', 'ConLoss', 'NTXentLoss', 'SigLipLoss', 'SupConLoss']

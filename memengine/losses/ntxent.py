@@ -1,0 +1,66 @@
+"""Normalised temperature-scaled cross-entropy (SimCLR).
+
+Shapes: B samples, D features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from memengine.losses.supcon import log_partition
+from memengine.techniques.precision import at_least_fp32, autocast_off
+
+__all__ = ['NTXentLoss']
+
+
+class NTXentLoss(nn.Module):
+    """NT-Xent: each view finds the other view of its sample among all 2B - 1 others.
+
+    Similarities are cosines: the embeddings are l2-normalised here. On normalised embeddings
+    it is :class:`~memengine.losses.supcon.SupConLoss` without labels, at ``base_temperature ==
+    temperature``.
+
+    Args:
+        temperature: Of the similarities.
+
+    Raises:
+        ValueError: When the temperature is not positive.
+
+    Cost: 8B²D FLOPs forward and 16B²D backward; autograd keeps one [2B, 2B] matrix (16B² bytes).
+
+    Half-precision embeddings are computed with in fp32, also under autocast.
+
+    Source: Chen et al., A Simple Framework for Contrastive Learning (2020), equation 1.
+    """
+
+    def __init__(self, temperature: float = 0.5) -> None:
+        super().__init__()
+        if not temperature > 0:
+            raise ValueError(f'NTXentLoss: temperature must be positive, got {temperature}')
+        self.temperature = temperature
+
+    def forward(self, view1: Tensor, view2: Tensor) -> Tensor:
+        """The batch's loss.
+
+        Args:
+            view1: Embeddings of one view, [B, D].
+            view2: Embeddings of the other view of the same samples, [B, D].
+
+        Returns:
+            Scalar, in fp32 or wider.
+
+        Raises:
+            ValueError: For other shapes.
+        """
+        if view1.dim() != 2 or view1.shape != view2.shape or view1.numel() == 0:
+            raise ValueError(
+                f'NTXentLoss: expected two views [B, D] of the same samples, got '
+                f'{tuple(view1.shape)} and {tuple(view2.shape)}'
+            )
+        with autocast_off(view1.device.type):
+            first, second = (F.normalize(view, dim=1) for view in at_least_fp32(view1, view2))
+            views = torch.cat([first, second])  # [2B, D]
+            positive = torch.linalg.vecdot(first, second).mean() / self.temperature
+            return log_partition(views, views, self.temperature).mean() - positive

@@ -1,0 +1,120 @@
+"""Self-contrastive loss: a network's output against those of its own sub-networks.
+
+Shapes: B samples, n outputs of each (sub-networks G first, the backbone's F last), D features.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from memengine.losses.supcon import (
+    check_options,
+    contrastive_rows,
+    mean_of_rows,
+    positive_pairs,
+    views_first,
+)
+from memengine.techniques.precision import autocast_off
+
+__all__ = ['ConLoss']
+
+
+class ConLoss(nn.Module):
+    """Self-contrastive (SelfCon) loss: SupCon's loss over the outputs of a multi-exit network.
+
+    Every output of every sample is an anchor and a contrast, as views are in
+    :class:`~memengine.losses.supcon.SupConLoss`; the options of the call restrict the anchors.
+    An anchor without positives adds 0 to the mean and counts in it (unless ``supcon_s``).
+
+    Args:
+        temperature: Of the similarities.
+        contrast_mode: ``'all'`` outputs are anchors, or ``'one'``: the first of each sample only.
+        base_temperature: The loss is in units of ``temperature / base_temperature``.
+
+    Raises:
+        ValueError: For a temperature that is not positive or an unknown mode.
+
+    Cost: as SupConLoss, for N = B * n contrasts and M anchors.
+
+    Source: Bae et al., Self-Contrastive Learning (2021).
+    """
+
+    def __init__(
+        self,
+        temperature: float = 0.07,
+        contrast_mode: str = 'all',
+        base_temperature: float = 0.07,
+    ) -> None:
+        super().__init__()
+        check_options(temperature, contrast_mode, base_temperature)
+        self.temperature = temperature
+        self.contrast_mode = contrast_mode
+        self.base_temperature = base_temperature
+
+    def forward(
+        self,
+        features: Tensor,
+        labels: Tensor | None = None,
+        mask: Tensor | None = None,
+        supcon_s: bool = False,
+        selfcon_s_FG: bool = False,  # noqa: N803 (the names that callers use)
+        selfcon_m_FG: bool = False,  # noqa: N803
+    ) -> Tensor:
+        """The batch's loss.
+
+        Args:
+            features: Embeddings [B, n, D], the backbone's own output last, as a rule
+                l2-normalised; further dimensions are flattened into D.
+            labels: [B]; equal labels are positives. Without labels and mask a sample's positives
+                are its own other outputs.
+            mask: [B, B]; ``mask[i, j]`` true (or its weight) where sample j is a positive of i.
+            supcon_s: The mean is over the anchors that have positives (SupCon with a single
+                view, where a label can occur once); 0 if none has.
+            selfcon_s_FG: Only the sub-networks' outputs are anchors: the gradient of a pair of
+                backbone and sub-network does not come from the backbone's side as anchor.
+            selfcon_m_FG: The same for two views, given as features [2B, n, D] =
+                ``cat([view 1, view 2])`` with labels [B] or mask [B, B]: all outputs of both
+                views are contrasts.
+
+        Returns:
+            Scalar, in fp32 or wider.
+
+        Raises:
+            ValueError: For another shape, both labels and mask, both ``FG`` options, or an
+                ``FG`` option with a single output or ``contrast_mode='one'``.
+        """
+        views = views_first(features)  # [n, B, D]
+        outputs, batch_size = views.shape[:2]
+        first_are_anchors = 1 if self.contrast_mode == 'one' else outputs
+        if selfcon_s_FG or selfcon_m_FG:
+            self._check_anchors(features, selfcon_s_FG, selfcon_m_FG)
+            first_are_anchors = outputs - 1
+        anchors_per_batch = first_are_anchors * batch_size
+        if selfcon_m_FG:
+            batch_size //= 2
+        with autocast_off(features.device.type):
+            pairs = positive_pairs(batch_size, labels, mask, like=views)
+            contrasts = views.flatten(0, 1)  # [N, D]
+            losses, has_positive = contrastive_rows(
+                contrasts[:anchors_per_batch], contrasts, pairs, batch_size, self.temperature
+            )
+            if supcon_s:
+                losses = losses * (len(losses) / has_positive.sum().clamp_min(1))
+            return mean_of_rows(losses, self.temperature, self.base_temperature)
+
+    def _check_anchors(self, features: Tensor, single: bool, multi: bool) -> None:
+        name = 'selfcon_s_FG' if single else 'selfcon_m_FG'
+        if single and multi:
+            raise ValueError('give selfcon_s_FG (one view) or selfcon_m_FG (two views), not both')
+        if features.shape[1] < 2:
+            raise ValueError(
+                f'{name} takes its anchors from sub-networks, but features '
+                f'{tuple(features.shape)} hold one output per sample; stack the '
+                "sub-networks' outputs before the backbone's in dimension 1"
+            )
+        if self.contrast_mode == 'one':
+            raise ValueError(f"{name} chooses the anchors itself; it needs contrast_mode='all'")
+        if multi and features.shape[0] % 2:
+            raise ValueError(
+                f'selfcon_m_FG needs two views, features [2B, n, D], got {tuple(features.shape)}'
+            )
