@@ -149,6 +149,7 @@ def _register_all() -> None:
             },
         )
         TRANSFORMS.register_module(name=_PREFIX + name, module=wrapper)
+        globals()[name] = wrapper  # where pickle looks for it
 
 
 _register_all()

@@ -1,0 +1,62 @@
+import pytest
+
+from memengine.datasets import BankAndQueries, ImageDataset
+from memengine.registry import DATASETS
+from tests.datasets.toy import TO_TENSOR, Colours
+
+PIPELINE = [*TO_TENSOR, dict(type='PackInputs')]
+
+
+def test_bank_comes_first_and_the_index_is_unique():
+    both = BankAndQueries(ImageDataset(Colours(3), PIPELINE), ImageDataset(Colours(2), PIPELINE))
+    samples = [item['data_samples'] for item in both]
+    assert samples == [
+        {'label': 0, 'index': 0, 'bank': True},
+        {'label': 1, 'index': 1, 'bank': True},
+        {'label': 0, 'index': 2, 'bank': True},
+        {'label': 0, 'index': 3, 'bank': False},
+        {'label': 1, 'index': 4, 'bank': False},
+    ]
+    assert both.metainfo == {'classes': ['even', 'odd']}
+
+
+def test_the_images_are_those_of_the_two_parts():
+    bank, queries = ImageDataset(Colours(3), PIPELINE), ImageDataset(Colours(6), PIPELINE)
+    both = BankAndQueries(bank, queries)
+    assert both[1]['inputs'].equal(bank[1]['inputs'])
+    assert both[3 + 5]['inputs'].equal(queries[5]['inputs'])
+
+
+def test_it_is_built_from_configs():
+    def part(split):
+        return dict(type='ImageDataset', source=dict(type='Digits', split=split), pipeline=PIPELINE)
+
+    both = DATASETS.build(dict(type='BankAndQueries', bank=part('train'), queries=part('test')))
+    assert len(both) == 1797
+
+
+def test_a_replaced_sample_keeps_its_own_index_and_is_counted():
+    queries = ImageDataset(Colours(3, unreadable=(0,)), PIPELINE, on_error='skip')
+    both = BankAndQueries(ImageDataset(Colours(4), PIPELINE), queries)
+    assert both[4]['data_samples'] == {'label': 1, 'index': 5, 'bank': False}
+    assert both.skipped == 1
+
+
+@pytest.mark.parametrize('index', [-1, 5])
+def test_an_index_outside_is_refused(index):
+    both = BankAndQueries(ImageDataset(Colours(3), PIPELINE), ImageDataset(Colours(2), PIPELINE))
+    with pytest.raises(IndexError, match='5 samples'):
+        both[index]
+
+
+def test_other_classes_are_refused():
+    other = ImageDataset(Colours(2), PIPELINE, metainfo=dict(classes=['odd', 'even']))
+    with pytest.raises(ValueError, match=r'same classes .* \(even, odd, \.\.\.\) and 2 \(odd, even'):
+        BankAndQueries(ImageDataset(Colours(3), PIPELINE), other)
+
+
+def test_errors_say_which_part_is_wrong():
+    bank = ImageDataset(Colours(3), PIPELINE)
+    wrong = dict(type='ImageDataset', source=dict(type='Digits', split='val'), pipeline=PIPELINE)
+    with pytest.raises(ValueError, match=r'queries \(ImageDataset\): source \(Digits\): split must be'):
+        BankAndQueries(bank, wrong)

@@ -1,0 +1,184 @@
+import hashlib
+import pickle
+
+import numpy as np
+import pytest
+import torchvision
+from PIL import Image
+
+from memengine.datasets import CIFAR10, CIFAR100, ImageFolder, ImageNet
+from memengine.datasets.folders import load_rgb
+from memengine.registry import DATASETS
+
+
+def save(path, pixels, mode=None):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels, mode).save(path)
+
+
+def flat(value, channels=3):
+    return np.full((4, 5, channels), value, np.uint8)
+
+
+class TestLoadRgb:
+    def check(self, path, expected):
+        image = load_rgb(str(path))
+        assert image.mode == 'RGB'
+        np.testing.assert_array_equal(np.asarray(image)[0, 0], expected)
+
+    def test_grey_is_repeated(self, tmp_path):
+        save(tmp_path / 'grey.png', np.full((4, 4), 90, np.uint8))
+        self.check(tmp_path / 'grey.png', [90, 90, 90])
+
+    def test_transparency_is_dropped(self, tmp_path):
+        pixels = np.broadcast_to(np.array([10, 20, 30, 40], np.uint8), (4, 4, 4)).copy()
+        save(tmp_path / 'rgba.png', pixels)
+        self.check(tmp_path / 'rgba.png', [10, 20, 30])
+
+    def test_a_palette_with_transparency_keeps_its_colours(self, tmp_path, recwarn):
+        image = Image.fromarray(flat([200, 0, 100])).convert('P', palette=Image.Palette.ADAPTIVE)
+        image.save(tmp_path / 'palette.png', transparency=b'\x80')
+        self.check(tmp_path / 'palette.png', [200, 0, 100])
+        assert not recwarn.list
+
+    @pytest.mark.parametrize('suffix', ['png', 'tif'])
+    def test_sixteen_bits_are_scaled_not_cut_off(self, tmp_path, suffix):
+        pixels = np.array([[0, 257, 128 * 257, 65535]] * 4, np.uint16)
+        Image.fromarray(pixels).save(tmp_path / f'deep.{suffix}')
+        image = np.asarray(load_rgb(str(tmp_path / f'deep.{suffix}')))
+        assert image[0, :, 1].tolist() == [0, 1, 128, 255]
+
+    def test_pixels_of_unknown_range_are_an_error(self, tmp_path):
+        Image.fromarray(np.ones((4, 4), np.float32)).save(tmp_path / 'float.tif')
+        with pytest.raises(OSError, match='floating point'):
+            load_rgb(str(tmp_path / 'float.tif'))
+
+    def test_a_truncated_file_is_an_error(self, tmp_path):
+        noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+        for name in ('whole.jpg', 'whole.png'):
+            save(tmp_path / name, noise)
+            whole = (tmp_path / name).read_bytes()
+            (tmp_path / name).write_bytes(whole[: len(whole) // 2])
+            with pytest.raises(OSError):
+                load_rgb(str(tmp_path / name))
+
+    def test_a_broken_chunk_is_an_error_of_the_same_kind(self, tmp_path):
+        save(tmp_path / 'a.png', flat(1))
+        data = bytearray((tmp_path / 'a.png').read_bytes())
+        data[20] ^= 0xFF  # the header's width, whose checksum no longer fits
+        (tmp_path / 'a.png').write_bytes(data)
+        with pytest.raises(OSError):
+            load_rgb(str(tmp_path / 'a.png'))
+
+
+class TestImageFolder:
+    def test_classes_are_numbered_in_sorted_order(self, tmp_path):
+        save(tmp_path / 'zebra' / 'a.png', flat(2))
+        save(tmp_path / 'ant' / 'deeper' / 'b.png', flat(1))
+        save(tmp_path / 'ant' / 'c.png', np.full((4, 4), 7, np.uint8))
+        source = DATASETS.build(dict(type='ImageFolder', root=str(tmp_path)))
+        assert source.classes == ['ant', 'zebra']
+        found = {source.path(i).rsplit('/', 1)[-1]: source[i] for i in range(len(source))}
+        assert {name: label for name, (_, label) in found.items()} == {
+            'a.png': 1,
+            'b.png': 0,
+            'c.png': 0,
+        }
+        assert {image.mode for image, _ in found.values()} == {'RGB'}
+
+    def test_a_missing_folder_names_root(self, tmp_path):
+        with pytest.raises(ValueError, match=r"no folder '.*nowhere'; set root") as caught:
+            ImageFolder(str(tmp_path / 'nowhere'))
+        assert '\n' not in str(caught.value)
+
+    def test_a_folder_without_classes_names_root(self, tmp_path):
+        save(tmp_path / 'a.png', flat(0))
+        with pytest.raises(ValueError, match='root=.* one folder of images per class'):
+            ImageFolder(str(tmp_path))
+
+    def test_a_class_without_images_names_it(self, tmp_path):
+        save(tmp_path / 'full' / 'a.png', flat(0))
+        (tmp_path / 'hollow').mkdir()
+        with pytest.raises(ValueError, match='hollow'):
+            ImageFolder(str(tmp_path))
+
+
+class TestImageNet:
+    def test_splits_are_its_folders(self, tmp_path):
+        save(tmp_path / 'train' / 'n01440764' / 'a.JPEG', flat(0))
+        save(tmp_path / 'train' / 'n01443537' / 'b.JPEG', flat(0))
+        save(tmp_path / 'val' / 'n01440764' / 'c.JPEG', flat(0))
+        assert ImageNet(str(tmp_path)).classes == ['n01440764', 'n01443537']
+        assert ImageNet(str(tmp_path), 'val').path(0).endswith('val/n01440764/c.JPEG')
+
+    def test_a_missing_split_is_named(self, tmp_path):
+        (tmp_path / 'train').mkdir()
+        with pytest.raises(ValueError, match=r"no folder '.*val'; set root .*train and val"):
+            ImageNet(str(tmp_path), 'val')
+
+    def test_a_wrong_split_is_named(self, tmp_path):
+        with pytest.raises(ValueError, match="split must be 'train' or 'val', got 'test'"):
+            ImageNet(str(tmp_path), 'test')
+
+
+def write_cifar(root, monkeypatch, name, counts):
+    """CIFAR's pickles with a few random images; torchvision's list of checksums is patched."""
+    reader = getattr(torchvision.datasets, name)
+    folder = root / reader.base_folder
+    folder.mkdir()
+    label_key = {'CIFAR10': 'labels', 'CIFAR100': 'fine_labels'}[name]
+    meta_key = reader.meta['key']
+    generator = np.random.default_rng(0)
+
+    def write(file, entry):
+        data = pickle.dumps(entry)
+        (folder / file).write_bytes(data)
+        return [file, hashlib.md5(data).hexdigest()]
+
+    def batch(file):
+        rows = generator.integers(0, 256, (counts, 3072), dtype=np.uint8)
+        return write(file, {'data': rows, label_key: [i % 10 for i in range(counts)]})
+
+    monkeypatch.setattr(reader, 'train_list', [batch(file) for file, _ in reader.train_list])
+    monkeypatch.setattr(reader, 'test_list', [batch(file) for file, _ in reader.test_list])
+    file, digest = write(reader.meta['filename'], {meta_key: [f'class{i}' for i in range(10)]})
+    monkeypatch.setattr(reader, 'meta', {'filename': file, 'key': meta_key, 'md5': digest})
+    return folder
+
+
+class TestCifar:
+    @pytest.mark.parametrize(('name', 'batches'), [('CIFAR10', 5), ('CIFAR100', 1)])
+    def test_its_layout_is_read(self, tmp_path, monkeypatch, name, batches):
+        folder = write_cifar(tmp_path, monkeypatch, name, counts=12)
+        train = DATASETS.build(dict(type=name, root=str(tmp_path), train=True))
+        test = DATASETS.build(dict(type=name, root=str(tmp_path), train=False))
+        assert (len(train), len(test)) == (12 * batches, 12)
+        assert train.classes == [f'class{i}' for i in range(10)]
+        image, label = test[3]
+        assert (image.mode, image.size, label) == ('RGB', (32, 32), 3)
+        file = getattr(torchvision.datasets, name).test_list[0][0]
+        planes = pickle.loads((folder / file).read_bytes())['data'][3].reshape(3, 32, 32)
+        np.testing.assert_array_equal(np.asarray(image), planes.transpose(1, 2, 0))
+
+    def test_a_missing_folder_names_root(self, tmp_path):
+        with pytest.raises(ValueError, match='set root to where the data lies'):
+            CIFAR100(str(tmp_path / 'nowhere'))
+
+    def test_missing_data_names_root_and_download(self, tmp_path):
+        with pytest.raises(ValueError, match=r'CIFAR100 is missing .* root=.*download=True'):
+            CIFAR100(str(tmp_path))
+
+    def test_damaged_data_is_refused(self, tmp_path, monkeypatch):
+        folder = write_cifar(tmp_path, monkeypatch, 'CIFAR10', counts=12)
+        with open(folder / 'data_batch_1', 'ab') as file:
+            file.write(b'!')
+        with pytest.raises(ValueError, match='damaged'):
+            CIFAR10(str(tmp_path))
+
+    def test_a_failed_download_says_so(self, tmp_path, monkeypatch):
+        def offline(self):
+            raise OSError('no route to host')
+
+        monkeypatch.setattr(torchvision.datasets.CIFAR10, 'download', offline)
+        with pytest.raises(ValueError, match='download failed .*no route to host'):
+            CIFAR10(str(tmp_path / 'new'), download=True)
