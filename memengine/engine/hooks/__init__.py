@@ -1,7 +1,20 @@
 """Hooks: what happens around a step."""
 
 from memengine.engine.hooks.algorithm import AlgorithmHook
+from memengine.engine.hooks.collapse import CollapseHook
+from memengine.engine.hooks.evaluate_first import EvaluateFirstHook
 from memengine.engine.hooks.finite_loss import FiniteLossHook, NonFiniteLossError
+from memengine.engine.hooks.memory import MemoryHook
+from memengine.engine.hooks.progress import ProgressHook
 from memengine.engine.hooks.random_state import RandomStateHook
 
-__all__ = ['AlgorithmHook', 'FiniteLossHook', 'NonFiniteLossError', 'RandomStateHook']
+__all__ = [
+    'AlgorithmHook',
+    'CollapseHook',
+    'EvaluateFirstHook',
+    'FiniteLossHook',
+    'MemoryHook',
+    'NonFiniteLossError',
+    'ProgressHook',
+    'RandomStateHook',
+]
