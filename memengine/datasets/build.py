@@ -26,7 +26,11 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
 def one_line(error: BaseException) -> str:
     """What ``error`` says, on one line, so that it can end the sentence of another error."""
     text = ' '.join(str(error).split())
-    return text if text and not isinstance(error, KeyError) else f'{type(error).__name__} {text}'
+    return (
+        text
+        if text and not isinstance(error, KeyError)
+        else f'{type(error).__name__} {text}'.strip()
+    )
 
 
 def build(
@@ -65,7 +69,7 @@ def build(
     _check_arguments(factory, arguments, f'{setting} ({name})')
     try:
         return factory(**arguments)
-    except (TypeError, ValueError, ImportError) as error:
+    except (TypeError, ValueError, ImportError, AssertionError) as error:  # mmcv asserts
         raise ValueError(f'{setting} ({name}): {one_line(error)}') from error
 
 

@@ -51,12 +51,16 @@ def test_an_index_outside_is_refused(index):
 
 def test_other_classes_are_refused():
     other = ImageDataset(Colours(2), PIPELINE, metainfo=dict(classes=['odd', 'even']))
-    with pytest.raises(ValueError, match=r'same classes .* \(even, odd, \.\.\.\) and 2 \(odd, even'):
+    with pytest.raises(
+        ValueError, match=r'same classes .* \(even, odd, \.\.\.\) and 2 \(odd, even'
+    ):
         BankAndQueries(ImageDataset(Colours(3), PIPELINE), other)
 
 
 def test_errors_say_which_part_is_wrong():
     bank = ImageDataset(Colours(3), PIPELINE)
     wrong = dict(type='ImageDataset', source=dict(type='Digits', split='val'), pipeline=PIPELINE)
-    with pytest.raises(ValueError, match=r'queries \(ImageDataset\): source \(Digits\): split must be'):
+    with pytest.raises(
+        ValueError, match=r'queries \(ImageDataset\): source \(Digits\): split must be'
+    ):
         BankAndQueries(bank, wrong)

@@ -22,7 +22,11 @@ def make_kite(**settings):
 
 def test_a_config_is_built_by_name_and_by_class():
     for kind in ('Ball', Ball):
-        assert build(THINGS, dict(type=kind, radius=2, squeak=True), 'x').settings == (2, 'red', True)
+        assert build(THINGS, dict(type=kind, radius=2, squeak=True), 'x').settings == (
+            2,
+            'red',
+            True,
+        )
 
 
 def test_the_parent_registry_is_searched():
@@ -52,10 +56,13 @@ def test_a_config_without_type_is_refused():
 
 
 @pytest.mark.parametrize(
-    ('wrong', 'right'), [('Bal', 'Ball'), ('ball', 'Ball'), ('Kites', 'shop/Kite'), ('shp/Kite', 'shop/Kite')]
+    ('wrong', 'right'),
+    [('Bal', 'Ball'), ('ball', 'Ball'), ('Kites', 'shop/Kite'), ('shp/Kite', 'shop/Kite')],
 )
 def test_a_misspelt_type_gives_the_nearest_name(wrong, right):
-    with pytest.raises(ValueError, match=rf"toys: there is no thing named '{wrong}'; did you mean '{right}'"):
+    with pytest.raises(
+        ValueError, match=rf"toys: there is no thing named '{wrong}'; did you mean '{right}'"
+    ):
         build(THINGS, dict(type=wrong), 'toys')
 
 
@@ -65,7 +72,9 @@ def test_a_type_that_is_only_a_module_is_not_found():
 
 
 def test_a_misspelt_argument_gives_the_nearest_name():
-    message = r"toys \(Ball\) has no setting 'color'; did you mean 'colour'\? \(known: radius, colour"
+    message = (
+        r"toys \(Ball\) has no setting 'color'; did you mean 'colour'\? \(known: radius, colour"
+    )
     with pytest.raises(ValueError, match=message):
         build(THINGS, dict(type='Ball', radius=1, color='blue'), 'toys')
 
@@ -99,4 +108,4 @@ def test_names_that_are_far_from_all_give_no_suggestion():
 def test_errors_become_one_line():
     assert one_line(ValueError('a\n  b')) == 'a b'
     assert one_line(KeyError('label')) == "KeyError 'label'"
-    assert one_line(RuntimeError()).strip() == 'RuntimeError'
+    assert one_line(RuntimeError()) == 'RuntimeError'

@@ -32,7 +32,11 @@ def test_images_are_stacked_and_labels_become_tensors():
 def test_views_become_a_list_of_batches():
     views = [[torch.full((1, s, s), 10.0 * i + s) for s in (8, 8, 4)] for i in range(2)]
     batch = stack_views([item(view, i) for i, view in enumerate(views)])
-    assert [tuple(view.shape) for view in batch['inputs']] == [(2, 1, 8, 8), (2, 1, 8, 8), (2, 1, 4, 4)]
+    assert [tuple(view.shape) for view in batch['inputs']] == [
+        (2, 1, 8, 8),
+        (2, 1, 8, 8),
+        (2, 1, 4, 4),
+    ]
     assert batch['inputs'][2][:, 0, 0, 0].tolist() == [4, 14]
 
 
@@ -42,14 +46,21 @@ def test_strings_stay_a_list():
 
 
 def test_a_ragged_batch_names_the_sample_and_the_remedy():
-    batch = [item(torch.zeros(3, 4, 4), 7), item(torch.zeros(3, 4, 4), 8), item(torch.zeros(3, 4, 9), 9)]
-    message = r'^sample 9 has the shape \[3, 4, 9\], but sample 7 has \[3, 4, 4\].*RandomResizedCrop\(size='
+    batch = [
+        item(torch.zeros(3, 4, 4), 7),
+        item(torch.zeros(3, 4, 4), 8),
+        item(torch.zeros(3, 4, 9), 9),
+    ]
+    message = r'^sample 9 has the shape \[3, 4, 9\], but sample 7 has \[3, 4, 4\].*Crop\(size='
     with pytest.raises(ValueError, match=message):
         stack_views(batch)
 
 
 def test_a_ragged_view_is_named():
-    batch = [item([torch.zeros(3, 4, 4), torch.zeros(3, 2, 2)]), item([torch.zeros(3, 4, 4), torch.zeros(3, 3, 2)], 1)]
+    batch = [
+        item([torch.zeros(3, 4, 4), torch.zeros(3, 2, 2)]),
+        item([torch.zeros(3, 4, 4), torch.zeros(3, 3, 2)], 1),
+    ]
     with pytest.raises(ValueError, match=r'^view 1 of sample 1 has the shape \[3, 3, 2\]'):
         stack_views(batch)
 
@@ -60,12 +71,16 @@ def test_different_channels_have_another_remedy():
 
 
 def test_different_numbers_of_views_are_named():
-    with pytest.raises(ValueError, match=r"sample 1 has 1 views, but sample 0 has 2.*MultiCrop.views' num"):
+    with pytest.raises(
+        ValueError, match=r"sample 1 has 1 views, but sample 0 has 2.*MultiCrop.views' num"
+    ):
         stack_views([item([torch.zeros(3, 4, 4)] * 2), item([torch.zeros(3, 4, 4)], 1)])
 
 
 def test_different_labels_are_named():
-    with pytest.raises(ValueError, match=r"sample 1 has the data_samples \['bank', 'index', 'label'\], but"):
+    with pytest.raises(
+        ValueError, match=r"sample 1 has the data_samples \['bank', 'index', 'label'\], but"
+    ):
         stack_views([item(torch.zeros(1, 2, 2)), item(torch.zeros(1, 2, 2), 1, bank=True)])
 
 

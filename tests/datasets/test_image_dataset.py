@@ -85,8 +85,14 @@ def test_an_empty_dataset_is_refused():
     [
         (dict(on_error='ignore'), "on_error must be 'raise' or 'skip', got 'ignore'"),
         (dict(source=dict(type='Digit')), "source: .*'Digit'; did you mean 'Digits'"),
-        (dict(source=dict(type='Digits', splitby='order')), "no setting 'splitby'; did you mean 'split_by'"),
-        (dict(source=dict(type='ImageFolder', root='/no/such')), r'source \(ImageFolder\): .*set root'),
+        (
+            dict(source=dict(type='Digits', splitby='order')),
+            "no setting 'splitby'; did you mean 'split_by'",
+        ),
+        (
+            dict(source=dict(type='ImageFolder', root='/no/such')),
+            r'source \(ImageFolder\): .*set root',
+        ),
     ],
 )
 def test_wrong_settings_are_named(settings, message):
@@ -95,7 +101,9 @@ def test_wrong_settings_are_named(settings, message):
 
 
 def test_a_pipeline_must_end_with_packing():
-    with pytest.raises(ValueError, match=r"sample 2 of Colours: the pipeline must end with PackInputs.*img"):
+    with pytest.raises(
+        ValueError, match=r'sample 2 of Colours: the pipeline must end with PackInputs.*img'
+    ):
         ImageDataset(Colours(), TO_TENSOR)[2]
 
 
@@ -103,8 +111,8 @@ def test_a_failing_transform_is_named_with_the_sample_and_its_file(tmp_path):
     files = write_folder(tmp_path)
     crop = dict(type='torchvision/RandomCrop', size=64)
     dataset = ImageDataset(dict(type='ImageFolder', root=str(tmp_path)), [crop, *PIPELINE])
-    message = rf"sample 2 of ImageFolder, '{files[2]}': pipeline\[0\] \(torchvision/RandomCrop\) failed on "
-    message += r'a PIL image of 40x30 pixels .*64'
+    message = rf"sample 2 of ImageFolder, '{files[2]}': pipeline\[0\] \(torchvision/RandomCrop\) "
+    message += r'failed on a PIL image of 40x30 pixels .*64'
     with pytest.raises(ValueError, match=message) as caught:
         dataset[2]
     assert '\n' not in str(caught.value)
@@ -142,18 +150,24 @@ class TestUnreadableImages:
         assert dataset.skipped == 2
         torch.testing.assert_close(dataset[1]['inputs'], dataset[3]['inputs'])
         assert dataset.skipped == 2
-        named = [[str(file) in message for file in files].index(True) for message in warnings_logged]
+        named = [
+            [str(file) in message for file in files].index(True) for message in warnings_logged
+        ]
         assert named == [1, 2]  # each file once, though sample 2 was met three times
 
     def test_skip_goes_round_at_the_end(self, tmp_path):
         dataset = ImageDataset(Colours(4, unreadable=(2, 3)), PIPELINE, on_error='skip')
         assert dataset[2]['data_samples']['index'] == 0
 
-    @pytest.mark.parametrize('start_method', ['fork', 'spawn'])
-    def test_what_workers_skip_is_counted_in_the_main_process(self, files, start_method):
+    @pytest.mark.parametrize(('start_method', 'workers'), [('fork', 2), ('spawn', 1)])
+    def test_what_workers_skip_is_counted_in_the_main_process(self, files, start_method, workers):
         dataset = self.dataset(files, on_error='skip')
         loader = DataLoader(
-            dataset, 2, num_workers=2, collate_fn=stack_views, multiprocessing_context=start_method
+            dataset,
+            batch_size=2,
+            num_workers=workers,
+            collate_fn=stack_views,
+            multiprocessing_context=start_method,
         )
         indices = torch.cat([batch['data_samples']['index'] for batch in loader])
         assert indices.tolist() == [0, 3, 3, 3, 4, 5, 6, 7]

@@ -76,7 +76,9 @@ class TestDigits:
 
 
 class TestPhotographs:
-    @pytest.mark.parametrize(('split', 'expected'), [('train', '741ec84802a30a5d'), ('test', 'be7a4b0577f6b7de')])
+    @pytest.mark.parametrize(
+        ('split', 'expected'), [('train', '741ec84802a30a5d'), ('test', 'be7a4b0577f6b7de')]
+    )
     def test_the_crops_are_the_same_everywhere(self, split, expected):
         # JPEG decoders may differ in a pixel, PNG decoders may not.
         exact = [i for i, name in enumerate(sources._PHOTOGRAPHS.values()) if name.endswith('png')]

@@ -10,7 +10,7 @@ TO_TENSOR = [
 
 
 class Colours:
-    """Flat images whose sample i has the colour (i, 2i, 3i); ``sizes`` is (width, height) of each."""
+    """Flat images, sample i of the colour (i, 2i, 3i); ``sizes`` holds (width, height) of each."""
 
     classes = ['even', 'odd']
 

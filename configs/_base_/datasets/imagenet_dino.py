@@ -1,9 +1,9 @@
-"""Multi-crop views of ImageNet-1k as in the DINO paper: two global of 224x224, eight local of 96x96.
+"""ImageNet-1k as in the DINO paper: two global views of 224x224 and eight local ones of 96x96.
 
 The first global view is always blurred; the second one is blurred with probability 0.1 and
 solarised with 0.2; local ones are blurred with 0.5. The data lies in ``data/imagenet/train`` and
-``data/imagenet/val``, one folder per class. Validation is k-NN: ``train`` is the bank, ``val`` the
-queries, both resized to 256 and cropped to 224.
+``data/imagenet/val`` (a link to it will do), one folder per class. Validation is k-NN: ``train`` is
+the bank, ``val`` the queries, both resized to 256 and cropped to 224.
 
 Source: M. Caron et al., Emerging Properties in Self-Supervised Vision Transformers, ICCV 2021.
 """

@@ -66,7 +66,7 @@ def to_bgr_array(image: Any, channel_order: str = 'bgr') -> np.ndarray:
         TypeError: When ``image`` is something else, such as the list that MultiCrop makes.
     """
     if isinstance(image, np.ndarray):
-        return image if channel_order == 'bgr' else np.ascontiguousarray(_flipped(image))
+        return np.ascontiguousarray(image if channel_order == 'bgr' else _flipped(image))
     if isinstance(image, Image.Image):
         rgb = np.asarray(image if image.mode in ('L', 'RGB') else image.convert('RGB'))
     elif isinstance(image, torch.Tensor) and image.ndim == 3:

@@ -24,13 +24,14 @@ _RANGES = {
     *('brightness', 'contrast', 'saturation', 'hue'),
 }
 
-# Transforms that would silently do nothing to the image of one sample, and what they work on.
+# Transforms that do nothing to the image of one sample, or fail on it, and what they work on.
 _NOT_FOR_IMAGES = {
     'CutMix': 'a batch',
     'MixUp': 'a batch',
     'ClampBoundingBoxes': 'bounding boxes',
     'ClampKeyPoints': 'key points',
     'ConvertBoundingBoxFormat': 'bounding boxes',
+    'RandomIoUCrop': 'bounding boxes',
     'SanitizeBoundingBoxes': 'bounding boxes',
     'SanitizeKeyPoints': 'key points',
     'SetClampingMode': 'bounding boxes',
@@ -56,8 +57,8 @@ class TorchvisionTransform:
         cls = self.transform_class
         if (works_on := _NOT_FOR_IMAGES.get(cls.__name__)) is not None:
             raise ValueError(
-                f"{cls.__name__} works on {works_on}, not on a sample's image, which it would "
-                'leave as it is; remove it from the pipeline'
+                f"{cls.__name__} works on {works_on}, not on a sample's image; remove it from the "
+                'pipeline'
             )
         bound = inspect.signature(cls).bind(*args, **kwargs)
         for name, value in bound.arguments.items():
