@@ -1,0 +1,23 @@
+.PHONY: check lint types docs test slow format
+
+check: lint types docs test slow  ## what CI runs, in the current environment
+
+lint:
+	ruff check .
+	ruff format --check .
+
+types:
+	mypy
+
+docs:
+	sphinx-build -q -W --keep-going -b html docs docs/_build/html
+
+test:
+	python -m pytest
+
+slow:
+	python -m pytest -m slow
+
+format:
+	ruff check --fix .
+	ruff format .
