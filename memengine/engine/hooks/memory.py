@@ -115,7 +115,10 @@ class MemoryHook(Hook):
 
 def _count_images(data_batch: Any, loader: Any) -> int:
     """Samples in a batch; views of one image count as one."""
-    inputs = data_batch.get('inputs') if isinstance(data_batch, Mapping) else data_batch
+    if isinstance(data_batch, Mapping):
+        inputs = data_batch.get('inputs')
+    else:
+        inputs = data_batch[0] if isinstance(data_batch, (list, tuple)) else data_batch
     if isinstance(inputs, (list, tuple)) and inputs and isinstance(inputs[0], Tensor):
         views = inputs[0].ndim > 3  # a list of [B, C, H, W], not of [C, H, W]
         return len(inputs[0]) if views else len(inputs)
