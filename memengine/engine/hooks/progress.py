@@ -161,6 +161,8 @@ class ProgressHook(Hook):
             self._bar.update(self._bar.task_ids[0], description=self._where(runner))
             figures = _figures(runner.message_hub.log_scalars)
             self._figures = ' · '.join([*figures, self._stage] if self._stage else figures)
+        if now and self._live is not None:
+            self._live.refresh()
 
     def _render(self) -> Group:
         assert self._bar is not None
@@ -187,8 +189,13 @@ def _figures(scalars: Mapping[str, HistoryBuffer]) -> list[str]:
         ('train/lr', 'lr {:.2e}'),
         (knn, 'k-NN {:.1f} %'),
         ('train/images_per_s', '{:,.0f} images/s'),
-        ('train/memory_mib', '{:,.0f} MiB'),
-        ('train/saved_mib', '{:,.0f} MiB saved'),
-        ('train/rss_mib', '{:,.0f} MiB resident'),
+        ('train/memory_mib', '{} MiB'),
+        ('train/saved_mib', '{} MiB saved'),
+        ('train/rss_mib', '{} MiB resident'),
     ]
-    return [text.format(scalars[name].current()) for name, text in kinds if name in scalars]
+    known = [(name, text, scalars[name].current()) for name, text in kinds if name in scalars]
+    return [text.format(_mib(v) if name.endswith('_mib') else v) for name, text, v in known]
+
+
+def _mib(value: float) -> str:
+    return f'{value:,.0f}' if value >= 10 else f'{value:.2f}'
