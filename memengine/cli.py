@@ -1,0 +1,127 @@
+"""The command line: ``memengine train CONFIG`` and ``memengine test CONFIG CHECKPOINT``.
+
+Torch and MMEngine are imported only once there is something for them to do, so that help and
+wrong usage answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memengine.cli_parser import make_parser
+
+if TYPE_CHECKING:
+    from mmengine.config import Config
+
+__all__ = ['main']
+
+_RANK = ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK')
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: Arguments without the program's name; by default those of the process.
+
+    Returns:
+        Exit status: 0, 1 after an error, 130 when interrupted. Wrong usage exits with 2.
+    """
+    args = make_parser().parse_args(argv)
+    if args.local_rank is not None:
+        os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
+    # Last, so that nothing that is installed is hidden by a file of the user's.
+    sys.path += [os.getcwd(), str(Path(args.config).resolve().parent)]
+    run = _Run(args)
+    try:
+        run.carry_out()
+    except KeyboardInterrupt:
+        run.say(run.interrupted())
+        return 130
+    except Exception as error:
+        run.fail(error)
+        return 1
+    return 0
+
+
+class _Run:
+    """One command, and how it speaks to the user.
+
+    Attributes:
+        args: The parsed command line.
+        cfg: The config, once it is read and checked.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.cfg: Config | None = None
+
+    def carry_out(self) -> None:
+        """Do what the command line asks for."""
+        from memengine.engine import commands
+
+        self.cfg = commands.read_config(self.args)
+        if self.args.command == 'train':
+            commands.train(self.cfg)
+        else:
+            commands.test(self.cfg)
+
+    def say(self, text: str) -> None:
+        """Print to stderr; with several ranks the rank comes first."""
+        rank = next((os.environ[name] for name in _RANK if name in os.environ), None)
+        launcher = self.args.launcher or (self.cfg or {}).get('launcher', 'none')
+        who = f'memengine [rank {rank}]' if rank and launcher != 'none' else 'memengine'
+        print(f'{who}: {text}', file=sys.stderr, flush=True)
+
+    def interrupted(self) -> str:
+        """What an interrupt is answered with."""
+        work_dir = Path((self.cfg or {}).get('work_dir', ''))
+        if self.args.command != 'train' or not (work_dir / 'last_checkpoint').is_file():
+            return 'interrupted'
+        where = f' --work-dir {work_dir}' if self.args.work_dir else ''
+        return f'interrupted; go on with: memengine train {self.args.config}{where} --resume'
+
+    def fail(self, error: Exception) -> None:
+        """Say what went wrong: in a sentence, with ``--debug`` below the traceback."""
+        from memengine.engine.failure import explain, lost_connection
+
+        if self.args.debug:
+            traceback.print_exception(error)
+        if lost_connection(error):
+            self.say('error: the connection to another rank was lost; its own error says why')
+            return
+        problems = explain(error, self.cfg).splitlines()
+        if len(problems) > 1:
+            problems = [f'{len(problems)} problems in the config', *problems]
+        self.say('error: ' + '\n  '.join(problems))
+        if not self.args.debug and not hasattr(error, 'problems'):
+            log = _log_traceback(error)
+            self.say(
+                f'run again with --debug for the traceback{f" (it is in {log})" if log else ""}'
+            )
+
+
+def _log_traceback(error: Exception) -> str | None:
+    """Write the traceback to the run's log file, if there is one already."""
+    from mmengine.logging import MMLogger
+
+    if not MMLogger._instance_dict:
+        return None
+    logger = MMLogger.get_current_instance()
+    for handler in logger.handlers:
+        if isinstance(handler, logging.FileHandler):
+            text = ''.join(traceback.format_exception(error))
+            handler.handle(logger.makeRecord(logger.name, logging.ERROR, '', 0, text, (), None))
+            return os.path.relpath(handler.baseFilename)
+    return None
+
+
+if __name__ == '__main__':
+    sys.exit(main())

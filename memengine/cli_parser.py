@@ -1,0 +1,159 @@
+"""The options of the command line, and what is said to a misspelt one."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import memengine
+
+__all__ = ['make_parser']
+
+TRAIN_EXAMPLES = """\
+examples:
+  memengine train configs/dino_vit.py
+  memengine train configs/dino_vit.py --cfg-options optim_wrapper.optimizer.lr=1e-3
+  memengine train configs/dino_vit.py --resume --amp bf16
+  torchrun --nproc_per_node 2 tools/train.py configs/dino_vit.py --launcher pytorch
+
+A module that the config's custom_imports names is looked for on PYTHONPATH, in the current folder
+and in the config's.
+"""
+TEST_EXAMPLES = """\
+examples:
+  memengine test configs/dino_vit.py work_dirs/dino_vit/epoch_60.pth
+  memengine test configs/dino_vit.py last.pth --cfg-options test_dataloader.batch_size=64
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that names the nearest real option or command for a misspelt one."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the error, and exit with status 2."""
+        if 'invalid choice' in message:
+            message += _hint(message.split("'")[1], self._words(''))
+        super().error(message)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, refusing what is left over with a suggestion."""
+        parsed, left = self.parse_known_args(args, namespace)
+        if left:
+            unknown = next((word for word in left if word.startswith('-')), left[0])
+            option = unknown.partition('=')[0]
+            parser: _Parser = getattr(parsed, 'parser', self)
+            parser.error(f'unknown argument {option}{_hint(option, parser._words("--"))}')
+        return parsed
+
+    def _words(self, prefix: str) -> Iterable[str]:
+        for action in self._actions:
+            for word in (*action.option_strings, *(action.choices or ())):
+                if word.startswith(prefix) and action.help is not argparse.SUPPRESS:
+                    yield word
+
+
+def _hint(word: str, words: Iterable[str]) -> str:
+    found = difflib.get_close_matches(word, list(words))
+    return f': did you mean {" or ".join(found)}?' if found else ''
+
+
+class _Options(argparse.Action):
+    """``KEY=VALUE ...`` with MMEngine's reading of values: numbers, True, None, [a,b], (a,b)."""
+
+    def __call__(
+        self,
+        parser: Any,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        from mmengine.config import DictAction
+
+        options = dict(getattr(namespace, self.dest) or {})
+        for pair in values:
+            key, equals, text = pair.partition('=')
+            if not equals or not key:
+                where = '; CONFIG goes before it' if os.path.exists(pair) else ''
+                parser.error(f'--cfg-options wants KEY=VALUE, got {pair!r}{where}')
+            for pair_of in ('()', '[]'):
+                if text.count(pair_of[0]) != text.count(pair_of[1]):
+                    parser.error(f'--cfg-options {key}: {text!r} has unbalanced {pair_of}')
+            value = DictAction._parse_iterable(text)
+            # MMEngine's reading drops the blanks of a plain text.
+            options[key] = text.strip('\'"') if isinstance(value, str) else value
+        setattr(namespace, self.dest, options)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = _Parser(
+        prog='memengine',
+        description='Train and test models whose memory is a config option.',
+        allow_abbrev=False,
+    )
+    parser.add_argument('--version', action='version', version=f'memengine {memengine.__version__}')
+    commands = parser.add_subparsers(dest='command', required=True, metavar='{train,test}')
+    train = _add_command(commands, 'train', 'train a model from a config', TRAIN_EXAMPLES)
+    train.add_argument(
+        '--resume',
+        nargs='?',
+        const=True,
+        metavar='PATH',
+        help='go on from the checkpoint PATH, or from the latest one in the work dir',
+    )
+    train.add_argument('--amp', choices=['bf16', 'fp16'], help='train in mixed precision')
+    train.add_argument('--seed', type=int, help='seed of everything random (randomness.seed)')
+    train.add_argument(
+        '--deterministic', action='store_true', help='use deterministic algorithms (may be slower)'
+    )
+    train.add_argument(
+        '--max-iters',
+        type=int,
+        metavar='N',
+        help="save and stop after iteration N; schedules still aim at the config's end",
+    )
+    _add_common(train)
+    test = _add_command(commands, 'test', 'test a checkpoint', TEST_EXAMPLES)
+    test.add_argument('checkpoint', metavar='CHECKPOINT', help='the checkpoint to test')
+    _add_common(test)
+    return parser
+
+
+def _add_command(commands: Any, name: str, does: str, examples: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=does,
+        description=f'{does.capitalize()}.',
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(parser=parser)
+    parser.add_argument('config', metavar='CONFIG', help='a file such as configs/dino_vit.py')
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        '--work-dir',
+        metavar='DIR',
+        help='for logs and checkpoints (work_dirs/<name of the config>)',
+    )
+    parser.add_argument(
+        '--cfg-options',
+        nargs='+',
+        action=_Options,
+        metavar='KEY=VALUE',
+        help='set entries of the config, as optim_wrapper.optimizer.lr=1e-3 or '
+        'param_scheduler.0.end=5; a list is [a,b], a tuple (a,b)',
+    )
+    parser.add_argument(
+        '--launcher',
+        choices=['none', 'pytorch', 'slurm', 'mpi'],
+        help='what started the processes',
+    )
+    parser.add_argument('--local-rank', '--local_rank', type=int, help=argparse.SUPPRESS)
+    parser.add_argument('--debug', action='store_true', help='show the traceback of an error')

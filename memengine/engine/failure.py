@@ -1,0 +1,185 @@
+"""One sentence for what went wrong: the setting's name where it is known, the cause, a remedy."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ['explain', 'lost_connection']
+
+LONGEST = 1000
+
+# Errors whose text says what happened; others need their name, and where they happened.
+_TELLING = (ValueError, OSError, RuntimeError, ImportError, NotImplementedError)
+
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|cannot allocate memory|Unable to allocate|bad_alloc"
+    r'|killed by signal: (?:Killed|Bus error)|insufficient shared memory',
+    re.IGNORECASE,
+)
+_CONNECTION = re.compile(
+    r'connection (?:was )?(?:closed|reset|refused)|broken pipe|remote process (?:has )?exited'
+    r'|socket timeout|timed out waiting|nccl (?:communicator was aborted|remote error)',
+    re.IGNORECASE,
+)
+_WORKER = re.compile(r'Caught (\w+) in DataLoader worker process \d+\.\s+Original Traceback')
+_CLASS_PREFIX = re.compile(r'class `(\w+)` in [\w./\\-]+: ')  # of MMEngine's older registries
+_ADDRESS = re.compile(r'<([\w.]+) object at 0x[0-9a-f]+>')
+
+# Where MMEngine holds the config that it is building from: function, then its argument.
+_BUILDERS = {
+    'build_from_cfg': 'cfg',
+    'build_scheduler_from_cfg': 'cfg',
+    'build_dataloader': 'dataloader',
+    'build_optim_wrapper': 'optim_wrapper',
+    'build_train_loop': 'loop',
+    'build_val_loop': 'loop',
+    'build_test_loop': 'loop',
+    'build_log_processor': 'log_processor',
+    'wrap_model': 'model_wrapper_cfg',
+}
+
+
+def explain(error: BaseException, cfg: Mapping[str, Any] | None = None) -> str:
+    """Describe an error to the user.
+
+    Args:
+        error: What was raised.
+        cfg: The run's config, in which the setting that was being built is looked up.
+
+    Returns:
+        A sentence; several lines only when there are several problems in a config.
+    """
+    if hasattr(error, 'problems'):
+        return str(error)
+    text = _cause(error)
+    if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(text):
+        return _out_of_memory(text, cfg)
+    if not isinstance(error, _TELLING) or not text:
+        text = f'{type(error).__name__}: {text}' if text else type(error).__name__
+    if not isinstance(error, _TELLING) or _is_users(_frames(error)[-1:]):
+        text += _place(error)
+    return _setting(error, cfg) + text
+
+
+def lost_connection(error: BaseException) -> bool:
+    """Whether a rank failed only because another one went away."""
+    return bool(_CONNECTION.search(str(error))) and not isinstance(error, (OSError, ValueError))
+
+
+def _cause(error: BaseException) -> str:
+    """The error's own words, on one line."""
+    text = (
+        str(error.args[0]) if isinstance(error, KeyError) and len(error.args) == 1 else str(error)
+    )
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        text = f'{error.strerror}: {error.filename}'
+    if worker := _WORKER.search(text):
+        text = text.rpartition(f'\n{worker[1]}: ')[2] or text
+    while prefix := _CLASS_PREFIX.match(text):
+        rest = text[prefix.end() :]
+        text = rest if _CLASS_PREFIX.match(rest) else f'{prefix[1]}: {rest}'
+        if not _CLASS_PREFIX.match(rest):
+            break
+    text = ' '.join(_ADDRESS.sub(r'\1', text).split())
+    return text if len(text) <= LONGEST else f'{text[:LONGEST]} ...'
+
+
+def _out_of_memory(text: str, cfg: Mapping[str, Any] | None) -> str:
+    loader = (cfg or {}).get('train_dataloader')
+    size = loader.get('batch_size') if isinstance(loader, Mapping) else None
+    now = f' (now {size})' if size else ''
+    if 'shared memory' in text or 'Bus error' in text or 'killed by signal' in text:
+        return f'a data-loader worker ran out of memory: lower train_dataloader.num_workers; {text}'
+    first = text.partition('. ')[0] or 'no more memory'
+    return (
+        f'out of memory: {first}. Lower train_dataloader.batch_size{now} and make up for it with '
+        'optim_wrapper.accumulative_counts (not for losses across samples), use --amp bf16, or '
+        "checkpoint activations (activation_checkpointing=['backbone.blocks.0', ...])"
+    )
+
+
+def _frames(error: BaseException) -> list[Any]:
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def _is_users(frames: list[Any]) -> bool:
+    """Whether the code is neither ours nor a library's."""
+    package = str(Path(__file__).parents[1])
+    files = [frame.f_code.co_filename for frame in frames]
+    return any('site-packages' not in f and not f.startswith((package, '<')) for f in files)
+
+
+def _place(error: BaseException) -> str:
+    """File and line: the innermost of the user's own code, else the innermost."""
+    steps = [step for step in traceback.walk_tb(error.__traceback__)]
+    users = [
+        step
+        for step in steps
+        if _is_users([step[0]]) and 'lib/python' not in step[0].f_code.co_filename
+    ]
+    chosen = (users or steps)[-1:]
+    return ''.join(f' ({Path(f.f_code.co_filename).name}, line {line})' for f, line in chosen)
+
+
+def _setting(error: BaseException, cfg: Mapping[str, Any] | None) -> str:
+    """``'model.backbone (TimmBackbone): '`` when that was being built; else nothing."""
+    path: list[str] = []
+    name, subtree = '', cfg
+    for built in _being_built(error):
+        found = _find(built, subtree)
+        if found is not None:
+            below, subtree = found
+            path += below
+            kind = built.get('type', '')
+            name = str(getattr(kind, '__name__', kind))
+    if not path:
+        return ''
+    return (
+        f'{".".join(path)} ({name}): ' if name and name not in str(error) else f'{".".join(path)}: '
+    )
+
+
+def _being_built(error: BaseException) -> Iterator[Mapping[str, Any]]:
+    """The configs from which something was being built, outermost first."""
+    for frame in _frames(error):
+        argument = _BUILDERS.get(frame.f_code.co_name)
+        config = frame.f_locals.get(argument) if argument else None
+        if isinstance(config, Mapping):
+            yield config
+
+
+def _find(config: Mapping[str, Any], tree: Any) -> tuple[list[str], Any] | None:
+    """Path and value of the first dict in ``tree`` that ``config`` was made from."""
+    if isinstance(tree, (list, tuple)):
+        entries: Any = enumerate(tree)
+    elif hasattr(tree, 'items'):
+        entries = tree.items()
+    else:
+        return None
+    for key, entry in entries:
+        if isinstance(entry, Mapping) and entry and _holds(config, entry):
+            return [str(key)], entry
+        below = _find(config, entry)
+        if below is not None:
+            return [str(key), *below[0]], below[1]
+    return None
+
+
+def _holds(config: Any, origin: Any) -> bool:
+    """Whether ``config`` has all that ``origin`` says; builders add arguments of their own."""
+    if isinstance(origin, Mapping):
+        return isinstance(config, Mapping) and all(
+            key == 'priority'
+            or (key in config and _holds(config[key], value))  # taken out of hooks
+            for key, value in origin.items()
+        )
+    if isinstance(origin, (list, tuple)):
+        same_length = isinstance(config, (list, tuple)) and len(config) == len(origin)
+        return same_length and all(map(_holds, config, origin))
+    if isinstance(origin, (str, int, float)) or origin is None:
+        return type(config) is type(origin) and config == origin
+    return type(config) is type(origin)

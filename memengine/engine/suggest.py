@@ -1,0 +1,65 @@
+"""The real names near a misspelt one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ['LOOSE', 'ONE_SLIP', 'STRICT', 'did_you_mean', 'near']
+
+# How similar, from 0 to 1: worth a suggestion; taken for a misspelling; one letter off.
+LOOSE, STRICT, ONE_SLIP = 0.6, 0.8, 0.99
+
+
+def near(name: str, names: Iterable[str], cutoff: float = LOOSE, limit: int = 3) -> list[str]:
+    """The names that ``name`` may be a misspelling of, nearest first.
+
+    Case is ignored, and so are a scope or library in front (``mmengine.``, ``torchvision/``).
+
+    Args:
+        name: What was written.
+        names: What exists.
+        cutoff: Similarity from 0 to 1 that is near enough.
+        limit: How many to return at most.
+    """
+    scored = {other: _similarity(_tail(name), _tail(other)) for other in names}
+    ranked = sorted(scored, key=lambda other: (-scored[other], other))
+    # A name that is one letter off leaves no room for those that are merely similar.
+    least = (
+        max(cutoff, scored[ranked[0]] - 0.1) if ranked and scored[ranked[0]] >= STRICT else cutoff
+    )
+    return [other for other in ranked if scored[other] >= least][:limit]
+
+
+def did_you_mean(name: str, names: Iterable[str], cutoff: float = LOOSE) -> str:
+    """``": did you mean 'x' or 'y'?"``, or nothing when no name is near."""
+    found = near(name, names, cutoff)
+    return f': did you mean {" or ".join(map(repr, found))}?' if found else ''
+
+
+def _tail(name: str) -> str:
+    return name.rpartition('/')[2].rpartition('.')[2].lower()
+
+
+def _similarity(written: str, real: str) -> float:
+    if written == real:
+        return 1.0
+    if _one_slip(written, real):
+        return ONE_SLIP
+    ratio = difflib.SequenceMatcher(None, written, real).ratio()
+    begins = len(written) > 2 and real.startswith(written)
+    return max(ratio, LOOSE) if begins else ratio
+
+
+def _one_slip(written: str, real: str) -> bool:
+    """Whether one letter is missing, too many or changed, or two neighbours are swapped."""
+    if abs(len(written) - len(real)) > 1 or min(len(written), len(real)) < 1 or len(real) < 2:
+        return False
+    start = 0
+    while start < min(len(written), len(real)) and written[start] == real[start]:
+        start += 1
+    rest, real_rest = written[start:], real[start:]
+    if len(rest) == len(real_rest):
+        changed = rest[1:] == real_rest[1:] and len(real) > 3
+        return changed or (rest[:2] == real_rest[1::-1] and rest[2:] == real_rest[2:])
+    return rest[1:] == real_rest or rest == real_rest[1:]
