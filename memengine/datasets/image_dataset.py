@@ -50,6 +50,7 @@ class ImageDataset(Dataset):
         if on_error not in ('raise', 'skip'):
             raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
         self.source = build(DATASETS, source, 'source')
+        self._path = self.source.path if isinstance(self.source, HasPaths) else None
         self.pipeline = Pipeline(pipeline)
         self.indices = _positions(indices, len(self.source))
         self.on_error = on_error
@@ -86,8 +87,7 @@ class ImageDataset(Dataset):
         return type(self.source).__name__
 
     def _name(self, index: int) -> str:
-        row = self.indices[index]
-        file = f', {self.source.path(row)!r}' if isinstance(self.source, HasPaths) else ''
+        file = f', {self._path(self.indices[index])!r}' if self._path is not None else ''
         return f'sample {index} of {self._source_name}{file}'
 
     def _read(self, index: int) -> tuple[Image.Image, int] | None:
@@ -107,8 +107,8 @@ class ImageDataset(Dataset):
 
     def _item(self, index: int, image: Image.Image, label: int) -> dict[str, Any]:
         results: dict[str, Any] = {'img': image, 'label': int(label), 'index': index}
-        if isinstance(self.source, HasPaths):
-            results['img_path'] = self.source.path(self.indices[index])
+        if self._path is not None:
+            results['img_path'] = self._path(self.indices[index])
         try:
             item = self.pipeline(results)
         except ValueError as error:

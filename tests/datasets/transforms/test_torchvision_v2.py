@@ -180,7 +180,7 @@ def test_transforms_nest():
         (
             'RandomApply',
             dict(transforms=[dict(type='torchvision/GaussianBlur', kernel=3)]),
-            r"transforms\[0\] \(torchvision/.*Blur\) has no setting 'kernel'; did you mean 'kernel_size'",
+            r"transforms\[0\] \(torchvision/.*Blur\) has no setting 'kernel'; did you mean",
         ),
         (
             'RandomApply',
