@@ -30,7 +30,7 @@ def dataset(bank=70, queries=37, classes=4):
 
 def batches(data, order, size=10):
     """What the evaluator is handed: (batch, predictions)."""
-    for rows in torch.as_tensor(list(order), dtype=torch.long).split(size):
+    for rows in torch.tensor(list(order), dtype=torch.long).split(size) if len(order) else ():
         batch = {
             'inputs': data['inputs'][rows],
             'data_samples': {name: data[name][rows] for name in ('label', 'index', 'bank')},

@@ -59,7 +59,7 @@ def test_what_the_bar_says(tmp_path, terminal):
     bar, figures = last_bar(terminal)
     assert bar.startswith('epoch 2/2') and '100%' in bar and 'ETA' in bar
     assert re.search(
-        r'loss [\d.]+ · lr 1.00e-02 · k-NN [\d.]+ % · [\d,]+ images/s · 0.02 MiB saved · '
+        r'loss [\d.]+ · lr 1.00e-02 · k-NN [\d.]+ % · [\d,]+ images/s · [\d.]+ MiB saved · '
         r'[\d,]+ MiB resident$',
         figures.strip(),
     )
@@ -86,9 +86,9 @@ def test_lines_go_above_the_bar_and_iterations_to_the_file_only(tmp_path, termin
     assert 'Epoch(train)' in log
     told = capsys.readouterr()
     assert 'a warning' not in told.out + told.err  # once, above the bar
-    # each starts a line of its own, which the bar was wiped from
-    for line in ('a warning', 'printed', '5-NN top-1'):
-        before = screen[: screen.index(line)].splitlines()[-1]
+    for line in ('a warning', 'printed', '5-NN top-1'):  # the bar was wiped before each
+        raw = terminal.getvalue()
+        before = CONTROL.sub('', raw[: raw.index(line)].rsplit('\x1b[2K', 1)[1])
         assert 'epoch' not in before and '%' not in before
 
 
