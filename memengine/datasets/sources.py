@@ -34,7 +34,8 @@ class Source(Protocol):
 class HasPaths(Protocol):
     """A source whose images are files."""
 
-    def path(self, index: int) -> str: ...
+    def path(self, index: int) -> str:
+        """The file that sample ``index`` is read from."""
 
 
 def _check_choice(setting: str, value: str, choices: tuple[str, ...]) -> None:

@@ -57,8 +57,9 @@ def test_it_defines_the_three_loaders_and_nothing_else(name):
     assert set(config) == {'train_dataloader', 'val_dataloader', 'test_dataloader'}
     assert config.test_dataloader == config.val_dataloader
     assert config.train_dataloader.batch_size == 64
-    assert config.train_dataloader.drop_last and config.train_dataloader.sampler.shuffle
-    assert not config.val_dataloader.drop_last and not config.val_dataloader.sampler.shuffle
+    loaders = config.train_dataloader, config.val_dataloader
+    assert [loader.drop_last for loader in loaders] == [True, False]
+    assert [loader.sampler.shuffle for loader in loaders] == [True, False]
 
 
 @pytest.mark.parametrize(('config', 'name'), [(n, n) for n in EXPECTED], indirect=['config'])

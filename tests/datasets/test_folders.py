@@ -59,15 +59,27 @@ class TestLoadRgb:
             save(tmp_path / name, noise)
             whole = (tmp_path / name).read_bytes()
             (tmp_path / name).write_bytes(whole[: len(whole) // 2])
-            with pytest.raises(OSError):
+            with pytest.raises(OSError, match='truncated'):
                 load_rgb(str(tmp_path / name))
 
     def test_a_broken_chunk_is_an_error_of_the_same_kind(self, tmp_path):
-        save(tmp_path / 'a.png', flat(1))
+        noise = np.random.default_rng(0).integers(0, 256, (200, 200, 3), dtype=np.uint8)
+        save(tmp_path / 'a.png', noise)
         data = bytearray((tmp_path / 'a.png').read_bytes())
-        data[20] ^= 0xFF  # the header's width, whose checksum no longer fits
+        data[data.index(b'IDAT', 100)] = 0  # the name of the second block of pixels
         (tmp_path / 'a.png').write_bytes(data)
-        with pytest.raises(OSError):
+        with pytest.raises(OSError, match='broken PNG file'):
+            load_rgb(str(tmp_path / 'a.png'))
+
+    def test_what_is_no_image_is_an_error(self, tmp_path):
+        (tmp_path / 'a.png').write_bytes(b'no image')
+        with pytest.raises(OSError, match='cannot identify'):
+            load_rgb(str(tmp_path / 'a.png'))
+
+    def test_a_decompression_bomb_is_an_error_of_the_same_kind(self, tmp_path, monkeypatch):
+        save(tmp_path / 'a.png', flat(1))
+        monkeypatch.setattr(Image, 'MAX_IMAGE_PIXELS', 5)
+        with pytest.raises(OSError, match='exceeds limit'):
             load_rgb(str(tmp_path / 'a.png'))
 
 

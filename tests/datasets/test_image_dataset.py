@@ -35,7 +35,8 @@ def test_items_hold_a_float_image_and_its_labels():
     dataset = ImageDataset(Colours(), PIPELINE)
     item = dataset[3]
     assert item['data_samples'] == {'label': 1, 'index': 3}
-    assert type(item['inputs']) is torch.Tensor and item['inputs'].dtype == torch.float32
+    assert type(item['inputs']) is torch.Tensor
+    assert item['inputs'].dtype == torch.float32
     expected = torch.tensor([3, 6, 9])[:, None, None].expand(3, 4, 5) / 255
     torch.testing.assert_close(item['inputs'], expected)
 

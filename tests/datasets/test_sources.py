@@ -49,7 +49,8 @@ class TestDigits:
     def test_stratified_holds_out_the_same_share_of_every_class(self):
         train, test = (Counter(Digits(split).labels) for split in ('train', 'test'))
         shares = [test[digit] / (train[digit] + test[digit]) for digit in range(10)]
-        assert min(shares) > 0.295 and max(shares) < 0.305
+        assert min(shares) > 0.295
+        assert max(shares) < 0.305
 
     def test_by_order_holds_out_the_end_of_the_file(self):
         from sklearn.datasets import load_digits

@@ -54,6 +54,7 @@ class MultiCrop:
         return sum(num for num, _ in self.groups)
 
     def __call__(self, results: dict[str, Any]) -> dict[str, Any]:
+        """Replace ``results['img']`` by the list of its views."""
         # A PIL image is never written into, so that the views may share it.
         results['img'] = to_torchvision(results['img'], results.pop('channel_order', 'bgr'))
         views = []

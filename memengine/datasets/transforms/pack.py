@@ -34,6 +34,7 @@ class PackInputs:
         self.keys = tuple(keys)
 
     def __call__(self, results: dict[str, Any]) -> dict[str, Any]:
+        """The item that ``results`` amounts to."""
         image, order = results['img'], results.get('channel_order', 'bgr')
         inputs = (
             [_checked(view, order) for view in image]

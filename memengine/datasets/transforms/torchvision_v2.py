@@ -67,6 +67,7 @@ class TorchvisionTransform:
         self.transform = cls(*bound.args, **bound.kwargs)
 
     def __call__(self, results: dict[str, Any]) -> dict[str, Any]:
+        """Transform ``results['img']`` in place."""
         image = results['img']
         if isinstance(image, list):
             results['img'] = [self.transform(view) for view in image]

@@ -45,7 +45,8 @@ class See:
 class TestImages:
     def test_rgb_becomes_bgr_and_comes_back(self):
         array = to_bgr_array(image())
-        assert array.shape == (4, 6, 3) and array.dtype == np.uint8
+        assert array.shape == (4, 6, 3)
+        assert array.dtype == np.uint8
         assert array[0, 0].tolist() == [BLUE, GREEN, RED]
         assert to_torchvision(array).getpixel((0, 0)) == (RED, GREEN, BLUE)
         assert to_torchvision(array[..., ::-1], 'rgb').getpixel((0, 0)) == (RED, GREEN, BLUE)
@@ -286,6 +287,6 @@ def test_without_mmcv_the_error_says_what_to_install(monkeypatch):
     for name in ('mmcv.Resize', 'Resize'):
         with pytest.raises(ValueError, match=rf"named '{name}'.*pip install mmcv-lite"):
             Pipeline([dict(type=name, scale=(4, 4))])
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="did you mean 'torchvision/Resize'") as caught:
         Pipeline([dict(type='torchvision/Resiz', size=4)])
     assert 'mmcv' not in str(caught.value)
