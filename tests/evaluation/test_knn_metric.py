@@ -257,7 +257,7 @@ def _sharded(rank, world_size, chunk_size):
     return metrics, seen
 
 
-@pytest.mark.parametrize('world_size', [2, 4])
+@pytest.mark.parametrize('world_size', [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_any_number_of_ranks_gives_the_same(world_size):
     data = dataset()
     alone = run_metric(data, range(107))

@@ -1,0 +1,50 @@
+"""Figures drawn without pyplot: no global backend, no window, no state left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+__all__ = ['figure_of', 'save_figure']
+
+
+def figure_of(
+    rows: int, columns: int, width: float, height: float, **options: Any
+) -> tuple[Figure, list[list[Axes]]]:
+    """A figure with a grid of axes.
+
+    Args:
+        rows: Number of rows.
+        columns: Number of columns.
+        width: In inches.
+        height: In inches.
+        **options: Passed on to ``Figure.subplots``.
+
+    Returns:
+        The figure and its axes, row by row.
+    """
+    figure = Figure(figsize=(width, height), layout='constrained')
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False, **options)
+    return figure, [list(row) for row in axes]
+
+
+def save_figure(figure: Figure, path: str | Path) -> None:
+    """Write a PNG whole or not at all; folders are made.
+
+    Args:
+        figure: From ``figure_of``.
+        path: The file.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f'.{path.name}.partial')
+    try:
+        figure.savefig(partial, dpi=150, format='png')
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
