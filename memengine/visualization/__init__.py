@@ -1,0 +1,10 @@
+"""What a training looked like: curves and attention maps."""
+
+from memengine.visualization.attention import (
+    NoAttentionError,
+    attention_maps,
+    save_attention_figure,
+)
+from memengine.visualization.report import write_report
+
+__all__ = ['NoAttentionError', 'attention_maps', 'save_attention_figure', 'write_report']

@@ -16,9 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-__all__ = ['attention_maps', 'save_attention_figure']
+__all__ = ['NoAttentionError', 'attention_maps', 'save_attention_figure']
 
 _SOFTMAX = (torch.softmax, Tensor.softmax, F.softmax)
+
+
+class NoAttentionError(TypeError):
+    """The model has no attention over all patches of an image."""
 
 
 class _Recorder(TorchFunctionMode):
@@ -76,14 +80,14 @@ def attention_maps(backbone: nn.Module, images: Tensor) -> Tensor:
         [B, heads, h, w] in float32, h * w patches.
 
     Raises:
-        TypeError: For a model without global attention over patches.
+        NoAttentionError: A TypeError, for a model without global attention over patches.
         ValueError: When the patches do not form the grid that the image size implies.
     """
     blocks = getattr(backbone, 'blocks', None)
     if not isinstance(blocks, (nn.Sequential, nn.ModuleList)) or not hasattr(
         backbone, 'patch_embed'
     ):
-        raise TypeError(
+        raise NoAttentionError(
             f'attention_maps: {type(backbone).__name__} has no blocks with attention over patches; '
             'a Vision Transformer of timm is needed'
         )
@@ -103,7 +107,7 @@ def attention_maps(backbone: nn.Module, images: Tensor) -> Tensor:
     rows = slice(0, 1) if by_class_token else slice(prefix, None)
     attention = _attention(recorder, rows)
     if attention is None or len(attention) != len(images):
-        raise TypeError(
+        raise NoAttentionError(
             f'attention_maps: the last block of {type(backbone).__name__} does not attend over all '
             'patches of an image; a Vision Transformer with global attention is needed'
         )

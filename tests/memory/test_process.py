@@ -36,7 +36,7 @@ def test_page_counts_are_turned_into_mib(monkeypatch, tmp_path):
     assert math.isclose(rss_mib(), 512 * resource.getpagesize() / 2**20)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs CUDA')
+@pytest.mark.gpu
 def test_cuda_peak():
     torch.cuda.reset_peak_memory_stats()
     before = cuda_peak_mib()

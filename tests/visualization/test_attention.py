@@ -9,7 +9,11 @@ import torch
 from PIL import Image
 from torch import nn
 
-from memengine.visualization.attention import attention_maps, save_attention_figure
+from memengine.visualization.attention import (
+    NoAttentionError,
+    attention_maps,
+    save_attention_figure,
+)
 
 
 def softmax_of_last_block(model, images):
@@ -140,14 +144,14 @@ def test_an_error_leaves_no_hooks():
 def test_models_without_attention_over_patches(name, options, message):
     model = timm.create_model(name, num_classes=0, **options)
     side = options.get('img_size', 224)
-    with pytest.raises(TypeError, match=f'attention_maps.*{message}'):
+    with pytest.raises(NoAttentionError, match=f'attention_maps.*{message}'):
         attention_maps(model, torch.randn(1, 3, side, side))
 
 
 def test_a_last_block_without_attention():
     model = make(img_size=64)
     model.blocks[-1] = nn.Identity()
-    with pytest.raises(TypeError, match='last block of VisionTransformer does not attend'):
+    with pytest.raises(NoAttentionError, match='last block of VisionTransformer does not attend'):
         attention_maps(model, torch.randn(1, 3, 64, 64))
 
 

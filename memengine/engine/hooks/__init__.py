@@ -7,6 +7,7 @@ from memengine.engine.hooks.finite_loss import FiniteLossHook, NonFiniteLossErro
 from memengine.engine.hooks.memory import MemoryHook
 from memengine.engine.hooks.progress import ProgressHook
 from memengine.engine.hooks.random_state import RandomStateHook
+from memengine.engine.hooks.report import ReportHook
 
 __all__ = [
     'AlgorithmHook',
@@ -17,4 +18,5 @@ __all__ = [
     'NonFiniteLossError',
     'ProgressHook',
     'RandomStateHook',
+    'ReportHook',
 ]

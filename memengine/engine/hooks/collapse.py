@@ -12,9 +12,9 @@ from memengine.registry import HOOKS
 __all__ = ['CollapseHook']
 
 _ADVICE = (
-    'What helps, in the order to try: centering="sinkhorn"; use_bn_in_head=True; a lower '
-    'momentum_teacher on small data; {specific}; a lower learning rate or a longer warm-up. '
-    'A falling loss means nothing until this is gone.'
+    "What helps, in the order to try: model.centering='sinkhorn'; model.head.use_bn=True; a lower "
+    'model.momentum_teacher on small data; {specific}; a lower optim_wrapper.optimizer.lr or a '
+    'longer warm-up. A falling loss means nothing until this is gone.'
 )
 
 
@@ -104,7 +104,7 @@ class CollapseHook(Hook):
         if sign == 'feature_std':
             if value >= self.min_feature_std:
                 return None
-            advice = _ADVICE.format(specific='a higher teacher_temp')
+            advice = _ADVICE.format(specific='a higher model.teacher_temp')
             return (
                 f'the features of all images are alike (feature_std {value:.3g}, below '
                 f'min_feature_std={self.min_feature_std}). {advice}'
@@ -117,13 +117,15 @@ class CollapseHook(Hook):
         fraction = value / math.log(self.out_dim)
         shown = f'{sign} {value:.3g} is {fraction:.3g} of log({self.out_dim})'
         if sign == 'teacher_entropy' and fraction < self.min_entropy:
-            advice = _ADVICE.format(specific='a higher teacher_temp, a lower center_momentum')
+            advice = _ADVICE.format(
+                specific='a higher model.teacher_temp or lower model.center_momentum'
+            )
             return (
                 'the teacher gives all images the same prototype '
                 f'({shown}, below min_entropy={self.min_entropy}). {advice}'
             )
         if sign == 'teacher_sample_entropy' and fraction > self.max_entropy:
-            advice = _ADVICE.format(specific='a lower teacher_temp')
+            advice = _ADVICE.format(specific='a lower model.teacher_temp')
             return (
                 'the teacher gives all images the uniform output '
                 f'({shown}, above max_entropy={self.max_entropy}). {advice}'

@@ -70,7 +70,7 @@ def test_each_sign_is_warned_of_once_and_after_patience(tmp_path, bad, text):
     import re
 
     assert re.search(text, warning[1])
-    assert 'centering="sinkhorn"' in warning[1]
+    assert "model.centering='sinkhorn'" in warning[1]
 
 
 def test_a_model_may_log_one_sign_only(tmp_path):

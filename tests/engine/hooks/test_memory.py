@@ -211,7 +211,7 @@ def test_an_interval_that_makes_no_sense():
         MemoryHook(interval=0)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs CUDA')
+@pytest.mark.gpu
 def test_on_cuda_the_allocator_is_asked(tmp_path):
     image_runner(tmp_path, dict(type='MemoryHook')).train()
     lines = lines_of(tmp_path, 'memory_mib')

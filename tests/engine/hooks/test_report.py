@@ -1,0 +1,178 @@
+"""The report that a run leaves, and that it never costs the training."""
+
+import logging
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from torch import nn
+
+from memengine.engine.hooks import ReportHook
+from memengine.engine.hooks import report as module
+from memengine.visualization import attention
+from tests.engine.hooks.images import BANK, QUERIES, Classifier, Images, image_runner, loader
+
+
+class Wrapped(nn.Module):
+    """As TimmBackbone holds its model."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = timm.create_model(
+            'vit_tiny_patch16_224',
+            img_size=8,
+            patch_size=4,
+            in_chans=1,
+            embed_dim=16,
+            depth=1,
+            num_heads=2,
+            num_classes=0,
+        )
+
+    def forward(self, images):
+        return self.model(images)
+
+
+class WithTeacher(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.backbone = Wrapped()
+        self.head = nn.Linear(16, 3)
+        self.teacher = nn.Module()
+        self.teacher.backbone = Wrapped()
+
+
+class Queried(Images):
+    """As BankAndQueries: it has its queries apart."""
+
+    queries = range(QUERIES)
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """What the attention figure was made of."""
+    seen = []
+    maps_of, save = attention.attention_maps, attention.save_attention_figure
+
+    def maps(backbone, images):
+        seen.append(backbone)
+        return maps_of(backbone, images)
+
+    def figure(images, maps, path):
+        seen.extend([images, maps])
+        save(images, maps, path)
+
+    monkeypatch.setattr(attention, 'attention_maps', maps)
+    monkeypatch.setattr(attention, 'save_attention_figure', figure)
+    return seen
+
+
+def messages_of(runner, level):
+    class Catch(logging.Handler):
+        def emit(self, record):
+            if record.levelno == level:
+                seen.append(record.getMessage())
+
+    seen = []
+    runner.logger.handlers.append(Catch())
+    return seen
+
+
+def test_curves_and_attention_of_the_teacher_on_queries(tmp_path, drawn):
+    runner = image_runner(
+        tmp_path,
+        dict(type='ReportHook', num_images=4),
+        model=WithTeacher(),
+        epochs=1,
+        val_dataloader=loader(Queried()),
+    )
+    runner.train()
+    names = {path.name for path in (tmp_path / 'report').iterdir()}
+    assert names == {'curves.png', 'summary.json', 'attention.png'}
+    backbone, images, maps = drawn
+    assert backbone is runner.model.teacher.backbone.model
+    assert maps.shape == (4, 2, 2, 2)
+    places = [BANK, BANK + 8, BANK + 15, BANK + QUERIES - 1]
+    assert torch.equal(images.cpu(), Images().images[places])
+    with Image.open(tmp_path / 'report' / 'attention.png') as picture:
+        assert picture.height > picture.width * 3 / 4 * 0.9  # four rows of image, mean, two heads
+
+
+def test_the_backbone_where_there_is_no_teacher_and_images_of_all_data(tmp_path, drawn):
+    model = WithTeacher()
+    del model.teacher
+    image_runner(tmp_path, dict(type='ReportHook', num_images=2), model=model, epochs=1).train()
+    backbone, images, _ = drawn
+    assert backbone is model.backbone.model
+    assert torch.equal(images.cpu(), Images().images[[0, BANK + QUERIES - 1]])
+
+
+def test_without_attention_the_log_says_so(tmp_path):
+    runner = image_runner(tmp_path, dict(type='ReportHook'), epochs=1)
+    told, errors = messages_of(runner, logging.INFO), messages_of(runner, logging.ERROR)
+    runner.train()
+    assert [text for text in told if 'no attention maps' in text and 'Sequential' in text]
+    assert not errors
+    assert {p.name for p in (tmp_path / 'report').iterdir()} == {'curves.png', 'summary.json'}
+
+
+@pytest.mark.parametrize(
+    ('options', 'reason'),
+    [
+        (dict(val_dataloader=None, val_cfg=None, val_evaluator=None), 'config has no validation'),
+        (dict(model=None), 'model has no backbone'),
+    ],
+)
+def test_without_images_or_backbone_the_log_says_so(tmp_path, options, reason):
+    if 'model' in options:
+        options['model'] = Classifier()
+        options['model'].feature, options['model'].backbone = options['model'].backbone, None
+
+        def forward(inputs, data_samples=None, mode='tensor'):
+            features = options['model'].feature(inputs)
+            if mode == 'predict':
+                return [{'feature': row} for row in features]
+            return {'loss': options['model'].head(features).square().mean()}
+
+        options['model'].forward = forward
+    runner = image_runner(tmp_path, dict(type='ReportHook'), epochs=1, **options)
+    told = messages_of(runner, logging.INFO)
+    runner.train()
+    assert [text for text in told if reason in text]
+    assert (tmp_path / 'report' / 'curves.png').exists()
+
+
+@pytest.mark.parametrize('broken', ['attention_maps', 'write_report'])
+def test_a_failure_is_logged_and_nothing_else_is_lost(tmp_path, monkeypatch, broken):
+    from memengine.visualization import report as curves
+
+    def fail(*args):
+        raise ZeroDivisionError('no ink')
+
+    monkeypatch.setattr(attention if broken == 'attention_maps' else curves, broken, fail)
+    runner = image_runner(tmp_path, dict(type='ReportHook'), model=WithTeacher(), epochs=1)
+    errors = messages_of(runner, logging.ERROR)
+    runner.train()
+    (error,) = errors
+    assert 'no ink' in error
+    assert (tmp_path / 'epoch_1.pth').exists()
+    other = 'curves.png' if broken == 'attention_maps' else 'attention.png'
+    assert (tmp_path / 'report' / other).exists()
+    assert 'ZeroDivisionError' in next(tmp_path.glob('*/*.log')).read_text()  # with its traceback
+
+
+def test_other_ranks_draw_nothing(tmp_path, monkeypatch):
+    runner = image_runner(tmp_path, dict(type='ReportHook'), model=WithTeacher(), epochs=1)
+    monkeypatch.setattr(runner, '_rank', 1)
+    runner.train()
+    assert not (tmp_path / 'report').exists()
+
+
+def test_no_images_are_asked_for(tmp_path, drawn):
+    hook = dict(type='ReportHook', num_images=0)
+    image_runner(tmp_path, hook, model=WithTeacher(), epochs=1).train()
+    assert drawn == []
+    with pytest.raises(ValueError, match='num_images must not be negative'):
+        ReportHook(num_images=-1)
+    assert module.ReportHook is ReportHook
