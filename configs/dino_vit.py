@@ -1,4 +1,9 @@
-_base_ = ['_base_/datasets/digits_dino.py', '_base_/default_runtime.py']
+_base_ = [
+    '_base_/datasets/digits_dino.py',
+    '_base_/schedules/adamw_cosine.py',
+    '_base_/default_runtime.py',
+    '_base_/knn_evaluation.py',
+]
 
 model = dict(
     type='DINO',
@@ -22,16 +27,5 @@ model = dict(
     momentum_teacher=0.8,
     freeze_last_layer=0,
 )
-optim_wrapper = dict(
-    type='OptimWrapper',
-    optimizer=dict(type='AdamW', lr=1e-3, weight_decay=0.04),
-    clip_grad=dict(max_norm=3.0),
-    paramwise_cfg=dict(bias_decay_mult=0.0, norm_decay_mult=0.0),
-)
-param_scheduler = [
-    dict(type='LinearLR', start_factor=0.01, end=3, convert_to_iter_based=True),
-    dict(type='CosineAnnealingLR', begin=3, eta_min=1e-6, convert_to_iter_based=True),
-    dict(type='CosineWeightDecay', end_value=0.4, convert_to_iter_based=True),
-]
+sync_bn = 'torch'  # the head's BatchNorm sees the whole batch, on any number of ranks
 train_cfg = dict(by_epoch=True, max_epochs=60, val_interval=10)
-val_cfg = dict()

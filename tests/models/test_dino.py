@@ -143,10 +143,12 @@ def test_logged_figures_tell_collapse_from_health():
         (torch.randn(5 * B, 400), torch.randn(5 * B, K)), torch.full((2, B, K), 1 / K)
     )
     assert healthy['teacher_entropy'].item() == pytest.approx(math.log(K), rel=1e-5)
+    assert healthy['teacher_sample_entropy'].item() == pytest.approx(math.log(K), rel=1e-5)
     assert 0.8 < healthy['feature_std'].item() < 1.1
     one_hot = F.one_hot(torch.zeros(2, B, dtype=torch.long), K).float()
     collapsed = model.embedding_loss((torch.ones(5 * B, 400), torch.zeros(5 * B, K)), one_hot)
     assert collapsed['teacher_entropy'].item() == pytest.approx(0)
+    assert collapsed['teacher_sample_entropy'].item() == pytest.approx(0)
     assert collapsed['feature_std'].item() == pytest.approx(0)
 
 

@@ -15,13 +15,13 @@ _view = [
     dict(type='torchvision/RandomAffine', degrees=15, shear=10, interpolation='bilinear'),
     dict(type='torchvision/PILToTensor'),
     dict(type='torchvision/ToDtype', dtype='float32', scale=True),
-    dict(type='torchvision/ColorJitter', brightness=0.4, contrast=0.4),
+    dict(type='torchvision/ColorJitter', brightness=0.1, contrast=0.1),
     dict(
         type='torchvision/RandomApply',
         transforms=[dict(type='torchvision/GaussianBlur', kernel_size=3, sigma=(0.1, 1.0))],
         p=0.5,
     ),
-    dict(type='torchvision/GaussianNoise', sigma=0.05),
+    dict(type='torchvision/GaussianNoise', sigma=0.02),
     dict(type='torchvision/Normalize', mean=[0.5], std=[0.5]),
 ]
 _plain = [

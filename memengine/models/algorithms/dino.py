@@ -70,9 +70,10 @@ class DINO(Algorithm):
         ValueError: For a setting out of range, or a batch with another number of crops.
 
     Logged beside the loss: ``teacher_entropy`` (nats) of the mean teacher output, log K when all
-    prototypes are used and 0 when one is; ``feature_std``, the spread of the student's
-    normalised features times sqrt(D), 1 when isotropic and 0 when all are alike. A falling
-    loss without them proves nothing. ``teacher_temp`` and ``ema_momentum`` are logged too.
+    prototypes are used alike and 0 when one is; ``teacher_sample_entropy``, the mean entropy of
+    one image's teacher output, log K when it says nothing; ``feature_std``, the spread of the
+    student's normalised features times sqrt(D), 1 when isotropic and 0 when all are alike. A
+    falling loss without them proves nothing. ``teacher_temp`` and ``ema_momentum`` are logged too.
 
     Distributed: the loss is the rank's mean (average the gradients, as DDP does); centre and
     Sinkhorn's sums are those of all ranks; with BatchNorm in the head set ``sync_bn='torch'``.
@@ -170,12 +171,14 @@ class DINO(Algorithm):
         loss = self.loss.batch_loss(logits, targets)
         with torch.no_grad():
             mean = targets.mean(dim=(0, 1))  # [K]
-            entropy = -torch.special.xlogy(mean, mean).sum()
+            entropy = torch.special.entr(mean).sum()
+            sample_entropy = torch.special.entr(targets).sum(dim=-1).mean()
             directions = F.normalize(features.float(), dim=-1)
             spread = directions.std(dim=0).mean() * math.sqrt(directions.shape[-1])
         return {
             'loss': loss,
             'teacher_entropy': entropy,
+            'teacher_sample_entropy': sample_entropy,
             'feature_std': spread,
             'teacher_temp': loss.new_tensor(self.loss.temperature(self.progress.epoch)),
             'ema_momentum': loss.new_tensor(self.ema_momentum),

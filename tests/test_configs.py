@@ -1,0 +1,70 @@
+"""Every config passes the checker, builds, and trains a shrunken step."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from mmengine.config import Config
+from PIL import Image
+
+from memengine.engine import Runner
+from memengine.engine.config import check_config
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / 'configs').rglob('*.py')
+    if '_base_' not in path.parts
+)
+
+
+def make_imagenet(root):
+    """Two classes of three images each, in ImageNet's layout."""
+    generator = np.random.default_rng(0)
+    for split in ('train', 'val'):
+        for name in ('n01440764', 'n01443537'):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for index in range(3):
+                pixels = generator.integers(0, 255, (64, 80, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f'{index}.jpg')
+
+
+def shrink(cfg):
+    """The same run in small: few samples, few prototypes, no workers, this machine's precision."""
+    for loader in (cfg.train_dataloader, cfg.val_dataloader, cfg.test_dataloader):
+        loader.update(batch_size=2, num_workers=0, persistent_workers=False)
+    cfg.train_dataloader.dataset.indices = 5
+    cfg.val_dataloader.dataset.bank.indices = 4
+    cfg.val_dataloader.dataset.queries.indices = 2
+    cfg.val_evaluator.k = 2
+    if cfg.model.get('head', {}).get('out_dim', 0) > 512:
+        cfg.model.head.out_dim = 512
+    cfg.optim_wrapper.precision = 'fp32'
+    cfg.train_cfg.max_epochs = 1
+    return cfg
+
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_config_is_checked_builds_and_steps(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_imagenet(tmp_path / 'data' / 'imagenet')
+    cfg = Config.fromfile(ROOT / name)
+    check_config(cfg)
+    cfg = shrink(cfg)
+    check_config(cfg)
+    cfg.work_dir = str(tmp_path / 'run')
+    cfg.experiment_name = name.replace('/', '_')
+    runner = Runner.from_cfg(cfg)
+    before = {key: value.clone() for key, value in runner.model.named_parameters()}
+    runner.train()
+    trained = [key for key, p in runner.model.named_parameters() if p.requires_grad]
+    moved = [key for key in trained if not torch.equal(before[key], runner.model.get_parameter(key))]
+    frozen = [key for key in trained if 'last_layer' in key] if cfg.model.get('freeze_last_layer') else []
+    assert set(moved) >= set(trained) - set(frozen), 'a parameter that is to be trained did not move'
+    assert 'val/knn_top1' in runner.message_hub.log_scalars
+
+
+def test_there_are_configs():
+    assert 'configs/dino_vit.py' in CONFIGS
