@@ -19,7 +19,7 @@ from memengine.engine.config_checker import Checker
 from memengine.engine.config_schema import FREE_KEYS, TOP_KEYS, TOP_PLACES, TOP_VALUES, TRIPLETS
 from memengine.engine.config_types import arguments_of, find_type
 from memengine.engine.config_variables import used_names
-from memengine.engine.suggest import STRICT, did_you_mean, near
+from memengine.engine.suggest import ONE_SLIP, STRICT, did_you_mean, near
 
 __all__ = ['ConfigError', 'check_config', 'import_custom_modules', 'known_keys']
 
@@ -137,20 +137,20 @@ def _unknown_keys(
     filename = getattr(cfg, 'filename', None)
     own = used_names(Path(filename)) if filename else set()
     read = {key: value for key, value in entries.items() if key in known}
-    unknown = []
-    for key, value in entries.items():
-        if key in known or key in own or callable(value):
-            continue
-        # A config that MMEngine wrote out holds such names too, with their values in place.
-        if near(key, known, STRICT) or not _occurs_in(value, read):
-            unknown.append(key)
-    return unknown
+    # In a config that a run wrote out, the values of such names stand where they were used.
+    written_out = own == {'dict'} and 'work_dir' in entries and 'launcher' in entries
+    return [
+        key
+        for key, value in entries.items()
+        if not (key in known or key in own or callable(value))
+        and not (written_out and not near(key, known, ONE_SLIP) and _occurs_in(value, read))
+    ]
 
 
 def _occurs_in(value: Any, tree: Any) -> bool:
     """Whether a value stands somewhere in ``tree``; a text, also as part of another."""
-    if isinstance(value, str) and isinstance(tree, str):
-        return value in tree
+    if value is None or (isinstance(value, str) and isinstance(tree, str) and value in tree):
+        return True
     if type(value) is type(tree) and value == tree:
         return True
     if isinstance(tree, Mapping):

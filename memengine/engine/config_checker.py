@@ -105,6 +105,10 @@ class Checker:
         elif place.accepts is not None:
             arguments = arguments_of(place.accepts, place.positional)
         self._check_keys(config, arguments, place, path, sure=not place.lenient)
+        for key, value in config.items() if place.accepts is None else ():
+            if isinstance(value, str) and _is_misspelt_type(key):
+                self.say(f'{path}.{key}', "did you mean 'type'?")
+                return
         for key, value in config.items():
             below = f'{path}.{key}'
             if key in place.values or key in place.places:
@@ -112,8 +116,6 @@ class Checker:
             elif place.each is not None:
                 self._check_named(key, value, place.each, below, scope)
             else:
-                if place.accepts is None and isinstance(value, str) and _is_misspelt_type(key):
-                    self.say(below, "did you mean 'type'?")
                 self._check_inferred(key, value, place, below, scope)
 
     def _check_known(self, key: str, value: Any, place: Place, path: str, scope: str) -> None:
@@ -127,7 +129,7 @@ class Checker:
         if isinstance(value, (Mapping, list, tuple)):
             self.check(value, place, path, scope)
         elif _is_plain(value):
-            self.say(path, f'must be a dict, got {value!r}{did_you_mean(key, ["type"], STRICT)}')
+            self.say(path, f'must be a dict, got {value!r}')
 
     def _check_typed(
         self, config: Config, kind: Any, place: Place, path: str, scope: str, guess: bool

@@ -98,6 +98,12 @@ def _describe(error: Exception, path: str) -> str:
         ),
         '',
     )
+    innermost = frames[-1][0].f_code
+    if innermost.co_name == '__call__' and innermost.co_filename.endswith('lazy.py'):
+        return (
+            f'{file}{line}: what a config imports is imported only when it is built, so it cannot '
+            'be called here; name it in a type, or compute the value yourself'
+        )
     return f'{file}{line}: {type(error).__name__}: {_text(error)}'
 
 

@@ -115,6 +115,7 @@ def _number_as_text(value: Any) -> str:
 
 
 def one_of(*choices: Any) -> Value:
+    """The bound to be one of a few values."""
     return Value(
         f'one of {", ".join(map(repr, choices))}',
         lambda value: value in choices,

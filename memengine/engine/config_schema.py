@@ -42,7 +42,10 @@ SAMPLER = Place('DATA_SAMPLERS', supplied=frozenset({'dataset', 'seed'}), comple
 TRANSFORM = Place('TRANSFORMS', complete=True, late='mmcv.transforms')
 HOOK = Place('HOOKS', extra=frozenset({'priority'}), complete=True)
 METRIC = Place('METRICS', complete=True)
-INITIALIZER = Place('WEIGHT_INITIALIZERS', extra=frozenset({'override', 'name'}))
+INITIALIZER = Place(
+    'WEIGHT_INITIALIZERS',
+    places={'override': Place('WEIGHT_INITIALIZERS', extra=frozenset({'name'}))},
+)
 VIS_BACKEND = Place('VISBACKENDS', supplied=frozenset({'save_dir'}), complete=True)
 FUNCTION = Place('FUNCTIONS', positional=1, scoped=False)
 OPTIMIZER = Place(

@@ -136,13 +136,16 @@ def arguments_of(target: Callable[..., Any], positional: int = 0) -> Arguments:
         own = inspect.signature(target)
     except (ValueError, TypeError):  # some builtins have none
         return Arguments(frozenset(), open=True)
-    first = [p for p in own.parameters.values() if p.kind is not p.VAR_POSITIONAL][positional:]
-    names = {p.name for p in first if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    required = {p.name for p in first if p.name in names and p.default is p.empty}
-    is_open = any(p.kind is p.VAR_KEYWORD for p in first)
+    every = list(own.parameters.values())
+    by_position = [p for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    left = [p for p in every if p not in by_position[:positional]]
+    names = {p.name for p in left if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    required = {p.name for p in left if p.name in names and p.default is p.empty}
+    is_open = any(p.kind is p.VAR_KEYWORD for p in left)
     if is_open and inspect.isclass(target) and not _states_signature(target):
-        inherited = _arguments_of_constructors(target)
-        left_out = {p.name for p in own.parameters.values()} - names
+        cls: Any = target
+        inherited = _arguments_of_constructors(cls)
+        left_out = {p.name for p in every} - names
         names, is_open = names | (inherited.names - left_out), inherited.open
     return Arguments(frozenset(names), frozenset(required), is_open)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,7 +27,9 @@ _CONNECTION = re.compile(
     re.IGNORECASE,
 )
 _WORKER = re.compile(r'Caught (\w+) in DataLoader worker process \d+\.\s+Original Traceback')
-_CLASS_PREFIX = re.compile(r'class `(\w+)` in [\w./\\-]+: ')  # of MMEngine's older registries
+_CLASS_PREFIXES = re.compile(
+    r'(?:class `(\w+)` in [\w./\\-]+: )+'
+)  # of MMEngine's older registries
 _ADDRESS = re.compile(r'<([\w.]+) object at 0x[0-9a-f]+>')
 
 # Where MMEngine holds the config that it is building from: function, then its argument.
@@ -60,9 +63,7 @@ def explain(error: BaseException, cfg: Mapping[str, Any] | None = None) -> str:
         return _out_of_memory(text, cfg)
     if not isinstance(error, _TELLING) or not text:
         text = f'{type(error).__name__}: {text}' if text else type(error).__name__
-    if not isinstance(error, _TELLING) or _is_users(_frames(error)[-1:]):
-        text += _place(error)
-    return _setting(error, cfg) + text
+    return _setting(error, cfg) + text + _place(error)
 
 
 def lost_connection(error: BaseException) -> bool:
@@ -79,11 +80,8 @@ def _cause(error: BaseException) -> str:
         text = f'{error.strerror}: {error.filename}'
     if worker := _WORKER.search(text):
         text = text.rpartition(f'\n{worker[1]}: ')[2] or text
-    while prefix := _CLASS_PREFIX.match(text):
-        rest = text[prefix.end() :]
-        text = rest if _CLASS_PREFIX.match(rest) else f'{prefix[1]}: {rest}'
-        if not _CLASS_PREFIX.match(rest):
-            break
+    if prefixes := _CLASS_PREFIXES.match(text):
+        text = f'{prefixes[1]}: {text[prefixes.end() :]}'
     text = ' '.join(_ADDRESS.sub(r'\1', text).split())
     return text if len(text) <= LONGEST else f'{text[:LONGEST]} ...'
 
@@ -106,30 +104,39 @@ def _frames(error: BaseException) -> list[Any]:
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
-def _is_users(frames: list[Any]) -> bool:
-    """Whether the code is neither ours nor a library's."""
-    package = str(Path(__file__).parents[1])
-    files = [frame.f_code.co_filename for frame in frames]
-    return any('site-packages' not in f and not f.startswith((package, '<')) for f in files)
+def _is_users(frame: Any) -> bool:
+    """Whether the code is neither memengine's, nor a library's, nor the script that started all."""
+    file, module = frame.f_code.co_filename, frame.f_globals.get('__name__')
+    libraries = (str(Path(__file__).parents[1]), sysconfig.get_path('stdlib'), '<')
+    return 'site-packages' not in file and module != '__main__' and not file.startswith(libraries)
+
+
+def _is_ours(frame: Any) -> bool:
+    return frame.f_code.co_filename.startswith(str(Path(__file__).parents[1]))
 
 
 def _place(error: BaseException) -> str:
-    """File and line: the innermost of the user's own code, else the innermost."""
-    steps = [step for step in traceback.walk_tb(error.__traceback__)]
-    users = [
-        step
-        for step in steps
-        if _is_users([step[0]]) and 'lib/python' not in step[0].f_code.co_filename
-    ]
-    chosen = (users or steps)[-1:]
-    return ''.join(f' ({Path(f.f_code.co_filename).name}, line {line})' for f, line in chosen)
+    """File and line, where the error's own words may not be enough to find it.
+
+    Of an error that the user's code or a library ran into, not of one that was raised on purpose:
+    the innermost line of the user's code, or else the innermost line.
+    """
+    steps = list(traceback.walk_tb(error.__traceback__))
+    users = [step for step in steps if _is_users(step[0])]
+    on_purpose = not users or steps[-1] == users[-1] or _is_ours(steps[-1][0])
+    if _WORKER.search(str(error)) or (isinstance(error, _TELLING) and on_purpose):
+        return ''
+    return ''.join(
+        f' ({Path(frame.f_code.co_filename).name}, line {line})'
+        for frame, line in (users or steps)[-1:]
+    )
 
 
 def _setting(error: BaseException, cfg: Mapping[str, Any] | None) -> str:
     """``'model.backbone (TimmBackbone): '`` when that was being built; else nothing."""
     path: list[str] = []
     name, subtree = '', cfg
-    for built in _being_built(error):
+    for built in _being_built(error) if cfg is not None else ():
         found = _find(built, subtree)
         if found is not None:
             below, subtree = found
@@ -153,20 +160,20 @@ def _being_built(error: BaseException) -> Iterator[Mapping[str, Any]]:
 
 
 def _find(config: Mapping[str, Any], tree: Any) -> tuple[list[str], Any] | None:
-    """Path and value of the first dict in ``tree`` that ``config`` was made from."""
-    if isinstance(tree, (list, tuple)):
-        entries: Any = enumerate(tree)
-    elif hasattr(tree, 'items'):
-        entries = tree.items()
-    else:
-        return None
-    for key, entry in entries:
-        if isinstance(entry, Mapping) and entry and _holds(config, entry):
-            return [str(key)], entry
-        below = _find(config, entry)
-        if below is not None:
-            return [str(key), *below[0]], below[1]
-    return None
+    """Path and value of the dict in ``tree`` that ``config`` was made from."""
+    found = [(path, entry) for path, entry in _dicts(tree, []) if _holds(config, entry)]
+    return max(found, key=lambda pair: len(pair[1]), default=None)  # the first of the fullest
+
+
+def _dicts(tree: Any, path: list[str]) -> Iterator[tuple[list[str], Mapping[str, Any]]]:
+    """All dicts below ``tree`` that are not empty, outer ones first."""
+    is_list = isinstance(tree, (list, tuple))
+    for key, entry in enumerate(tree) if is_list else tree.items():
+        below = [*path, str(key)]
+        if isinstance(entry, Mapping) and entry:
+            yield below, entry
+        if isinstance(entry, (Mapping, list, tuple)):
+            yield from _dicts(entry, below)
 
 
 def _holds(config: Any, origin: Any) -> bool:
