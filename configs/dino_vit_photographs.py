@@ -30,4 +30,4 @@ model = dict(
     freeze_last_layer=0,
 )
 sync_bn = 'torch'
-train_cfg = dict(by_epoch=True, max_epochs=30, val_interval=5)
+train_cfg = dict(by_epoch=True, max_epochs=15, val_interval=5)

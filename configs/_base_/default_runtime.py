@@ -8,4 +8,5 @@ default_hooks = dict(
     checkpoint=dict(type='CheckpointHook', interval=10, max_keep_ckpts=2),
     memory=dict(type='MemoryHook'),
     progress=dict(type='ProgressHook'),
+    report=dict(type='ReportHook'),
 )
