@@ -35,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0, 1 after an error, 130 when interrupted. Wrong usage exits with 2.
     """
     args = make_parser().parse_args(argv)
+    # Threads that spin while they wait keep data-loader workers, and on a busy machine each other,
+    # from running; OpenMP reads this when torch is imported.
+    os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
     if args.local_rank is not None:
         os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
     # Last, so that nothing that is installed is hidden by a file of the user's.
