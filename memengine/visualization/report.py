@@ -96,7 +96,7 @@ def _draw(history: History, path: Path) -> None:
         if title == 'Loss':
             metrics = [name for name in history.val if name.endswith(_KNN)]
             panels += [partial(_knn, val=history.val, name=name) for name in metrics]
-    columns = min(3, len(panels))
+    columns = math.ceil(math.sqrt(len(panels)))
     rows = math.ceil(len(panels) / columns)
     figure, axes = figure_of(rows, columns, width=4.2 * columns, height=2.8 * rows)
     places = [axis for row in axes for axis in row]
@@ -115,6 +115,8 @@ def _lines(axis: Axes, title: str, unit: str, curves: dict[str, Curve]) -> None:
     axis.set_title(f'{title} ({unit})' if unit else title, fontsize=10)
     for name, curve in curves.items():
         axis.plot(curve.iters, curve.values, linewidth=1.3, label=name)
+    if unit in ('MiB', 'images/s'):  # amounts, of which half is half as high
+        axis.set_ylim(bottom=0)
     if len(curves) > 1:
         axis.legend(fontsize=7, frameon=False)
 

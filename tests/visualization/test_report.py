@@ -62,6 +62,8 @@ def test_every_quantity_has_its_panel(tmp_path, figures):
         'Resident memory (MiB)',
         'Throughput (images/s)',
     ]
+    assert panels(figure)['Throughput (images/s)'].get_ylim()[0] == 0
+    assert panels(figure)['Feature spread'].get_ylim()[0] > 0
     (loss,) = panels(figure)['Loss'].lines
     assert loss.get_xydata().tolist() == [[10, 5], [20, 4], [30, 3], [40, 2], [50, 0.5]]
     trained, raw, untrained = panels(figure)['k-NN top-1 (%): 95.0'].lines

@@ -7,14 +7,18 @@ from typing import Any
 
 from mmengine.hooks import Hook
 
+from memengine.engine.hooks.batches import count_images
 from memengine.registry import HOOKS
 
 __all__ = ['CollapseHook']
 
+_SIGNS = ('teacher_entropy', 'teacher_sample_entropy', 'feature_std')
+
 _ADVICE = (
     "What helps, in the order to try: model.centering='sinkhorn'; model.head.use_bn=True; a lower "
-    'model.momentum_teacher on small data; {specific}; a lower optim_wrapper.optimizer.lr or a '
-    'longer warm-up. A falling loss means nothing until this is gone.'
+    'model.momentum_teacher on small data; {temperature} model.teacher_temp; a lower '
+    'optim_wrapper.optimizer.lr or a longer warm-up. A falling loss means nothing until this is '
+    'gone.'
 )
 
 
@@ -22,20 +26,22 @@ _ADVICE = (
 class CollapseHook(Hook):
     """Warns when the teacher says the same of every image.
 
-    Three signs are watched, each as far as the model logs it:
+    Watched is what the model logs of
 
-    * ``teacher_entropy``, of the mean teacher output, near 0: all images get one prototype;
-    * ``teacher_sample_entropy``, the mean over images, near log(out_dim): all images get the
-      uniform output. (The entropy of the *mean* is near log(out_dim) in good training too, where
-      all prototypes are used alike, so it says nothing of this kind.)
-    * ``feature_std``, the spread of the normalised features, near 0: all features are alike.
+    * ``teacher_entropy``, of the mean teacher output, and ``teacher_sample_entropy``, the mean of
+      the outputs' own: their difference is the information that an output has about its image.
+      It vanishes both when all images get one prototype and when all get the uniform output, and
+      cannot exceed log(B) for a batch of B images.
+    * ``teacher_entropy`` without the other: near 0 when all images get one prototype. (The
+      uniform output cannot be seen so: in good training all prototypes are used alike, too.)
+    * ``feature_std``, the spread of the normalised features: near 0 when all are alike.
 
     One warning is given per episode, again only after the sign had gone.
 
     Args:
-        min_entropy: Lowest good ``teacher_entropy``, as a fraction of log(out_dim). A batch of B
-            images cannot exceed log(2 * B), so tiny batches with many prototypes need less.
-        max_entropy: Highest good ``teacher_sample_entropy``, as a fraction of log(out_dim).
+        min_information: Lowest good information, as a fraction of what a batch allows: log(B), or
+            log(out_dim) where there are fewer prototypes.
+        min_entropy: Lowest good ``teacher_entropy``, as a fraction of log(out_dim).
         min_feature_std: Lowest good ``feature_std``.
         out_dim: Number of prototypes; by default the config's ``model.head.out_dim``.
         interval: Iterations between two checks; the mean over them is checked.
@@ -49,23 +55,21 @@ class CollapseHook(Hook):
 
     def __init__(
         self,
+        min_information: float = 0.2,
         min_entropy: float = 0.1,
-        max_entropy: float = 0.99,
         min_feature_std: float = 0.05,
         out_dim: int | None = None,
         interval: int = 50,
-        patience: int = 3,
+        patience: int = 2,
     ) -> None:
-        if not 0 <= min_entropy < max_entropy <= 1:
-            raise ValueError(
-                'CollapseHook: 0 <= min_entropy < max_entropy <= 1 must hold (fractions of '
-                f'log(out_dim)), got min_entropy={min_entropy} and max_entropy={max_entropy}'
-            )
+        for name, fraction in (('min_information', min_information), ('min_entropy', min_entropy)):
+            if not 0 <= fraction <= 1:
+                raise ValueError(f'CollapseHook: {name} is a fraction in [0, 1], got {fraction}')
         for name, value in (('interval', interval), ('patience', patience)):
             if value < 1:
                 raise ValueError(f'CollapseHook: {name} must be at least 1, got {value}')
+        self.min_information = min_information
         self.min_entropy = min_entropy
-        self.max_entropy = max_entropy
         self.min_feature_std = min_feature_std
         self.out_dim = out_dim
         self.interval = interval
@@ -83,51 +87,64 @@ class CollapseHook(Hook):
         """Look at the signs now and then."""
         if not self.every_n_train_iters(runner, self.interval):
             return
-        signs = ('teacher_entropy', 'teacher_sample_entropy', 'feature_std')
         logged = runner.message_hub.log_scalars
-        values = {
-            s: logged[f'train/{s}'].mean(self.interval) for s in signs if f'train/{s}' in logged
-        }
-        if not values:
+        signs = [name for name in _SIGNS if f'train/{name}' in logged]
+        if not signs:
             raise ValueError(
-                f'CollapseHook: the model logs none of {", ".join(signs)}, so there is nothing to '
+                f'CollapseHook: the model logs none of {", ".join(_SIGNS)}, so there is nothing to '
                 'watch; return one of them beside the loss, or remove the hook'
             )
-        for sign, value in values.items():
-            complaint = self._complaint(sign, float(value))
+        means = {name: float(logged[f'train/{name}'].mean(self.interval)) for name in signs}
+        images = count_images(data_batch, runner.train_dataloader)
+        for sign, complaint in self._complaints(means, images).items():
             self._bad_checks[sign] = self._bad_checks.get(sign, 0) + 1 if complaint else 0
             if self._bad_checks[sign] == self.patience:
                 runner.logger.warning(f'Collapse at iteration {runner.iter + 1}: {complaint}')
 
-    def _complaint(self, sign: str, value: float) -> str | None:
-        """What is wrong with a value, or None."""
-        if sign == 'feature_std':
-            if value >= self.min_feature_std:
-                return None
-            advice = _ADVICE.format(specific='a higher model.teacher_temp')
-            return (
-                f'the features of all images are alike (feature_std {value:.3g}, below '
-                f'min_feature_std={self.min_feature_std}). {advice}'
-            )
+    def _complaints(self, means: dict[str, float], images: int) -> dict[str, str | None]:
+        """What is wrong, or None, by sign."""
+        found: dict[str, str | None] = {}
+        entropy = means.get('teacher_entropy')
+        sample_entropy = means.get('teacher_sample_entropy')
+        if entropy is not None and sample_entropy is not None:
+            found['information'] = self._no_information(entropy, sample_entropy, images)
+        elif entropy is not None:
+            found['entropy'] = self._one_prototype(entropy)
+        if 'feature_std' in means:
+            found['spread'] = self._no_spread(means['feature_std'])
+        return found
+
+    def _no_information(self, entropy: float, sample_entropy: float, images: int) -> str | None:
+        most = math.log(min(images, self.out_dim or images))
+        if entropy - sample_entropy >= self.min_information * most:
+            return None
+        is_sharp = sample_entropy < most / 2
+        return (
+            f'the teacher gives all images {"much the same" if is_sharp else "a blurred"} output: '
+            f'it tells {entropy - sample_entropy:.3g} nats about its image (teacher_entropy '
+            f'{entropy:.3g} less teacher_sample_entropy {sample_entropy:.3g}), below '
+            f'min_information={self.min_information} of the possible {most:.3g}. '
+            + _ADVICE.format(temperature='a higher' if is_sharp else 'a lower')
+        )
+
+    def _one_prototype(self, entropy: float) -> str | None:
         if self.out_dim is None:
             raise ValueError(
-                f'CollapseHook: to judge {sign}, set out_dim to the number of prototypes (it is '
-                'not in the config as model.head.out_dim)'
+                'CollapseHook: to judge teacher_entropy, set out_dim to the number of prototypes '
+                '(it is not in the config as model.head.out_dim)'
             )
-        fraction = value / math.log(self.out_dim)
-        shown = f'{sign} {value:.3g} is {fraction:.3g} of log({self.out_dim})'
-        if sign == 'teacher_entropy' and fraction < self.min_entropy:
-            advice = _ADVICE.format(
-                specific='a higher model.teacher_temp or lower model.center_momentum'
-            )
-            return (
-                'the teacher gives all images the same prototype '
-                f'({shown}, below min_entropy={self.min_entropy}). {advice}'
-            )
-        if sign == 'teacher_sample_entropy' and fraction > self.max_entropy:
-            advice = _ADVICE.format(specific='a lower model.teacher_temp')
-            return (
-                'the teacher gives all images the uniform output '
-                f'({shown}, above max_entropy={self.max_entropy}). {advice}'
-            )
-        return None
+        if entropy >= self.min_entropy * math.log(self.out_dim):
+            return None
+        return (
+            'the teacher gives all images the same prototype (teacher_entropy '
+            f'{entropy:.3g}, below min_entropy={self.min_entropy} of log({self.out_dim})). '
+            + _ADVICE.format(temperature='a higher')
+        )
+
+    def _no_spread(self, spread: float) -> str | None:
+        if spread >= self.min_feature_std:
+            return None
+        return (
+            f'the features of all images are alike (feature_std {spread:.3g}, below '
+            f'min_feature_std={self.min_feature_std}). ' + _ADVICE.format(temperature='a higher')
+        )

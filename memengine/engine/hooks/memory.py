@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from mmengine import dist
 from mmengine.hooks import Hook, LoggerHook
-from torch import Tensor
 
 from memengine.engine.hooks.around import around_next_call
+from memengine.engine.hooks.batches import count_images
 from memengine.engine.step import unwrap
 from memengine.memory import SavedBytes, cuda_peak_mib, rss_mib
 from memengine.registry import HOOKS
@@ -82,7 +81,7 @@ class MemoryHook(Hook):
         now = time.perf_counter()
         self._elapsed_s += now - self._last_s
         self._last_s = now
-        self._images += _count_images(data_batch, runner.train_dataloader)
+        self._images += count_images(data_batch, runner.train_dataloader)
         if not self._is_due(runner, batch_idx):
             return
         rate = torch.tensor([self._images / max(self._elapsed_s, 1e-9)])
@@ -111,17 +110,3 @@ class MemoryHook(Hook):
         if resident is not None:
             memory['rss_mib'] = resident
         return memory
-
-
-def _count_images(data_batch: Any, loader: Any) -> int:
-    """Samples in a batch; views of one image count as one."""
-    if isinstance(data_batch, Mapping):
-        inputs = data_batch.get('inputs')
-    else:
-        inputs = data_batch[0] if isinstance(data_batch, (list, tuple)) else data_batch
-    if isinstance(inputs, (list, tuple)) and inputs and isinstance(inputs[0], Tensor):
-        views = inputs[0].ndim > 3  # a list of [B, C, H, W], not of [C, H, W]
-        return len(inputs[0]) if views else len(inputs)
-    if isinstance(inputs, Tensor):
-        return len(inputs)
-    return int(loader.batch_size or 0)

@@ -2,9 +2,11 @@
 
 import logging
 import math
+import re
 
 import pytest
 import torch
+from mmengine.config import Config
 
 from memengine.engine.hooks import CollapseHook
 from tests.engine.hooks.images import Classifier, image_runner
@@ -45,10 +47,10 @@ def warnings_of(tmp_path, signs, epochs=2, cfg=None, **settings):
     return [(int(text.split(':')[0].split()[-1]), text) for text in seen]
 
 
-HEALTHY = {
-    'teacher_entropy': math.log(K),  # all prototypes are used: not the uniform collapse
-    'teacher_sample_entropy': 0.3 * math.log(K),
-    'feature_std': 0.8,
+HEALTHY = {  # as digits are in the middle of training; a batch of 8 images allows log(8) = 2.08
+    'teacher_entropy': math.log(K),
+    'teacher_sample_entropy': math.log(K) - 1.4,
+    'feature_std': 0.3,
 }
 
 
@@ -59,18 +61,37 @@ def test_no_warning_in_good_training(tmp_path):
 @pytest.mark.parametrize(
     ('bad', 'text'),
     [
-        ({'teacher_entropy': 0.05 * math.log(K)}, 'the same prototype.*below min_entropy=0.1'),
-        ({'teacher_sample_entropy': 0.995 * math.log(K)}, 'uniform.*above max_entropy=0.99'),
-        ({'feature_std': 0.01}, 'features of all images are alike.*feature_std 0.01'),
+        (  # all images get one of a few prototypes
+            {'teacher_entropy': 1.3, 'teacher_sample_entropy': 0.95},
+            r'much the same output.*0\.35 nats.*min_information=0\.2 of the possible 2\.08',
+        ),
+        (  # all images get the uniform output
+            {'teacher_entropy': math.log(K), 'teacher_sample_entropy': math.log(K) - 0.1},
+            r'a blurred output.*0\.1 nats.*a lower model\.teacher_temp',
+        ),
+        ({'feature_std': 0.01}, r'features of all images are alike \(feature_std 0\.01'),
     ],
 )
 def test_each_sign_is_warned_of_once_and_after_patience(tmp_path, bad, text):
     (warning,) = warnings_of(tmp_path, lambda i: {**HEALTHY, **bad})
     assert warning[0] == 4  # the second check
-    import re
-
     assert re.search(text, warning[1])
     assert "model.centering='sinkhorn'" in warning[1]
+
+
+def test_few_prototypes_allow_less_information(tmp_path):
+    """Of two prototypes log(2) = 0.69 can be told: a fifth of that is 0.14."""
+    signs = {'teacher_entropy': 0.69, 'teacher_sample_entropy': 0.44}
+    assert warnings_of(tmp_path, lambda i: signs, out_dim=2) == []
+    assert len(warnings_of(tmp_path, lambda i: signs, out_dim=None)) == 1
+
+
+@pytest.mark.parametrize(('fraction', 'warned'), [(0.05, 1), (0.15, 0)])
+def test_entropy_of_the_mean_alone(tmp_path, fraction, warned):
+    signs = {'teacher_entropy': fraction * math.log(K)}
+    warnings = warnings_of(tmp_path, lambda i: signs)
+    assert len(warnings) == warned
+    assert all('the same prototype' in text for _, text in warnings)
 
 
 def test_a_model_may_log_one_sign_only(tmp_path):
@@ -96,14 +117,12 @@ def test_the_mean_between_checks_is_judged(tmp_path):
 
 
 def test_bounds_are_settings(tmp_path):
-    signs = {**HEALTHY, 'teacher_entropy': 0.05 * math.log(K), 'feature_std': 0.03}
-    calm = dict(min_entropy=0.01, min_feature_std=0.02)
+    signs = {'teacher_entropy': 1.0, 'teacher_sample_entropy': 0.9, 'feature_std': 0.03}
+    calm = dict(min_information=0.01, min_feature_std=0.02)
     assert warnings_of(tmp_path, lambda i: signs, **calm) == []
 
 
 def test_prototypes_are_read_from_the_config(tmp_path):
-    from mmengine.config import Config
-
     signs = {'teacher_entropy': 0.2 * math.log(K)}
     cfg = Config({'model': {'head': {'out_dim': 2**40}}})
     (warning,) = warnings_of(tmp_path, lambda i: signs, out_dim=None, cfg=cfg)
@@ -120,7 +139,8 @@ def test_nothing_to_watch(tmp_path):
 @pytest.mark.parametrize(
     ('settings', 'message'),
     [
-        (dict(min_entropy=0.9, max_entropy=0.5), 'min_entropy=0.9 and max_entropy=0.5'),
+        (dict(min_entropy=1.5), r'min_entropy is a fraction in \[0, 1\], got 1.5'),
+        (dict(min_information=-1), 'min_information is a fraction'),
         (dict(patience=0), 'patience must be at least 1'),
         (dict(interval=0), 'interval must be at least 1'),
     ],

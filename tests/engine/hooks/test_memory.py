@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memengine.engine import Runner
 from memengine.engine.hooks import MemoryHook
-from memengine.engine.hooks.memory import _count_images
+from memengine.engine.hooks.batches import count_images
 from memengine.memory import SavedBytes
 from memengine.testing import run_ranks
 from tests.engine.hooks.images import Classifier, Images, image_runner
@@ -203,7 +203,7 @@ def test_images_in_a_batch(batch, images):
     class Loader:
         batch_size = 8
 
-    assert _count_images(batch, Loader) == images
+    assert count_images(batch, Loader) == images
 
 
 def test_an_interval_that_makes_no_sense():
