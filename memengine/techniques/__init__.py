@@ -1,0 +1,19 @@
+"""How a step spends less memory; plain torch, one file each."""
+
+from memengine.techniques.grad_cache import Tower, cached_step
+from memengine.techniques.grad_cache_call import GradCache
+from memengine.techniques.multi_crop import CropSlice, dino_step, plan_slices
+from memengine.techniques.random_state import RandomState
+from memengine.techniques.slicing import additive_step, split_batch
+
+__all__ = [
+    'CropSlice',
+    'GradCache',
+    'RandomState',
+    'Tower',
+    'additive_step',
+    'cached_step',
+    'dino_step',
+    'plan_slices',
+    'split_batch',
+]

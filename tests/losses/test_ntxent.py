@@ -55,7 +55,7 @@ def test_one_pair_has_nothing_to_learn():
     loss = NTXentLoss()(view1, view2)
     loss.backward()
     assert loss.item() == pytest.approx(0, abs=1e-12)
-    assert torch.isfinite(view1.grad).all() and view1.grad.abs().max() < 1e-12
+    assert view1.grad.abs().max() < 1e-12
 
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])

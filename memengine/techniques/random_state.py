@@ -1,0 +1,98 @@
+"""Capture and replay of random state, so that a forward pass can be run again exactly.
+
+Dropout, drop-path and masking draw from the generators of torch (one per device), from Python's
+or from NumPy's. A recomputed forward pass is the first one only if all of them start alike.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ['RandomState', 'accelerators_of']
+
+
+def accelerators_of(module: nn.Module, tensors: Iterable[Tensor] = ()) -> tuple[torch.device, ...]:
+    """The devices other than the CPU that hold the module's parameters, its buffers or tensors."""
+    owned = chain(module.parameters(), module.buffers(), tensors)
+    devices = {tensor.device for tensor in owned if tensor.device.type not in ('cpu', 'meta')}
+    return tuple(sorted(devices, key=str))
+
+
+class RandomState:
+    """What the generators of the CPU and of some accelerators held at one moment.
+
+    Args:
+        devices: Accelerators in use; see :func:`accelerators_of`.
+
+    Cost: some 30 kB and under 100 microseconds, without a synchronisation of any device.
+
+    Example:
+        >>> state = RandomState()
+        >>> first = dropout(x)
+        >>> with state.replay():
+        ...     again = dropout(x)  # the same mask; generators then go on as if this were not
+    """
+
+    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
+        self._devices = tuple(devices)
+        self._cpu = torch.get_rng_state()
+        self._accelerators = [_device_module(d).get_rng_state(*_index(d)) for d in self._devices]
+        self._python = random.getstate()
+        numpy = _numpy()
+        self._numpy = None if numpy is None else numpy.random.get_state()
+
+    def restore(self) -> None:
+        """Set all generators back to this state."""
+        torch.set_rng_state(self._cpu)
+        for device, state in zip(self._devices, self._accelerators, strict=True):
+            _device_module(device).set_rng_state(state, *_index(device))
+        random.setstate(self._python)
+        if self._numpy is not None:
+            _numpy().random.set_state(self._numpy)
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Run a block from this state; afterwards the generators go on as if it had not run."""
+        now = RandomState(self._devices)
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()
+
+    def unchanged(self) -> bool:
+        """Whether nothing has been drawn since (and nothing reseeded)."""
+        now = RandomState(self._devices)
+        return (
+            torch.equal(self._cpu, now._cpu)
+            and all(map(torch.equal, self._accelerators, now._accelerators))
+            and self._python == now._python
+            and _plain(self._numpy) == _plain(now._numpy)
+        )
+
+
+def _device_module(device: torch.device) -> Any:
+    return torch.get_device_module(device)
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    """The argument that names the device: Apple's backend has a single one and takes none."""
+    return () if device.type == 'mps' else (device,)
+
+
+def _numpy() -> Any:
+    """NumPy where somebody has imported it; otherwise nobody has drawn from it."""
+    return sys.modules.get('numpy')
+
+
+def _plain(state: Any) -> Any:
+    """NumPy's state in a form that compares as a whole."""
+    return None if state is None else (state[0], state[1].tobytes(), *state[2:])

@@ -1,0 +1,54 @@
+"""Forward passes that are run again without counting twice in BatchNorm's statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+__all__ = ['frozen_statistics', 'layers_with_batch_statistics']
+
+
+def layers_with_batch_statistics(module: nn.Module) -> list[str]:
+    """Names of the BatchNorm layers whose output depends on the other samples of the batch."""
+    return [
+        name
+        for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None)
+    ]
+
+
+@contextmanager
+def frozen_statistics(module: nn.Module) -> Iterator[None]:
+    """Run forward passes of slices whose statistics are counted already.
+
+    Normalisation layers in training mode use the batch's statistics as always and leave
+    ``running_mean``, ``running_var`` and ``num_batches_tracked`` alone.
+
+    Raises:
+        RuntimeError: When another buffer changes, as the pass that changed it before cannot be
+            repeated.
+    """
+    layers = [
+        layer
+        for layer in module.modules()
+        if isinstance(layer, _NormBase) and layer.training and layer.track_running_stats
+    ]
+    before = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
+    for layer in layers:
+        layer.track_running_stats = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.track_running_stats = True
+    for name, buffer in module.named_buffers():
+        kept, version = before.get(name, (None, 0))
+        if buffer is not kept or buffer._version != version:
+            raise RuntimeError(
+                f'the buffer {name} of {type(module).__name__} changes in every forward pass, so '
+                'the pass cannot be repeated for its graph; keep the graph of all slices '
+                '(keep_graph) or put the layer into eval mode'
+            )
