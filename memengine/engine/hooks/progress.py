@@ -29,7 +29,7 @@ from memengine.registry import HOOKS
 
 __all__ = ['ProgressHook']
 
-_REFRESH_S = 0.1
+_REFRESH_S = 0.25
 
 
 def _terminal() -> Console | None:
@@ -103,7 +103,9 @@ class ProgressHook(Hook):
             expand=True,
         )
         self._bar.add_task(self._where(runner), total=runner.max_iters, completed=runner.iter)
-        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=5)
+        # Redrawn by this thread alone: a lock that another one holds would be held for ever in
+        # the data loader's forked workers, and hang the first of them that prints.
+        self._live = Live(console=console, get_renderable=self._render, auto_refresh=False)
         self._live.start()
         self._redirect((runner.logger, logging.getLogger()), console)
 
@@ -142,6 +144,13 @@ class ProgressHook(Hook):
         self._stage = 'validating'
         self._update(runner, now=True)
 
+    def after_val_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
+    ) -> None:
+        """Say how far validation is."""
+        self._stage = f'validating {batch_idx + 1}/{len(runner.val_dataloader)}'
+        self._update(runner)
+
     def after_val_epoch(self, runner: Any, metrics: dict[str, float] | None = None) -> None:
         """Show the result."""
         self._stage = ''
@@ -152,16 +161,16 @@ class ProgressHook(Hook):
         self._update(runner, now=True)
 
     def _update(self, runner: Any, done: int | None = None, now: bool = False) -> None:
-        if self._bar is None:
+        if self._bar is None or self._live is None:
             return
-        self._bar.update(self._bar.task_ids[0], completed=done)
+        task = self._bar.task_ids[0]
+        self._bar.update(task, completed=done)
         time_s = time.monotonic()
         if now or time_s - self._shown_s > _REFRESH_S:
             self._shown_s = time_s
-            self._bar.update(self._bar.task_ids[0], description=self._where(runner))
+            self._bar.update(task, description=self._where(runner))
             figures = _figures(runner.message_hub.log_scalars)
             self._figures = ' · '.join([*figures, self._stage] if self._stage else figures)
-        if now and self._live is not None:
             self._live.refresh()
 
     def _render(self) -> Group:

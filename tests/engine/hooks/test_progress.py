@@ -3,6 +3,7 @@
 import logging
 import re
 import sys
+import threading
 from io import StringIO
 
 import pytest
@@ -64,6 +65,31 @@ def test_what_the_bar_says(tmp_path, terminal):
         figures.strip(),
     )
     assert 'validating' in shown(terminal)
+
+
+def test_it_is_redrawn_now_and_then(tmp_path, terminal, monkeypatch):
+    """A clock that moves a fifth of a second an iteration: every second one is shown."""
+    time_s = [0.0]
+
+    class Clock(Hook):
+        def before_train_iter(self, runner, batch_idx, data_batch=None):
+            time_s[0] += 0.2
+
+    monkeypatch.setattr(progress.time, 'monotonic', lambda: time_s[0])
+    image_runner(tmp_path, dict(type='ProgressHook'), Clock(), epochs=1).train()
+    percents = re.findall(r'(\d+)%', shown(terminal))
+    assert [p for p in percents if p in ('16', '17', '33', '50', '67', '83')] == ['33', '67']
+
+
+def test_no_thread_draws_so_that_forked_workers_may_print(tmp_path, terminal):
+    names = []
+
+    class Threads(Hook):
+        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            names.extend(type(thread).__name__ for thread in threading.enumerate())
+
+    image_runner(tmp_path, *HOOKS, Threads()).train()
+    assert names and '_RefreshThread' not in names
 
 
 def test_iterations_are_counted_where_there_are_no_epochs(tmp_path, terminal):
