@@ -16,7 +16,9 @@ import torch.multiprocessing as mp
 __all__ = ['assert_same_step', 'relative_error', 'run_ranks']
 
 
-def _rank_main(rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: tuple) -> None:
+def _rank_main(
+    rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: tuple
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         'gloo', init_method=f'file://{folder}/rendezvous', rank=rank, world_size=world_size
@@ -69,7 +71,9 @@ def run_ranks(
             results.append((kind, value))
         for rank, (kind, value) in enumerate(results):
             if kind == 'missing' or failure:
-                raise RuntimeError(f'rank {rank} of {world_size}: {value if kind != "ok" else failure}')
+                raise RuntimeError(
+                    f'rank {rank} of {world_size}: {value if kind != "ok" else failure}'
+                )
         return [value for _, value in results]
 
 

@@ -35,7 +35,9 @@ def scalars(work_dir):
 
 
 def train(work_dir, *options, ranks=1):
-    launch = ['torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}'] if ranks > 1 else []
+    launch = (
+        ['torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}'] if ranks > 1 else []
+    )
     launcher = ['--launcher', 'pytorch'] if ranks > 1 else []
     script = [*launch, ROOT / 'tools' / 'train.py'] if ranks > 1 else ['memengine.cli', 'train']
     run(*script, 'configs/dino_vit.py', '--work-dir', work_dir, *launcher, *options)
@@ -45,7 +47,14 @@ def train(work_dir, *options, ranks=1):
 @pytest.mark.slow
 def test_two_ranks_follow_one_process(tmp_path):
     """Two ranks of batch 32 do what one process does with batch 64, up to rounding."""
-    options = ['--max-iters', 4, '--cfg-options', *SMALL, 'default_hooks.logger.interval=1', 'log_processor.window_size=1']
+    options = [
+        '--max-iters',
+        4,
+        '--cfg-options',
+        *SMALL,
+        'default_hooks.logger.interval=1',
+        'log_processor.window_size=1',
+    ]
     one = train(tmp_path / 'one', *options)
     two = train(tmp_path / 'two', *options, 'train_dataloader.batch_size=32', ranks=2)
     names = ('loss', 'grad_norm', 'teacher_entropy')
@@ -64,13 +73,19 @@ def test_train_resume_and_test_by_command(tmp_path):
     options = ['--cfg-options', *SMALL, 'default_hooks.logger.interval=1', 'train_cfg.max_epochs=1']
     train(tmp_path, '--max-iters', 3, *options)
     assert (tmp_path / 'last_checkpoint').read_text().endswith('iter_3.pth')
-    run('memengine.cli', 'train', 'configs/dino_vit.py', '--work-dir', tmp_path, '--resume', *options)
+    run(
+        'memengine.cli',
+        'train',
+        'configs/dino_vit.py',
+        '--work-dir',
+        tmp_path,
+        '--resume',
+        *options,
+    )
     assert (tmp_path / 'epoch_1.pth').exists()
     assert (tmp_path / 'report' / 'curves.png').exists()
     assert (tmp_path / 'report' / 'attention.png').exists()
-    out = run(
-        'memengine.cli', 'test', 'configs/dino_vit.py', tmp_path / 'epoch_1.pth',
-        '--work-dir', tmp_path / 'test',
-        '--cfg-options', 'test_dataloader.num_workers=0', 'test_dataloader.persistent_workers=False',
-    )  # fmt: skip
+    loader = [f'test_dataloader.{key}' for key in ('num_workers=0', 'persistent_workers=False')]
+    test = ['test', 'configs/dino_vit.py', tmp_path / 'epoch_1.pth']
+    out = run('memengine.cli', *test, '--work-dir', tmp_path / 'test', '--cfg-options', *loader)
     assert '20-NN top-1' in out

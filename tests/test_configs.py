@@ -60,9 +60,17 @@ def test_config_is_checked_builds_and_steps(name, tmp_path, monkeypatch):
     before = {key: value.clone() for key, value in runner.model.named_parameters()}
     runner.train()
     trained = [key for key, p in runner.model.named_parameters() if p.requires_grad]
-    moved = [key for key in trained if not torch.equal(before[key], runner.model.get_parameter(key))]
-    frozen = [key for key in trained if 'last_layer' in key] if cfg.model.get('freeze_last_layer') else []
-    assert set(moved) >= set(trained) - set(frozen), 'a parameter that is to be trained did not move'
+    moved = [
+        key for key in trained if not torch.equal(before[key], runner.model.get_parameter(key))
+    ]
+    frozen = (
+        [key for key in trained if 'last_layer' in key]
+        if cfg.model.get('freeze_last_layer')
+        else []
+    )
+    assert set(moved) >= set(trained) - set(frozen), (
+        'a parameter that is to be trained did not move'
+    )
     assert 'val/knn_top1' in runner.message_hub.log_scalars
 
 

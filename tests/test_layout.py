@@ -64,7 +64,9 @@ def run(code):
 @pytest.mark.parametrize('room', [None, *PLAIN_TORCH])
 def test_importing_plain_torch_does_not_import_mmengine(room):
     module = f'memengine.{room}' if room else 'memengine'
-    heavy = run(f"import sys, {module}; print([m for m in ('mmengine', 'timm') if m in sys.modules])")
+    heavy = run(
+        f"import sys, {module}; print([m for m in ('mmengine', 'timm') if m in sys.modules])"
+    )
     assert heavy == '[]'
 
 

@@ -37,8 +37,9 @@ def _log_buffer_method(owner: Any, name: str) -> Any:
 def _allowed() -> list[Any]:
     HistoryBuffer()  # fills in the names of its statistics
     dtypes = {type(np.dtype(code)) for code in np.typecodes['All']}
-    reconstruct = np.array(0).__reduce__()[0]  # its module's name differs between NumPy 1 and 2
-    scalar = np.float64(0).__reduce__()[0]
+    # Modules are named otherwise in NumPy 1 than in NumPy 2.
+    reconstruct: Any = np.array(0).__reduce__()[0]
+    scalar: Any = np.float64(0).__reduce__()[0]
     moved = [  # the names under which the other major version of NumPy pickles the same two
         (function, f'numpy.{core}.multiarray.{function.__name__}')
         for function in (reconstruct, scalar)
@@ -53,7 +54,9 @@ def _resolve(dotted: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"trusted_globals: there is no '{dotted}' to trust ({error})") from error
+        raise CheckpointError(
+            f"trusted_globals: there is no '{dotted}' to trust ({error})"
+        ) from error
 
 
 @contextmanager
@@ -75,8 +78,8 @@ def safe_loading(filename: str | Path, trusted: Iterable[str] = ()) -> Iterator[
         if wanted is None:
             raise CheckpointError(f'{filename} is not a readable checkpoint: {error}') from error
         raise CheckpointError(
-            f"{filename} wants to run '{wanted[1]}' while it is read, which a checkpoint of weights "
-            f'needs not. If you trust its source, allow it in the config: '
+            f"{filename} wants to run '{wanted[1]}' while it is read, which a checkpoint of "
+            f'weights needs not. If you trust its source, allow it in the config: '
             f"trusted_globals=['{wanted[1]}']"
         ) from error
     except (RuntimeError, EOFError) as error:

@@ -50,7 +50,7 @@ class Draw(int):
 
     epoch: int
 
-    def __new__(cls, index: int, epoch: int) -> Draw:
+    def __new__(cls, index: int, epoch: int) -> Draw:  # noqa: D102
         draw = super().__new__(cls, index)
         draw.epoch = epoch
         return draw
@@ -136,14 +136,17 @@ def reproducible(dataloader: dict[str, Any], seed: int, diff_rank_seed: bool) ->
     size = len(dataset)
     if batches is not None:
         size = min(size, batches * config['batch_size'] * get_world_size())
-    seeded = SeededDataset(torch.utils.data.Subset(dataset, range(size)) if batches else dataset, seed)
+    seeded = SeededDataset(
+        torch.utils.data.Subset(dataset, range(size)) if batches else dataset, seed
+    )
     if not isinstance(config.get('batch_size', 1), int) or config.get('batch_size', 1) < 1:
         raise ValueError(f'batch_size must be a positive integer, got {config["batch_size"]!r}')
     per_step = config.get('batch_size', 1) * get_world_size()
     if config.get('drop_last') and size < per_step:
         raise ValueError(
-            f'batch_size={config["batch_size"]} on {get_world_size()} rank(s) needs {per_step} samples, '
-            f'but the data set has {size} and drop_last=True would leave no batch; lower batch_size'
+            f'batch_size={config["batch_size"]} on {get_world_size()} rank(s) needs {per_step} '
+            f'samples, but the data set has {size}, and drop_last=True would leave no batch; '
+            'lower batch_size'
         )
     sampler = config['sampler']
     if isinstance(sampler, dict):

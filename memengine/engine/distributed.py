@@ -46,7 +46,9 @@ def init_process_group(launcher: str, dist_cfg: dict[str, Any]) -> None:
         init_dist(launcher, **dist_cfg)
         return
     if launcher != 'pytorch':
-        raise ValueError(f"launcher='{launcher}' needs GPUs; on CPU use torchrun and --launcher pytorch")
+        raise ValueError(
+            f"launcher='{launcher}' needs GPUs; on CPU use torchrun and --launcher pytorch"
+        )
     options = {key: value for key, value in dist_cfg.items() if key != 'backend'}
     options['timeout'] = timedelta(seconds=options.get('timeout', DEFAULT_TIMEOUT_S))
     if 'init_method' in options:  # a file, say, knows nothing of ranks

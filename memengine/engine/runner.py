@@ -44,6 +44,11 @@ class Runner(_Runner):
         ValueError: For settings that contradict each other or the machine, naming the setting.
     """
 
+    _train_loop: Any
+    _val_loop: Any
+    optim_wrapper: Any
+    param_schedulers: Any
+
     def __init__(self, *args: Any, default_scope: str = 'memengine', **kwargs: Any) -> None:
         super().__init__(*args, default_scope=default_scope, **kwargs)
 
@@ -62,7 +67,9 @@ class Runner(_Runner):
 
     @staticmethod
     def build_dataloader(
-        dataloader: DataLoader | dict[str, Any], seed: int | None = None, diff_rank_seed: bool = False
+        dataloader: DataLoader | dict[str, Any],
+        seed: int | None = None,
+        diff_rank_seed: bool = False,
     ) -> DataLoader:
         """A data loader whose order and augmentations follow from ``seed`` alone."""
         if isinstance(dataloader, dict) and seed is not None:
@@ -82,9 +89,15 @@ class Runner(_Runner):
         apply_before_wrapping(model, self.cfg, self.distributed)
         config = dict(model_wrapper_cfg or {})
         config.setdefault('type', 'MMDistributedDataParallel')
-        wrapper = MODEL_WRAPPERS.get(config['type']) if isinstance(config['type'], str) else config['type']
+        wrapper = (
+            MODEL_WRAPPERS.get(config['type'])
+            if isinstance(config['type'], str)
+            else config['type']
+        )
         if wrapper is None:
-            raise ValueError(f"model_wrapper_cfg.type: there is no model wrapper '{config['type']}'")
+            raise ValueError(
+                f"model_wrapper_cfg.type: there is no model wrapper '{config['type']}'"
+            )
         is_ddp = issubclass(wrapper, nn.parallel.DistributedDataParallel)
         if self.distributed and is_ddp:
             if model_wrapper_cfg is None:
@@ -95,12 +108,13 @@ class Runner(_Runner):
         elif model_wrapper_cfg is not None and not self.distributed:
             if not is_ddp:
                 raise ValueError(
-                    f"model_wrapper_cfg: '{config['type']}' needs several processes, but launcher='none' "
-                    'starts one; start with torchrun and --launcher pytorch, or remove model_wrapper_cfg'
+                    f"model_wrapper_cfg: '{config['type']}' needs several processes, but "
+                    "launcher='none' starts one; start with torchrun and --launcher pytorch, or "
+                    'remove model_wrapper_cfg'
                 )
             self.logger.warning(
-                "model_wrapper_cfg has no effect in one process (launcher='none'): there is nothing "
-                'to synchronise'
+                "model_wrapper_cfg has no effect in one process (launcher='none'): there is "
+                'nothing to synchronise'
             )
             return revert_sync_batchnorm(model).to(self._device())
         return super().wrap_model(model_wrapper_cfg, model)
@@ -117,12 +131,16 @@ class Runner(_Runner):
             finite_loss=dict(type=FiniteLossHook),
         )
         chosen = {**ours, **(hooks or {})}
-        super().register_default_hooks({name: hook for name, hook in chosen.items() if hook or name not in ours})
+        super().register_default_hooks(
+            {name: hook for name, hook in chosen.items() if hook or name not in ours}
+        )
 
     def train(self) -> nn.Module:
         """Train from the start or from a checkpoint, to the end that ``train_cfg`` names."""
         if self._train_loop is None:
-            raise ValueError('train() needs train_dataloader, train_cfg and optim_wrapper in the config')
+            raise ValueError(
+                'train() needs train_dataloader, train_cfg and optim_wrapper in the config'
+            )
         self._train_loop = self.build_train_loop(self._train_loop)
         self.optim_wrapper = self.build_optim_wrapper(self.optim_wrapper)
         self.scale_lr(self.optim_wrapper, self.auto_scale_lr)
@@ -163,7 +181,9 @@ class Runner(_Runner):
     def load_or_resume(self) -> None:
         """Load weights or resume, as the config says; say so when there is nothing to resume."""
         if self._resume and self._load_from is None and not find_latest_checkpoint(self.work_dir):
-            self.logger.info(f'No checkpoint to resume in {self.work_dir}: training starts from scratch.')
+            self.logger.info(
+                f'No checkpoint to resume in {self.work_dir}: training starts from scratch.'
+            )
             return
         super().load_or_resume()
 
@@ -187,7 +207,9 @@ class Runner(_Runner):
             FileNotFoundError: When it is not there.
         """
         with safe_loading(filename, self.cfg.get('trusted_globals', ())):
-            return super().load_checkpoint(filename, map_location, strict or self._resume, revise_keys)
+            return super().load_checkpoint(
+                filename, map_location, strict or self._resume, revise_keys
+            )
 
     def save_checkpoint(self, out_dir: str, filename: str, *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint as MMEngine does, but whole or not at all (for local folders)."""

@@ -61,7 +61,9 @@ def run_step(model: nn.Module, data: Any, optim_wrapper: OptimWrapper) -> dict[s
     module = cast(BaseModel, unwrap(model))
     with optim_wrapper.optim_context(model):
         batch = module.data_preprocessor(data, True)
-        losses = model(**batch, mode='loss') if isinstance(batch, dict) else model(*batch, mode='loss')
+        losses = (
+            model(**batch, mode='loss') if isinstance(batch, dict) else model(*batch, mode='loss')
+        )
     loss, log_vars = module.parse_losses(losses)
     optim_wrapper.update_params(loss)
     return log_vars

@@ -15,6 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 __all__ = ['SyncBatchNorm', 'convert_sync_batchnorm']
 
 
+_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm whose batch statistics are those of all ranks together.
 
@@ -71,10 +74,14 @@ def convert_sync_batchnorm(model: nn.Module) -> int:
     """
     converted = 0
     for name, child in model.named_children():
-        if type(child) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+        if isinstance(child, _BatchNorm) and type(child) in _PLAIN:
             kind = nn.SyncBatchNorm if torch.cuda.is_available() else SyncBatchNorm
             layer = kind(
-                child.num_features, child.eps, child.momentum, child.affine, child.track_running_stats
+                child.num_features,
+                child.eps,
+                child.momentum,
+                child.affine,
+                child.track_running_stats,
             )
             layer.weight, layer.bias = child.weight, child.bias
             layer._buffers.update(child._buffers)

@@ -147,7 +147,10 @@ def test_a_checkpoint_of_mmengine_itself_is_loaded(tmp_path):
     shutil.copytree(tmp_path / 'theirs', tmp_path / 'resumed')
     losses = Losses()
     toy_runner(
-        tmp_path / 'resumed', losses, resume=True, optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.01)),
+        tmp_path / 'resumed',
+        losses,
+        resume=True,
+        optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.01)),
         param_scheduler=None,
-    ).train()  # fmt: skip
+    ).train()
     assert losses.seen[0][0] == 6

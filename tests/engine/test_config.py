@@ -390,7 +390,7 @@ def test_a_misspelt_top_key_is_one_problem_not_two():
 
 def slips(word):
     """A letter deleted, two swapped, one appended."""
-    found = {word[:-1], word + 's', word[0] + word[2:], word[1] + word[0] + word[2:]}
+    found = {word[:-1], word + 's', word[:1] + word[2:], word[1:2] + word[0] + word[2:]}
     return sorted(found - {word, ''})
 
 

@@ -23,7 +23,9 @@ def test_each_norm_clips_every_parameter_on_its_own():
 
 def test_wrapper_clips_as_its_setting_says():
     weight = nn.Parameter(torch.zeros(4))
-    wrapper = OptimWrapper(torch.optim.SGD([weight], lr=1.0), clip_grad=dict(type='each_norm', max_norm=3.0))
+    wrapper = OptimWrapper(
+        torch.optim.SGD([weight], lr=1.0), clip_grad=dict(type='each_norm', max_norm=3.0)
+    )
     wrapper.update_params(weight.sum() * 100)
     assert weight.norm().item() == pytest.approx(3.0, rel=1e-6)
 
@@ -48,12 +50,16 @@ def network():
 
 
 def build(paramwise):
-    config = ConfigDict(type='OptimWrapper', optimizer=dict(type='AdamW', lr=0.1, weight_decay=0.04))
+    config = ConfigDict(
+        type='OptimWrapper', optimizer=dict(type='AdamW', lr=0.1, weight_decay=0.04)
+    )
     return DefaultOptimWrapperConstructor(config, paramwise)(network())
 
 
 def test_groups_are_merged_by_setting_and_leave_frozen_parameters_out():
-    wrapper = build(dict(bias_decay_mult=0.0, norm_decay_mult=0.0, custom_keys={'2.weight': dict(lr_mult=0.5)}))
+    wrapper = build(
+        dict(bias_decay_mult=0.0, norm_decay_mult=0.0, custom_keys={'2.weight': dict(lr_mult=0.5)})
+    )
     groups = {
         (group['lr'], group['weight_decay']): [tuple(p.shape) for p in group['params']]
         for group in wrapper.optimizer.param_groups
@@ -79,13 +85,17 @@ def test_weight_decay_follows_half_a_cosine_and_spares_groups_without():
 
 def test_weight_decay_by_epoch_converts_to_iterations():
     wrapper = build(None)
-    schedule = CosineWeightDecay.build_iter_from_epoch(wrapper, end_value=0.4, begin=1, end=3, epoch_length=5)
+    schedule = CosineWeightDecay.build_iter_from_epoch(
+        wrapper, end_value=0.4, begin=1, end=3, epoch_length=5
+    )
     assert (schedule.begin, schedule.end, schedule.by_epoch) == (5, 15, False)
 
 
 def test_lars_trusts_by_the_ratio_of_norms():
     weight = nn.Parameter(torch.tensor([[3.0, 4.0]]))
-    optimizer = OPTIMIZERS.get('LARS')([weight], lr=1.0, trust_coeff=0.001, momentum=0.0, always_adapt=True)
+    optimizer = OPTIMIZERS.get('LARS')(
+        [weight], lr=1.0, trust_coeff=0.001, momentum=0.0, always_adapt=True
+    )
     weight.grad = torch.tensor([[0.0, 2.0]])
     optimizer.step()
     assert torch.allclose(weight, torch.tensor([[3.0, 4.0 - 2.0 * 0.001 * 5 / 2]]), atol=1e-6)

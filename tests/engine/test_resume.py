@@ -109,7 +109,9 @@ def test_seeds_of_neighbours_differ():
     assert len(seeds) == 1000
 
 
-@pytest.mark.parametrize(('batch_size', 'said'), [(50, 'batch_size=50.*22'), (0, 'positive integer, got 0')])
+@pytest.mark.parametrize(
+    ('batch_size', 'said'), [(50, 'batch_size=50.*22'), (0, 'positive integer, got 0')]
+)
 def test_an_impossible_batch_size_is_refused(tmp_path, batch_size, said):
     with pytest.raises(ValueError, match=said):
         toy_runner(tmp_path, loader=dict(batch_size=batch_size)).train()

@@ -109,7 +109,9 @@ def test_fp16_scale_survives_a_resume(tmp_path):
     scaler = runner.optim_wrapper.precision.scaler
     scaler.update(2.0)
     runner.save_checkpoint(str(tmp_path), 'iter_4.pth', meta=dict(epoch=0, iter=4))
-    resumed = toy_runner(tmp_path, optim_wrapper=optim, resume=True, train_cfg=dict(max_epochs=3, stop_at_iter=5))
+    resumed = toy_runner(
+        tmp_path, optim_wrapper=optim, resume=True, train_cfg=dict(max_epochs=3, stop_at_iter=5)
+    )
     resumed.train()
     assert resumed.optim_wrapper.precision.scaler.get_scale() == 2.0
 
@@ -128,7 +130,9 @@ def test_accumulative_counts_is_the_larger_batch(tmp_path):
 
     data = ToyData(40)
     sgd = dict(type='SGD', lr=0.1)
-    large = train('large', loader=dict(dataset=data, batch_size=8), optim_wrapper=dict(optimizer=sgd))
+    large = train(
+        'large', loader=dict(dataset=data, batch_size=8), optim_wrapper=dict(optimizer=sgd)
+    )
     small = train(
         'small',
         loader=dict(dataset=data, batch_size=4),

@@ -13,7 +13,6 @@ from torch.utils.data import Dataset
 
 from memengine.engine import Runner, run_step
 
-
 _COUNT = itertools.count()
 
 
@@ -37,7 +36,9 @@ class ToyData(Dataset):
 class ToyModel(BaseModel):
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+        self.net = nn.Sequential(
+            nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1)
+        )
 
     def train_step(self, data, optim_wrapper):
         return run_step(self, data, optim_wrapper)

@@ -27,13 +27,17 @@ def paper_loss(student, teacher, center, teacher_temp, student_temp):
 
 
 def make_loss(**kwargs):
-    options = dict(warmup_teacher_temp=0.04, teacher_temp=0.07, warmup_teacher_temp_epochs=4, nepochs=9)
+    options = dict(
+        warmup_teacher_temp=0.04, teacher_temp=0.07, warmup_teacher_temp_epochs=4, nepochs=9
+    )
     return DINOLoss(K, CROPS, **{**options, **kwargs}).double()
 
 
 def outputs(seed=0):
     generator = torch.Generator().manual_seed(seed)
-    student = torch.randn(CROPS * B, K, dtype=torch.float64, generator=generator, requires_grad=True)
+    student = torch.randn(
+        CROPS * B, K, dtype=torch.float64, generator=generator, requires_grad=True
+    )
     return student, torch.randn(2 * B, K, dtype=torch.float64, generator=generator)
 
 
@@ -91,7 +95,7 @@ def test_sinkhorn_survives_extreme_logits():
 def _targets_on_a_rank(rank, world_size, centering):
     loss = make_loss(centering=centering)
     torch.manual_seed(0)
-    logits = torch.randn(2, 4 * world_size, K, dtype=torch.float64)[:, rank :: world_size]
+    logits = torch.randn(2, 4 * world_size, K, dtype=torch.float64)[:, rank::world_size]
     targets = loss.targets(logits.flatten(0, 1), epoch=0)
     return targets, loss.center
 
@@ -111,13 +115,25 @@ def test_ranks_agree_with_one_process(centering, world_size):
 
 def test_temperature_warms_up_linearly():
     loss = make_loss()
-    assert [round(loss.temperature(epoch), 6) for epoch in range(6)] == [0.04, 0.05, 0.06, 0.07, 0.07, 0.07]
+    assert [round(loss.temperature(epoch), 6) for epoch in range(6)] == [
+        0.04,
+        0.05,
+        0.06,
+        0.07,
+        0.07,
+        0.07,
+    ]
     assert make_loss(warmup_teacher_temp_epochs=1).temperature(0) == 0.04
 
 
 @pytest.mark.parametrize(
     ('setting', 'value'),
-    [('teacher_temp', 0.0), ('student_temp', -1.0), ('warmup_teacher_temp_epochs', 10), ('centering', 'x')],
+    [
+        ('teacher_temp', 0.0),
+        ('student_temp', -1.0),
+        ('warmup_teacher_temp_epochs', 10),
+        ('centering', 'x'),
+    ],
 )
 def test_bad_settings_are_named(setting, value):
     with pytest.raises(ValueError, match=setting):

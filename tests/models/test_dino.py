@@ -26,7 +26,9 @@ def config(**kwargs):
             num_heads=2,
             dynamic_img_size=True,
         ),
-        head=dict(type='DINOHead', out_dim=K, hidden_dim=8, bottleneck_dim=6, norm_last_layer=False),
+        head=dict(
+            type='DINOHead', out_dim=K, hidden_dim=8, bottleneck_dim=6, norm_last_layer=False
+        ),
         local_crops=3,
         warmup_teacher_temp=0.04,
         teacher_temp=0.07,
@@ -88,7 +90,9 @@ def test_six_steps_follow_the_definition():
         log_vars = run_step(ours, dict(inputs=crops(step), data_samples=None), wrapper)
         momentum = 1 + (0.996 - 1) * (1 + math.cos(math.pi * step / 6)) / 2
         temp = [0.04, 0.07, 0.07][epoch]
-        loss, center = definition_step(plain, center, crops(step), temp, momentum, reference, epoch < 1)
+        loss, center = definition_step(
+            plain, center, crops(step), temp, momentum, reference, epoch < 1
+        )
         assert_same_step({'loss': log_vars['loss']}, {'loss': loss}, tolerance=1e-10)
         assert log_vars['ema_momentum'].item() == pytest.approx(momentum)
         assert log_vars['teacher_temp'].item() == pytest.approx(temp)
@@ -101,7 +105,9 @@ def test_six_steps_follow_the_definition():
 
 def test_crops_of_one_size_go_through_together():
     model, calls = build(), []
-    model.student.backbone.register_forward_hook(lambda *args: calls.append(tuple(args[1][0].shape)))
+    model.student.backbone.register_forward_hook(
+        lambda *args: calls.append(tuple(args[1][0].shape))
+    )
     model(crops(), mode='loss')
     assert calls == [(2 * B, 3, 16, 16), (3 * B, 3, 8, 8)]
 
@@ -195,11 +201,16 @@ def test_official_weights_load_into_the_head():
     """The original script's checkpoints call the prototypes weight_g and weight_v."""
     head = DINOHead(12, K, hidden_dim=8, bottleneck_dim=6)
     state = head.state_dict()
-    names = {'parametrizations.weight.original0': 'weight_g', 'parametrizations.weight.original1': 'weight_v'}
+    names = {
+        'parametrizations.weight.original0': 'weight_g',
+        'parametrizations.weight.original1': 'weight_v',
+    }
     legacy = {}
     for key, value in state.items():
         for new, old in names.items():
             key = key.replace(new, old)
         legacy[key] = torch.randn_like(value)
     head.load_state_dict(legacy)
-    assert torch.equal(head.last_layer.parametrizations.weight.original1, legacy['last_layer.weight_v'])
+    assert torch.equal(
+        head.last_layer.parametrizations.weight.original1, legacy['last_layer.weight_v']
+    )

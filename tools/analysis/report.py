@@ -6,7 +6,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from memengine.visualization.report import write_report  # noqa: E402
+from memengine.visualization.report import write_report
 
 
 def main() -> int:

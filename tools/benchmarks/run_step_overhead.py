@@ -63,7 +63,7 @@ def main() -> None:
     for name, values in seconds.items():
         print(f'{name:10s} median {statistics.median(values) * 1e3:8.2f} ms')
     print(f'ratio      median {statistics.median(ratios):8.4f}')
-    print(f'torch {torch.__version__}, {platform.processor() or platform.machine()}, {args.threads} thread(s)')
+    print(f'torch {torch.__version__}, {platform.machine()}, {args.threads} thread(s)')
 
 
 if __name__ == '__main__':

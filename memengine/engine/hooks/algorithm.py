@@ -27,7 +27,8 @@ class AlgorithmHook(Hook):
 
     def before_train(self, runner: Any) -> None:
         """Hang ``before_update`` and ``after_update`` on the optimiser's own step."""
-        model, wrapper = unwrap(runner.model), runner.optim_wrapper
+        model: Any = unwrap(runner.model)
+        wrapper = runner.optim_wrapper
         if isinstance(wrapper, OptimWrapperDict):  # an update is one step of each of them
             wrappers = list(wrapper.values())
             first, last = wrappers[0].optimizer, wrappers[-1].optimizer
@@ -40,7 +41,7 @@ class AlgorithmHook(Hook):
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Tell the model where training stands."""
-        model = unwrap(runner.model)
+        model: Any = unwrap(runner.model)
         if hasattr(model, 'set_progress'):
             progress = Progress(runner.iter, runner.max_iters, runner.epoch, runner.max_epochs)
             model.set_progress(progress)

@@ -36,7 +36,7 @@ class FiniteLossHook(Hook):
         loss = outputs['loss'].item()
         if not math.isfinite(loss):
             raise NonFiniteLossError(
-                f'the loss is {loss} in iteration {runner.iter + 1}: training stops, the last checkpoint '
-                'is from before. Lower optim_wrapper.optimizer.lr, set optim_wrapper.clip_grad, or use '
-                'precision bf16 or fp32, then go on with --resume'
+                f'the loss is {loss} in iteration {runner.iter + 1}: training stops, the last '
+                'checkpoint is from before. Lower optim_wrapper.optimizer.lr, set '
+                'optim_wrapper.clip_grad, or use precision bf16 or fp32, then go on with --resume'
             )

@@ -55,4 +55,5 @@ class DefaultOptimWrapperConstructor(_DefaultOptimWrapperConstructor):
         for group in params:
             settings = {key: value for key, value in group.items() if key != 'params'}
             numbers = sum(p.numel() for p in group['params'])
-            logger.info(f'Optimiser group of {len(group["params"])} tensors ({numbers:,} numbers): {settings}')
+            tensors = len(group['params'])
+            logger.info(f'Optimiser group of {tensors} tensors ({numbers:,} numbers): {settings}')

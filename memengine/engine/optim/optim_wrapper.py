@@ -124,7 +124,7 @@ def AmpOptimWrapper(  # noqa: N802 (a type name of MMEngine's config language)
     Args:
         optimizer: The optimiser.
         loss_scale: See :class:`OptimWrapper`.
-        dtype: ``'float16'`` or ``'bfloat16'``; None is fp16 on a GPU and bf16 on CPU, as autocast's.
+        dtype: ``'float16'`` or ``'bfloat16'``; None is fp16 on a GPU and bf16 on CPU.
         accumulative_counts: See :class:`OptimWrapper`.
         clip_grad: See :class:`OptimWrapper`.
     """

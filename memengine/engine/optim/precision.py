@@ -43,7 +43,9 @@ class Precision:
         if isinstance(loss_scale, (int, float)):
             self.fixed_scale = float(loss_scale)
         elif loss_scale != 'dynamic' and not isinstance(loss_scale, dict):
-            raise ValueError(f"loss_scale must be 'dynamic', a number or a dict, got {loss_scale!r}")
+            raise ValueError(
+                f"loss_scale must be 'dynamic', a number or a dict, got {loss_scale!r}"
+            )
         if self.dtype is torch.float16:
             options = loss_scale if isinstance(loss_scale, dict) else {}
             if self.fixed_scale is not None:

@@ -45,7 +45,7 @@ class CosineWeightDecay(_ParamScheduler):
         return cls(*args, begin=begin * epoch_length, end=end * epoch_length, **kwargs)
 
     def _get_value(self) -> list[float]:
-        optimizer = getattr(self.optimizer, 'optimizer', self.optimizer)
+        optimizer: Any = getattr(self.optimizer, 'optimizer', self.optimizer)
         first = optimizer.defaults['weight_decay']
         done = min(self.last_step / (self.end - self.begin), 1.0)
         value = self.end_value + (first - self.end_value) * (1 + math.cos(math.pi * done)) / 2

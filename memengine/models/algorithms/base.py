@@ -33,7 +33,7 @@ class Algorithm(BaseModel):
         raise NotImplementedError
 
     def embedding_loss(
-        self, embeddings: Embeddings, targets: Any, data_samples: Any = None
+        self, embeddings: Any, targets: Any, data_samples: Any = None
     ) -> dict[str, Tensor]:
         """The light part: all embeddings of the batch to losses, and other scalars to log."""
         raise NotImplementedError

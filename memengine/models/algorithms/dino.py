@@ -106,7 +106,7 @@ class DINO(Algorithm):
         if not 0 <= momentum_teacher <= momentum_teacher_end <= 1:
             raise ValueError(
                 'DINO: 0 <= momentum_teacher <= momentum_teacher_end <= 1 must hold, got '
-                f'momentum_teacher={momentum_teacher} and momentum_teacher_end={momentum_teacher_end}'
+                f'{momentum_teacher} and {momentum_teacher_end}'
             )
         self.student = self._build(backbone, head)
         calm = copy.deepcopy(backbone)
@@ -154,7 +154,7 @@ class DINO(Algorithm):
             got = f'{len(inputs)} crops' if isinstance(inputs, (list, tuple)) else 'one view'
             raise ValueError(
                 f'DINO: model.local_crops={self.loss.ncrops - GLOBAL_CROPS} expects '
-                f'{GLOBAL_CROPS} global crops and as many local ones, but the data pipeline gave {got}'
+                f'{GLOBAL_CROPS} global crops and as many local ones, but the pipeline gave {got}'
             )
         _, logits = self.teacher(inputs[:GLOBAL_CROPS])
         return self.loss.targets(logits, self.progress.epoch)
@@ -191,11 +191,13 @@ class DINO(Algorithm):
     def before_update(self) -> None:
         """Leave the prototypes as they are in the first ``freeze_last_layer`` epochs."""
         if self.progress.epoch < self.freeze_last_layer:
-            for parameter in self.student.head.last_layer.parameters():
+            last_layer: Any = self.student.head.last_layer
+            for parameter in last_layer.parameters():
                 parameter.grad = None
 
     @torch.no_grad()
     def after_update(self) -> None:
         """Move the teacher towards the student."""
-        teacher, student = list(self.teacher.parameters()), list(self.student.parameters())
+        teacher: list[Tensor] = list(self.teacher.parameters())
+        student: list[Tensor] = list(self.student.parameters())
         torch._foreach_lerp_(teacher, student, 1 - self.ema_momentum)

@@ -50,8 +50,11 @@ class TimmBackbone(nn.Module):
                 **kwargs,
             )
         except TypeError as error:
-            raise ValueError(f'TimmBackbone: {model_name} does not take these arguments: {error}') from error
-        self.num_features: int = getattr(self.model, 'head_hidden_size', self.model.num_features)
+            raise ValueError(
+                f'TimmBackbone: {model_name} does not take these arguments: {error}'
+            ) from error
+        features: Any = self.model
+        self.num_features: int = getattr(features, 'head_hidden_size', features.num_features)
 
     def forward(self, images: Tensor) -> Tensor:
         """Images [B, C, H, W] to features [B, D]."""
