@@ -444,6 +444,15 @@ def test_help_has_examples(capsys, command):
     assert f'memengine {command} configs/dino_vit.py' in said
 
 
+def test_waiting_threads_leave_the_cores_to_others(cli, monkeypatch):
+    monkeypatch.setenv('GOMP_SPINCOUNT', '3')
+    cli('train', 'nothing.py')
+    assert os.environ['GOMP_SPINCOUNT'] == '3', 'what the user sets goes first'
+    monkeypatch.delenv('GOMP_SPINCOUNT')
+    cli('train', 'nothing.py')
+    assert int(os.environ['GOMP_SPINCOUNT']) > 0
+
+
 def test_local_rank_of_the_old_launcher(folder, monkeypatch):
     monkeypatch.setenv('LOCAL_RANK', '')
     monkeypatch.delenv('LOCAL_RANK')

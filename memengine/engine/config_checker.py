@@ -78,6 +78,8 @@ class Checker:
             self.say(f'{path}._delete_', f'no base config sets {path}: remove this key')
         scope = value.get('_scope_') or scope
         kind = value.get('type', place.default)
+        if 'type' not in value and place.default and self._lacks_type(value, path):
+            return
         if kind is not None and (place.registry is not None or guess):
             self._check_typed(value, kind, place, path, scope, guess)
         elif place.registry is not None and place.complete and not guess:
@@ -105,10 +107,8 @@ class Checker:
         elif place.accepts is not None:
             arguments = arguments_of(place.accepts, place.positional)
         self._check_keys(config, arguments, place, path, sure=not place.lenient)
-        for key, value in config.items() if place.accepts is None else ():
-            if isinstance(value, str) and _is_misspelt_type(key):
-                self.say(f'{path}.{key}', "did you mean 'type'?")
-                return
+        if place.accepts is None and self._lacks_type(config, path):
+            return
         for key, value in config.items():
             below = f'{path}.{key}'
             if key in place.values or key in place.places:
@@ -117,6 +117,13 @@ class Checker:
                 self._check_named(key, value, place.each, below, scope)
             else:
                 self._check_inferred(key, value, place, below, scope)
+
+    def _lacks_type(self, config: Config, path: str) -> bool:
+        """Whether a key looks like a misspelt ``type``."""
+        found = [key for key, value in config.items() if _is_misspelt_type(key, value)]
+        for key in found:
+            self.say(f'{path}.{key}', "did you mean 'type'?")
+        return bool(found)
 
     def _check_known(self, key: str, value: Any, place: Place, path: str, scope: str) -> None:
         if key in place.values:
@@ -299,8 +306,9 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (str, int, float))
 
 
-def _is_misspelt_type(key: Any) -> bool:
-    return isinstance(key, str) and bool(near(key, ['type'], STRICT)) and not key.endswith('type')
+def _is_misspelt_type(key: Any, value: Any) -> bool:
+    is_text = isinstance(key, str) and isinstance(value, str)
+    return is_text and bool(near(key, ['type'], STRICT)) and not key.endswith('type')
 
 
 def _imports(module: str) -> bool:

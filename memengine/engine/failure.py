@@ -9,6 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from memengine.engine.config_types import arguments_of
+from memengine.engine.suggest import did_you_mean
+
 __all__ = ['explain', 'lost_connection']
 
 LONGEST = 1000
@@ -31,6 +34,7 @@ _CLASS_PREFIXES = re.compile(
     r'(?:class `(\w+)` in [\w./\\-]+: )+'
 )  # of MMEngine's older registries
 _ADDRESS = re.compile(r'<([\w.]+) object at 0x[0-9a-f]+>')
+_UNEXPECTED = re.compile(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'")
 
 # Where MMEngine holds the config that it is building from: function, then its argument.
 _BUILDERS = {
@@ -63,7 +67,7 @@ def explain(error: BaseException, cfg: Mapping[str, Any] | None = None) -> str:
         return _out_of_memory(text, cfg)
     if not isinstance(error, _TELLING) or not text:
         text = f'{type(error).__name__}: {text}' if text else type(error).__name__
-    return _setting(error, cfg) + text + _place(error)
+    return _setting(error, cfg) + text + _likely_argument(error) + _place(error)
 
 
 def lost_connection(error: BaseException) -> bool:
@@ -98,6 +102,17 @@ def _out_of_memory(text: str, cfg: Mapping[str, Any] | None) -> str:
         'optim_wrapper.accumulative_counts (not for losses across samples), use --amp bf16, or '
         "checkpoint activations (activation_checkpointing=['backbone.blocks.0', ...])"
     )
+
+
+def _likely_argument(error: BaseException) -> str:
+    """The arguments near one that a class or function did not expect."""
+    for cause in (error, error.__cause__):
+        unexpected = _UNEXPECTED.search(str(cause)) if isinstance(cause, TypeError) else None
+        if cause is not None and unexpected and 'Did you mean' not in str(cause):
+            for value in _frames(cause)[-1].f_locals.values():
+                if callable(value) and getattr(value, '__name__', None) == unexpected[1]:
+                    return did_you_mean(unexpected[2], arguments_of(value).names)
+    return ''
 
 
 def _frames(error: BaseException) -> list[Any]:

@@ -265,6 +265,11 @@ REFUSED = [
         "did you mean 'interval'?",
     ),
     (
+        'default_hooks.checkpoint',
+        dict(typ='CheckpointHook', interval=1),
+        "default_hooks.checkpoint.typ: did you mean 'type'?",
+    ),
+    (
         'default_hooks.checkpont',
         dict(type='CheckpointHook'),
         "default_hooks.checkpont: there is no such setting: did you mean 'checkpoint'?",
@@ -432,6 +437,28 @@ def test_every_misspelt_key_is_refused(name):
             except ConfigError:
                 continue
             passed.append('.'.join(map(str, path)) + ' -> ' + word)
+    assert not passed
+
+
+def takes_anything(config, path):
+    """Whether a key is a name that the user chooses, or an argument that is passed on to timm."""
+    return path[:2] == ('model', 'backbone') or path[0] == 'default_hooks' and len(path) == 2
+
+
+@pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
+def test_every_misspelt_key_of_our_configs_is_refused(path):
+    config = Config.fromfile(path).to_dict()
+    passed = []
+    for key in keys_of(config):
+        # MultiCrop checks the keys of its views itself, when it is built.
+        if takes_anything(config, key) or 'views' in key[:-1]:
+            continue
+        for word in slips(key[-1])[:1]:
+            try:
+                check_config(misspelt(config, key, word))
+            except ConfigError:
+                continue
+            passed.append('.'.join(map(str, key)) + ' -> ' + word)
     assert not passed
 
 

@@ -80,6 +80,14 @@ def test_an_argument_that_only_the_build_refuses(scope):
     assert ', line ' in said
 
 
+def test_an_argument_that_is_passed_on_to_another_library(scope):
+    cfg = Config(dict(model=dict(type='TimmBackbone', model_name='vit_tiny_patch16_224', dept=2)))
+    said = explain(raised(ALL_MODELS.build, cfg.model), cfg)
+    assert said.startswith('model: TimmBackbone: vit_tiny_patch16_224 does not take')
+    assert "argument 'dept'" in said
+    assert "id you mean 'depth'?" in said
+
+
 def test_a_type_that_only_the_build_misses(scope):
     cfg = Config(dict(model=dict(type='FailingModel', parts=[dict(type='Zyx')])))
     said = explain(raised(ALL_MODELS.build, cfg.model), cfg)
