@@ -1,4 +1,4 @@
-"""Every code block of README.md and docs/ is run or checked, and what they name exists.
+"""Every code block of README.md and docs/ is run or checked.
 
 What a block is follows from the page alone:
 
@@ -14,11 +14,7 @@ What a block is follows from the page alone:
 """
 
 import ast
-import builtins
 import contextlib
-import functools
-import importlib
-import inspect
 import io
 import itertools
 import re
@@ -26,29 +22,19 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-import mmengine.evaluator
-import mmengine.hooks
 import pytest
 import torch
-from mmengine.config import Config
 
 from memengine.cli import main
 from memengine.cli_parser import make_parser
 from memengine.engine.commands import read_config
 from memengine.engine.config import check_config, known_keys
 from memengine.engine.config_file import load_config
-from memengine.engine.config_types import arguments_of, find_anywhere
+from tests.docs_pages import ROOT, TESTED, blocks_of, parametrize_pages, sources
 
-ROOT = Path(__file__).parent.parent
-DOCS = sorted(p for p in (ROOT / 'docs').rglob('*.md') if '_build' not in p.parts)
-TESTED = [*([ROOT / 'README.md'] if (ROOT / 'README.md').exists() else []), *DOCS]
-ALL = [*TESTED, ROOT / 'AGENTS.md', ROOT / 'CHANGELOG.md']
 QUICK_START = 'configs/dino_vit.py'
-FENCE = re.compile(r'^```([^\n`]*)\n(.*?)^```[ \t]*$', re.M | re.S)
-INLINE = re.compile(r'(?<!`)`([^`\n]+)`(?!`)')
 DIRECTIVES = ('{toctree}', '{eval-rst}', '{include}')
 
 # Settings that make a run quick, and independent of the ones before it in this process.
@@ -56,38 +42,6 @@ FEW = ['--max-iters', '10']
 WORKERS = ['{}_dataloader.num_workers=0', '{}_dataloader.persistent_workers=False']
 SMALL = ['val_dataloader.dataset.bank.indices=200', 'val_dataloader.dataset.queries.indices=50']
 _count = itertools.count()
-
-# Options of other programs that prose may name.
-OTHER_OPTIONS = {'--nproc_per_node', '--index-url', '--help', '--max-restarts'}
-
-
-def name_of(page):
-    return str(page.relative_to(ROOT))
-
-
-pages = functools.partial(pytest.mark.parametrize, 'page', ids=name_of)
-
-
-@dataclass
-class Block:
-    kind: str
-    text: str
-    line: int
-
-
-def blocks_of(page):
-    """The fenced blocks of a page, in order."""
-    text = page.read_text(encoding='utf-8')
-    return [
-        Block(match[1].strip(), match[2], text.count('\n', 0, match.start()) + 1)
-        for match in FENCE.finditer(text)
-    ]
-
-
-def prose_of(page):
-    """A page without its fenced blocks and comments."""
-    text = page.read_text(encoding='utf-8')
-    return re.sub(r'<!--.*?-->', '', FENCE.sub('', text), flags=re.S)
 
 
 # ------------------------------------------------------------------ a place to run in
@@ -141,11 +95,9 @@ def write_config(text, workplace):
         if not bases:
             text, bases = f"_base_ = '../{QUICK_START}'\n{text}", [f'../{QUICK_START}']
         folders = [workplace / 'mine', workplace, workplace / 'configs']
-        folder = next(
-            (f for f in folders if all((f / base).resolve().is_file() for base in bases)), None
-        )
-        assert folder is not None, f'there is no {bases}'
-        path = folder / f'block_{next(_count)}.py'
+        fitting = [f for f in folders if all((f / base).resolve().is_file() for base in bases)]
+        assert fitting, f'there is no {bases}'
+        path = fitting[0] / f'block_{next(_count)}.py'
     path.parent.mkdir(exist_ok=True, parents=True)
     path.write_text(text)
     sys.path.append(str(path.parent))  # as the command line does
@@ -217,7 +169,7 @@ def check_command(words, workplace):
     elif words[0] == 'tensorboard':
         assert 'tensorboard' in (ROOT / 'requirements/optional.txt').read_text()
     else:
-        pytest.fail(f'a command that no test knows: {shlex.join(words)}')
+        raise AssertionError(f'a command that no test knows: {shlex.join(words)}')
 
 
 def check_memengine(arguments, workplace):
@@ -292,11 +244,6 @@ def assert_prints(expected, output):
         at = found + 1
 
 
-@functools.cache
-def sources():
-    return '\n'.join(p.read_text() for p in (ROOT / 'memengine').rglob('*.py'))
-
-
 def check_picture(text):
     """Files and functions in a drawing exist."""
     functions = re.findall(r'\b([a-z_]+)\(', text)
@@ -311,8 +258,7 @@ def check_picture(text):
 OPTIMIZER = ('step', 'update_params')  # of MMEngine's wrapper
 
 
-@pages(TESTED)
-def test_blocks(page, workplace):
+def check_page(page, workplace):
     namespace, printed, modules = {'__name__': 'docs'}, None, []
     for block in blocks_of(page):
         kind = block.kind
@@ -331,16 +277,71 @@ def test_blocks(page, workplace):
         elif kind == 'text':
             check_picture(block.text)
         elif kind.partition(' ')[0] not in DIRECTIVES:
-            pytest.fail(
-                f'{name_of(page)}:{block.line}: no test knows this block ({kind or "no kind"})'
+            raise AssertionError(
+                f'line {block.line}: no test knows this block ({kind or "no kind"})'
             )
     imported = {getattr(module, '__file__', None) for module in sys.modules.values()}
     for module in modules:
-        assert str(module) in imported, f'{name_of(page)}: {module.name} is never used'
+        assert str(module) in imported, f'{module.name} is never used'
+
+
+@parametrize_pages(TESTED)
+def test_blocks(page, workplace):
+    check_page(page, workplace)
+
+
+WRONG = {  # what is wrong: the page, and what is said of it
+    'a block of no kind': ('```\nmemengine\n```\n', 'no test knows this block'),
+    'a block of another kind': ('```yaml\na: 1\n```\n', 'no test knows this block'),
+    'python that raises': ('```python\nimport memengine.none\n```\n', 'No module'),
+    'python that prints another thing': (
+        '```python\nprint(1)\n```\n\n```text\n2\n```\n',
+        "'2' is not printed",
+    ),
+    'a config with a misspelt setting': (
+        '```python\nmodel = dict(local_crop=3)\n```\n',
+        "did you mean 'local_crops'",
+    ),
+    'a config of a base that is not there': (
+        "```python\n_base_ = 'none.py'\n```\n",
+        'there is no .*none.py',
+    ),
+    'a module that nothing imports': ('```python\n# mine/a.py\nx = id\n```\n', 'never used'),
+    'a misspelt option': (f'```bash\nmemengine train {QUICK_START} --resum\n```\n', '2'),
+    'no such config': ('```bash\nmemengine train no.py\n```\n', 'there is no config file'),
+    'a misspelt key': (
+        f'```bash\nmemengine train {QUICK_START} --cfg-options modl.a=1\n```\n',
+        "did you mean 'model'",
+    ),
+    'an unknown command': ('```bash\nmemengin train\n```\n', 'a command that no test knows'),
+    'an unknown package': ('```bash\npip install nonesuch\n```\n', 'is no requirement'),
+    'an unknown extra': ("```bash\npip install -e '.[none]'\n```\n", 'no extra none'),
+    'an unknown target': ('```bash\nmake nothing\n```\n', 'make has no'),
+    'an unknown option of a tool': (
+        '```bash\npython tools/analysis/report.py --colour\n```\n',
+        'has no --colour',
+    ),
+    'another error': ('```console\n$ memengine train no.py\nerror: x\n```\n', 'not printed'),
+    'no success': ('```console\n$ memengine train no.py\n```\n', 'there is no config file'),
+    'no failure': (
+        f'```console\n$ memengine test {QUICK_START} --help\nerror: x\n```\n',
+        'usage',
+    ),
+    'a file that is not there': ('```text\nmemengine/\n  none.py\n```\n', 'there is no none.py'),
+    'a function that is not there': ('```text\nnonesuch()\n```\n', 'nonesuch'),
+}
+
+
+@pytest.mark.parametrize('wrong', WRONG)
+def test_what_is_wrong_is_found(wrong, workplace):
+    text, complaint = WRONG[wrong]
+    (workplace / 'page.md').write_text(text)
+    with pytest.raises((Exception, SystemExit), match=complaint):
+        check_page(workplace / 'page.md', workplace)
 
 
 @pytest.mark.slow
-@pages([page for page in TESTED if any(b.kind == 'bash' for b in blocks_of(page))])
+@parametrize_pages([page for page in TESTED if any(b.kind == 'bash' for b in blocks_of(page))])
 def test_commands_that_are_only_checked_above_run_too(page, workplace):
     commands = []
     for block in blocks_of(page):
@@ -376,160 +377,3 @@ def run_ranks(words, workplace):
     done = subprocess.run(module, cwd=workplace, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert 'Stopped after iteration 2' in done.stdout + done.stderr
-
-
-# ------------------------------------------------------------------ names in the text
-
-
-def anchor(heading):
-    """The anchor of a heading, as GitHub and MyST make it."""
-    return re.sub(r'[^\w\- ]', '', heading.strip().lower()).replace(' ', '-')
-
-
-@pages(ALL)
-def test_links(page):
-    for target in re.findall(r'\]\(<?([^)>\s]+)>?\)', prose_of(page)):
-        if '://' in target or target.startswith('mailto:'):
-            continue
-        path, _, fragment = target.partition('#')
-        linked = (page.parent / path) if path else page
-        assert linked.exists(), f'{target} does not exist'
-        if fragment:
-            headings = re.findall(r'^#+ (.*)$', linked.read_text(), re.M)
-            assert fragment in map(anchor, headings), f'{linked.name} has no heading {fragment}'
-
-
-@pages(ALL)
-def test_files_in_the_text(page):
-    rooms = [p.name for p in ROOT.iterdir() if p.is_dir() and p.name not in ('work_dirs', 'build')]
-    for code in INLINE.findall(prose_of(page)):
-        if (
-            re.fullmatch(r'[\w.-]+(/[\w.*-]+)*/?', code)
-            and code.split('/')[0] in rooms
-            and '/' in code
-        ):
-            assert any(ROOT.glob(code)) or 'docs/_build' in code, f'there is no {code}'
-
-
-@pages(ALL)
-def test_options_in_the_text(page):
-    known = {*OTHER_OPTIONS}
-    for command in make_parser()._subparsers._group_actions[0].choices.values():
-        known |= {option for action in command._actions for option in action.option_strings}
-    text = re.sub(r'^\| `--\w+` \|', '|', prose_of(page), flags=re.M)  # DINO's script has its own
-    for code in INLINE.findall(text):
-        for option in re.findall(r'(?<!\S)--[\w-]+', code):
-            assert option in known, f'{option} is no option'
-
-
-@pages(TESTED)
-def test_names_in_the_text(page):
-    """Dotted names of the package, and class names of whatever library, exist."""
-    own = '\n'.join(block.text for block in blocks_of(page))
-    for code in INLINE.findall(prose_of(page)):
-        if re.fullmatch(r'memengine(\.\w+)+', code):
-            assert resolves(code), f'there is no {code}'
-        elif (
-            re.fullmatch(r'(?=.*[a-z])([A-Z][A-Za-z0-9]*[A-Z][a-z0-9]*)', code) and code not in own
-        ):
-            assert is_class(code), f'there is no {code}'
-
-
-def resolves(dotted):
-    parts = dotted.split('.')
-    for end in range(len(parts), 0, -1):
-        try:
-            found = importlib.import_module('.'.join(parts[:end]))
-        except ImportError:
-            continue
-        return functools.reduce(lambda o, n: getattr(o, n, None), parts[end:], found) is not None
-    return False
-
-
-@functools.cache
-def is_class(name):
-    import torchvision.transforms.v2
-
-    libraries = (
-        builtins,
-        torch,
-        torch.nn,
-        torch.optim,
-        torch.utils.data,
-        torchvision.transforms.v2,
-    )
-    libraries += (mmengine.evaluator, mmengine.hooks)
-    return (
-        any(hasattr(library, name) for library in libraries)
-        or find_anywhere(name, 'memengine') is not None
-        or re.search(rf'^class {name}\b', sources(), re.M) is not None
-    )
-
-
-# ------------------------------------------------------------------ DINO's tables
-
-ORIGINAL_OPTIONS = """
-arch patch_size out_dim norm_last_layer momentum_teacher use_bn_in_head warmup_teacher_temp
-teacher_temp warmup_teacher_temp_epochs use_fp16 weight_decay weight_decay_end clip_grad
-batch_size_per_gpu epochs freeze_last_layer lr warmup_epochs min_lr optimizer drop_path_rate
-global_crops_scale local_crops_number local_crops_scale data_path output_dir saveckp_freq seed
-num_workers dist_url local_rank
-""".split()
-RECIPES = {
-    'ImageNet': 'configs/dino/dino_vit-small-p16_8xb64-100e_imagenet.py',
-    'digits': 'configs/dino_vit.py',
-    'photographs': 'configs/dino_vit_photographs.py',
-}
-
-
-def tables(page):
-    """The tables of a page: lists of rows, a row a list of cells, the first row the heads."""
-    rows = re.findall(r'((?:^\|.*\|\n)+)', prose_of(page), re.M)
-    split = [
-        [[c.strip() for c in line.strip('|').split('|')] for line in t.splitlines()] for t in rows
-    ]
-    return [[table[0], *table[2:]] for table in split]
-
-
-def look_up(cfg, path):
-    """(whether the config has an entry, or could have it; its value)."""
-    node = cfg
-    *parents, last = path.split('.')
-    for key in parents:
-        node = node[int(key)] if isinstance(node, list) else node[key]
-    if last in node:
-        return True, node[last]
-    found = find_anywhere(node['type'], 'memengine') if 'type' in node else None
-    if found is None:
-        return False, None
-    names = arguments_of(found[1])
-    default = inspect.signature(found[1]).parameters.get(last)
-    return last in names.names or names.open, default and default.default
-
-
-def test_every_option_of_the_original_script_is_a_setting():
-    table = next(t for t in tables(ROOT / 'docs/dino.md') if t[0][0] == 'original option')
-    assert [row[0].strip('`-') for row in table[1:]] == ORIGINAL_OPTIONS
-    cfg = Config.fromfile(ROOT / RECIPES['ImageNet'])
-    for option, settings in table[1:]:
-        named = [
-            code
-            for code in INLINE.findall(settings)
-            if re.fullmatch(r'[a-z_]\w*(\.\w+)+(=.*)?', code)
-        ]
-        for setting in named:
-            path = setting.partition('=')[0]
-            is_known = path.split('.')[0] == 'env_cfg' or look_up(cfg, path)[0]
-            assert is_known, f'{option}: there is no {path}'
-        assert named or option in ('`--output_dir`', '`--local_rank`'), f'{option} has no setting'
-
-
-def test_what_the_quick_starts_change_is_what_their_configs_say():
-    table = next(t for t in tables(ROOT / 'docs/dino.md') if t[0][1] == 'ImageNet')
-    rows = [row for row in table[1:] if row[0].startswith('`')]
-    assert len(rows) > 5
-    for column, name in enumerate(table[0][1:4], start=1):
-        cfg = Config.fromfile(ROOT / RECIPES[name])
-        for row in rows:
-            value = look_up(cfg, row[0].strip('`'))[1]
-            assert str(value) in row[column], f'{row[0]}: {name} has {value}, not {row[column]}'
