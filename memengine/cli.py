@@ -132,7 +132,9 @@ def _log_traceback(error: Exception) -> str | None:
         if isinstance(handler, logging.FileHandler):
             text = ''.join(traceback.format_exception(error))
             handler.handle(logger.makeRecord(logger.name, logging.ERROR, '', 0, text, (), None))
-            return os.path.relpath(handler.baseFilename)
+            path = Path(handler.baseFilename)
+            inside = path.is_relative_to(Path.cwd())
+            return str(path.relative_to(Path.cwd()) if inside else path)
     return None
 
 

@@ -353,7 +353,7 @@ def test_the_traceback_goes_to_the_log_or_with_debug_to_the_terminal(folder, cap
     assert run_main('train', 'config.py', *pairs) == 1
     said = capsys.readouterr().err
     assert 'Traceback' not in said
-    assert 'memengine: error: AssertionError (cli_parts.py, line ' in said
+    assert 'memengine: error: model (CliModel): AssertionError (cli_parts.py, line ' in said
     (log,) = Path('work_dirs/config').glob('*/*.log')
     assert f'(it is in {log})' in said
     assert 'Traceback (most recent call last)' in log.read_text()

@@ -67,7 +67,7 @@ def explain(error: BaseException, cfg: Mapping[str, Any] | None = None) -> str:
         return _out_of_memory(text, cfg)
     if not isinstance(error, _TELLING) or not text:
         text = f'{type(error).__name__}: {text}' if text else type(error).__name__
-    return _setting(error, cfg) + text + _likely_argument(error) + _place(error)
+    return _setting(error, cfg) + text + _likely(error) + _place(error)
 
 
 def lost_connection(error: BaseException) -> bool:
@@ -104,15 +104,23 @@ def _out_of_memory(text: str, cfg: Mapping[str, Any] | None) -> str:
     )
 
 
-def _likely_argument(error: BaseException) -> str:
-    """The arguments near one that a class or function did not expect."""
+def _likely(error: BaseException) -> str:
+    """The names near an argument that was not expected, or near a key that was not there."""
+    if isinstance(error, KeyError) and len(error.args) == 1 and isinstance(error.args[0], str):
+        held = [v for v in _locals(error) if isinstance(v, Mapping)]
+        return did_you_mean(error.args[0], {k for v in held for k in v if isinstance(k, str)})
     for cause in (error, error.__cause__):
         unexpected = _UNEXPECTED.search(str(cause)) if isinstance(cause, TypeError) else None
         if cause is not None and unexpected and 'Did you mean' not in str(cause):
-            for value in _frames(cause)[-1].f_locals.values():
+            for value in _locals(cause):
                 if callable(value) and getattr(value, '__name__', None) == unexpected[1]:
                     return did_you_mean(unexpected[2], arguments_of(value).names)
     return ''
+
+
+def _locals(error: BaseException) -> list[Any]:
+    """What the function that raised had at hand."""
+    return [value for frame in _frames(error)[-1:] for value in frame.f_locals.values()]
 
 
 def _frames(error: BaseException) -> list[Any]:
@@ -141,17 +149,19 @@ def _place(error: BaseException) -> str:
     on_purpose = not users or steps[-1] == users[-1] or _is_ours(steps[-1][0])
     if _WORKER.search(str(error)) or (isinstance(error, _TELLING) and on_purpose):
         return ''
-    return ''.join(
-        f' ({Path(frame.f_code.co_filename).name}, line {line})'
-        for frame, line in (users or steps)[-1:]
-    )
+    for frame, line in (users or steps)[-1:]:
+        file = Path(frame.f_code.co_filename)
+        return f' ({file.name if users else f"{file.parent.name}/{file.name}"}, line {line})'
+    return ''
 
 
 def _setting(error: BaseException, cfg: Mapping[str, Any] | None) -> str:
-    """``'model.backbone (TimmBackbone): '`` when that was being built; else nothing."""
+    """``'model.backbone (TimmBackbone): '`` when that was being built or at work; else nothing."""
+    if cfg is None:
+        return ''
     path: list[str] = []
     name, subtree = '', cfg
-    for built in _being_built(error) if cfg is not None else ():
+    for built in _being_built(error):
         found = _find(built, subtree)
         if found is not None:
             below, subtree = found
@@ -159,10 +169,26 @@ def _setting(error: BaseException, cfg: Mapping[str, Any] | None) -> str:
             kind = built.get('type', '')
             name = str(getattr(kind, '__name__', kind))
     if not path:
+        path, name = _at_work(error, cfg)
+    if not path:
         return ''
     return (
         f'{".".join(path)} ({name}): ' if name and name not in str(error) else f'{".".join(path)}: '
     )
+
+
+def _at_work(error: BaseException, cfg: Mapping[str, Any]) -> tuple[list[str], str]:
+    """Path and type of the innermost object on the stack that is of one type of the config."""
+    paths: dict[str, list[list[str]]] = {}
+    for path, entry in _dicts(cfg, []):
+        kind = entry.get('type')
+        name = kind.rpartition('.')[2] if isinstance(kind, str) else getattr(kind, '__name__', '')
+        paths.setdefault(name, []).append(path)
+    for frame in reversed(_frames(error)):
+        name = type(frame.f_locals.get('self')).__name__
+        if len(paths.get(name, ())) == 1:
+            return paths[name][0], name
+    return [], ''
 
 
 def _being_built(error: BaseException) -> Iterator[Mapping[str, Any]]:

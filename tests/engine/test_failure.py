@@ -94,6 +94,23 @@ def test_a_type_that_only_the_build_misses(scope):
     assert said.startswith('model.parts.0: KeyError: Zyx is not in the memengine::model registry.')
 
 
+class WorkingPart(nn.Module):
+    def forward(self, x):
+        return torch._assert(False, 'wrong shape')
+
+
+def test_what_was_at_work_is_named_by_its_path():
+    def run(x):
+        return nn.Sequential(WorkingPart())(x)
+
+    model = dict(type='M', backbone=dict(type='WorkingPart'), head=dict(type='H'))
+    error = raised(run, torch.zeros(1))
+    wanted = 'model.backbone (WorkingPart): AssertionError: wrong shape (test_failure.py, line '
+    assert explain(error, Config(dict(model=model))).startswith(wanted)
+    twice = Config(dict(model=model, other=dict(type='WorkingPart')))
+    assert explain(error, twice).startswith('AssertionError: '), 'it could be either'
+
+
 def test_a_hook_whose_priority_was_taken_out(scope):
     cfg = Config(dict(custom_hooks=[dict(type='FailingHook', when=1, priority=3)]))
     error = raised(ALL_HOOKS.build, dict(type='FailingHook', when=1))
@@ -148,6 +165,14 @@ def test_an_error_that_says_little_gets_its_name_and_place():
     assert said.startswith('AssertionError')
     assert '(test_failure.py, line ' in said
     assert explain(raised(lambda: {}['x'])).startswith('KeyError: x (test_failure.py, line ')
+
+
+def test_a_key_that_is_not_there():
+    def best(scores, key):
+        return scores[key]
+
+    said = explain(raised(best, {'knn_top1': 1}, 'knn_top2'))
+    assert said.startswith("KeyError: knn_top2: did you mean 'knn_top1'? (test_failure.py, line ")
 
 
 def test_an_error_in_a_library_is_placed_in_the_users_code():
