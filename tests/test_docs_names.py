@@ -7,6 +7,7 @@ import inspect
 import re
 
 import mmengine.evaluator
+import mmengine.fileio
 import mmengine.hooks
 import torch
 import torchvision.transforms.v2
@@ -90,7 +91,7 @@ def resolves(dotted):
 @functools.cache
 def is_class(name):
     libraries = [builtins, torch, torch.nn, torch.optim, torch.utils.data]
-    libraries += [torchvision.transforms.v2, mmengine.evaluator, mmengine.hooks]
+    libraries += [torchvision.transforms.v2, mmengine.evaluator, mmengine.fileio, mmengine.hooks]
     return (
         any(hasattr(library, name) for library in libraries)
         or find_anywhere(name, 'memengine') is not None
