@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from memengine.memory import SavedBytes, hidden_bytes, saved_bytes
 
@@ -373,14 +373,9 @@ def _chain(blocks, x, **options):
 
 
 @pytest.mark.parametrize(
-    'options',
-    [
-        {'use_reentrant': False},
-        {'use_reentrant': False, 'early_stop': False},
-        {'use_reentrant': True},
-    ],
+    ('use_reentrant', 'early_stop'), [(False, True), (False, False), (True, True)]
 )
-def test_checkpointing_keeps_inputs_and_one_recomputed_block(options):
+def test_checkpointing_keeps_inputs_and_one_recomputed_block(use_reentrant, early_stop):
     blocks = nn.ModuleList(
         nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(6)
     )
@@ -388,8 +383,8 @@ def test_checkpointing_keeps_inputs_and_one_recomputed_block(options):
     block_input, inside = 8 * 16 * F32, 2 * 8 * 64 * F32
     plain = saved_bytes(lambda: _chain(blocks, x).backward(), blocks)
     assert plain == 6 * (block_input + inside)
-    with SavedBytes(blocks) as meter:
-        loss = _chain(blocks, x, **options)
+    with SavedBytes(blocks) as meter, set_checkpoint_early_stop(early_stop):
+        loss = _chain(blocks, x, use_reentrant=use_reentrant)
         assert meter.live_bytes == 6 * block_input
         loss.backward()
     # what is recomputed in backward is kept too
