@@ -28,7 +28,7 @@ def test_the_first_point_of_the_curve(tmp_path):
     assert [iteration for iteration, _ in metrics.seen] == [0, 6, 12]
     (_, first), *_, (_, last) = metrics.seen
     assert first['knn_top1_untrained'] == first['knn_top1'] == last['knn_top1_untrained']
-    assert last['knn_top1'] != first['knn_top1']  # training has changed it
+    assert len({seen['knn_top1'] for _, seen in metrics.seen}) > 1  # training changes it
     assert first['knn_top1_raw_pixels'] == last['knn_top1_raw_pixels']
     (scalars,) = tmp_path.glob('*/vis_data/scalars.json')
     lines = [json.loads(line) for line in scalars.read_text().splitlines()]
