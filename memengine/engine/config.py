@@ -127,7 +127,10 @@ def _resolved(value: Any, path: str, checker: Checker) -> Any:
 
 
 def _scope_of(cfg: Config | Mapping[str, Any]) -> str:
-    return cfg.get('default_scope') or DEFAULT_SCOPE
+    scope = cfg.get('default_scope') or DEFAULT_SCOPE
+    if not isinstance(scope, str):
+        raise ConfigError(f'default_scope: must be the name of a scope, got {scope!r}')
+    return scope
 
 
 def _unknown_keys(
@@ -140,10 +143,10 @@ def _unknown_keys(
     # In a config that a run wrote out, the values of such names stand where they were used.
     written_out = own == {'dict'} and 'work_dir' in entries and 'launcher' in entries
     return [
-        key
+        str(key)
         for key, value in entries.items()
         if not (key in known or key in own or callable(value))
-        and not (written_out and not near(key, known, ONE_SLIP) and _occurs_in(value, read))
+        and not (written_out and not near(str(key), known, ONE_SLIP) and _occurs_in(value, read))
     ]
 
 

@@ -77,13 +77,16 @@ class Checker:
         if '_delete_' in value:
             self.say(f'{path}._delete_', f'no base config sets {path}: remove this key')
         scope = value.get('_scope_') or scope
+        if not isinstance(scope, str):
+            self.say(f'{path}._scope_', f'must be the name of a scope, got {scope!r}')
+            return
         kind = value.get('type', place.default)
         if 'type' not in value and place.default and self._lacks_type(value, path):
             return
         if kind is not None and (place.registry is not None or guess):
             self._check_typed(value, kind, place, path, scope, guess)
         elif place.registry is not None and place.complete and not guess:
-            typo = near('type', value, STRICT)
+            typo = near('type', filter(_is_text, value), STRICT)
             hint = f": did you mean 'type' instead of '{typo[0]}'?" if typo else ''
             self.say(path, f"needs a type, dict(type='...', ...){hint}")
         else:
@@ -306,9 +309,13 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (str, int, float))
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
 def _is_misspelt_type(key: Any, value: Any) -> bool:
-    is_text = isinstance(key, str) and isinstance(value, str)
-    return is_text and bool(near(key, ['type'], STRICT)) and not key.endswith('type')
+    are_texts = _is_text(key) and _is_text(value)
+    return are_texts and bool(near(key, ['type'], STRICT)) and not key.endswith('type')
 
 
 def _imports(module: str) -> bool:

@@ -1,12 +1,17 @@
 """The config checker: what it refuses and how it says so, and that it lets everything else pass."""
 
 import copy
+import inspect
+import re
 from pathlib import Path
 
+import mmengine.runner.runner
 import pytest
 from mmengine.config import Config
 
+import memengine
 from memengine.engine.config import ConfigError, check_config, import_custom_modules
+from memengine.engine.config_schema import TOP_KEYS
 from tests.engine.config_shapes import VALID, base, loader
 
 CONFIGS = sorted(
@@ -460,6 +465,41 @@ def test_every_misspelt_key_of_our_configs_is_refused(path):
                 continue
             passed.append('.'.join(map(str, key)) + ' -> ' + word)
     assert not passed
+
+
+JUNK = [
+    *(None, -1, 0.5, 'x', True, len, (1,), [None, 'a'], {1: 2}, {('a',): 1}),
+    *(dict(type=kind) for kind in (None, 3, [], '', '.', 'X', 'a.b.c')),
+    *(dict(type='SGD', _scope_=scope) for scope in (3, 'nope')),
+    *([dict(type='x')], dict(a=dict(type='SGD'))),
+]
+
+
+@pytest.mark.parametrize('name', ['plain', 'views', 'paramwise'])
+def test_no_value_makes_the_checker_itself_fail(name):
+    refused = 0
+    for path in keys_of(VALID[name]):
+        for value in JUNK:
+            config = copy.deepcopy(VALID[name])
+            node = config
+            for key in path[:-1]:
+                node = node[key]
+            node[path[-1]] = value
+            try:
+                check_config(config)
+            except ConfigError:
+                refused += 1
+    assert refused
+
+
+def test_every_key_that_a_run_reads_is_known():
+    ours = Path(memengine.__file__).parent
+    read = re.compile(r"(?:self|runner)\.cfg\.get\(\s*'(\w+)'")
+    found = set(read.findall(inspect.getsource(mmengine.runner.runner)))
+    for path in ours.rglob('*.py'):
+        found |= set(read.findall(path.read_text(encoding='utf-8')))
+    assert {'model_wrapper_cfg', 'compile', 'sync_bn', 'trusted_globals'} <= found
+    assert found <= TOP_KEYS
 
 
 # -- names of the file's own -----------------------------------------------------------------------
