@@ -13,12 +13,15 @@ import pickle
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from mmengine.logging import HistoryBuffer
+from mmengine.runner import checkpoint as mm_checkpoint
 
 __all__ = ['CheckpointError', 'safe_loading', 'write_whole']
 
@@ -60,6 +63,15 @@ def _resolve(dotted: str) -> Any:
 
 
 @contextmanager
+def _safe_downloads() -> Iterator[None]:
+    """Make MMEngine's loader of URLs use the safe unpickler too; torch's does not by default."""
+    with patch.object(
+        mm_checkpoint, 'load_url', partial(mm_checkpoint.load_url, weights_only=True)
+    ):
+        yield
+
+
+@contextmanager
 def safe_loading(filename: str | Path, trusted: Iterable[str] = ()) -> Iterator[None]:
     """Within it, ``torch.load`` reads MMEngine's checkpoints, and refuses others by name.
 
@@ -71,8 +83,9 @@ def safe_loading(filename: str | Path, trusted: Iterable[str] = ()) -> Iterator[
         CheckpointError: When the pickle wants anything else, or the file is damaged.
     """
     try:
-        with torch.serialization.safe_globals([*_allowed(), *map(_resolve, trusted)]):
-            yield
+        with _safe_downloads():
+            with torch.serialization.safe_globals([*_allowed(), *map(_resolve, trusted)]):
+                yield
     except pickle.UnpicklingError as error:
         wanted = re.search(r'GLOBAL ([\w.]+)', str(error))
         if wanted is None:

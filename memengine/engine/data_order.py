@@ -89,6 +89,9 @@ class ResumableSampler(Sampler[int]):
     def __len__(self) -> int:
         return len(cast(Sized, self.sampler))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ResumableSampler:
+        return self  # MMEngine copies the data loader's config, which holds the sampler by now
+
 
 class SeededDataset(Dataset[Any]):
     """Any data set, with the random generators seeded for each sample.
@@ -96,18 +99,20 @@ class SeededDataset(Dataset[Any]):
     Args:
         dataset: The data set to wrap; other attributes are reached through.
         seed: The run's seed.
+        size: Use the first so many samples only; by default all.
     """
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    def __init__(self, dataset: Any, seed: int, size: int | None = None) -> None:
         self.dataset = dataset
         self.seed = seed
+        self.size = len(dataset) if size is None else min(size, len(dataset))
 
     def __getitem__(self, index: int) -> Any:
         seed_generators(derive_seed(self.seed, getattr(index, 'epoch', 0), int(index)))
         return self.dataset[int(index)]
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return self.size
 
     def __getattr__(self, name: str) -> Any:
         if name == 'dataset':  # not there yet, while being unpickled
@@ -132,13 +137,11 @@ def reproducible(dataloader: dict[str, Any], seed: int, diff_rank_seed: bool) ->
         dataset = DATASETS.build(dataset)
         if hasattr(dataset, 'full_init'):
             dataset.full_init()
-    batches = config.pop('num_batch_per_epoch', None)
-    size = len(dataset)
+    batches, size = config.pop('num_batch_per_epoch', None), None
     if batches is not None:
-        size = min(size, batches * config['batch_size'] * get_world_size())
-    seeded = SeededDataset(
-        torch.utils.data.Subset(dataset, range(size)) if batches else dataset, seed
-    )
+        size = batches * config['batch_size'] * get_world_size()
+    seeded = SeededDataset(dataset, seed, size)
+    size = len(seeded)
     if not isinstance(config.get('batch_size', 1), int) or config.get('batch_size', 1) < 1:
         raise ValueError(f'batch_size must be a positive integer, got {config["batch_size"]!r}')
     per_step = config.get('batch_size', 1) * get_world_size()

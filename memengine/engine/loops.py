@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from mmengine.dataset import InfiniteSampler
 from mmengine.runner import EpochBasedTrainLoop as _EpochBasedTrainLoop
 from mmengine.runner import IterBasedTrainLoop as _IterBasedTrainLoop
 from torch import nn
@@ -49,7 +50,8 @@ class _StopRequest:
 
     def after(self, iterations: int) -> bool:
         """Whether to stop, ``iterations`` iterations having been done."""
-        return self.signal is not None or iterations == self._stop_at_iter
+        stop_at = self._stop_at_iter
+        return self.signal is not None or (stop_at is not None and iterations >= stop_at)
 
 
 def _save_and_stop(loop: EpochBasedTrainLoop | IterBasedTrainLoop) -> None:
@@ -91,14 +93,21 @@ class EpochBasedTrainLoop(_EpochBasedTrainLoop):
 
     def run(self) -> nn.Module:
         """Train, from wherever the runner was resumed."""
+        self.runner.call_hook('before_train')
+        self.stop_training |= self._stop.after(self._iter)
         with self._stop as stop:
-            model = super().run()
+            while self._epoch < self._max_epochs and not self.stop_training:
+                epoch = self._epoch
+                self.run_epoch()
+                if self._epoch > epoch and self._validates():
+                    self.runner.val_loop.run()
+        self.runner.call_hook('after_train')
         if stop.signal is not None:
             raise KeyboardInterrupt
-        return model
+        return self.runner.model
 
     def run_epoch(self) -> None:
-        """Train the rest of the current epoch."""
+        """Train the rest of the current epoch, or up to where training is to stop."""
         self.runner.call_hook('before_train_epoch')
         self.runner.model.train()
         done = self._iter - self._epoch * len(self.dataloader)
@@ -109,6 +118,11 @@ class EpochBasedTrainLoop(_EpochBasedTrainLoop):
         self.runner.call_hook('after_train_epoch')
         self._epoch += 1
         return None
+
+    def _validates(self) -> bool:
+        self._decide_current_val_interval()
+        due = self._epoch % self.val_interval == 0 or self._epoch == self._max_epochs
+        return self.runner.val_loop is not None and self._epoch >= self.val_begin and due
 
 
 @LOOPS.register_module()
@@ -162,12 +176,13 @@ class IterBasedTrainLoop(_IterBasedTrainLoop):
 
     def _batches(self) -> Iterator[Any]:
         """Batches without end, pass after pass, from the current iteration on."""
-        if self._iter >= self._max_iters:
+        if self._iter >= self._max_iters or self._stop.after(self._iter):
             return
-        try:
-            passes, start = divmod(self._iter, len(self.dataloader))
-        except TypeError:  # a data set without a length has one endless pass
+        sampler = getattr(self.dataloader.sampler, 'sampler', self.dataloader.sampler)
+        if isinstance(sampler, InfiniteSampler):  # one endless pass
             passes, start = 0, self._iter
+        else:
+            passes, start = divmod(self._iter, len(self.dataloader))
         while True:
             if hasattr(self.dataloader.sampler, 'set_epoch'):
                 self.dataloader.sampler.set_epoch(passes)

@@ -46,6 +46,19 @@ def test_what_else_is_refused_by_name_until_trusted(tmp_path):
         load(tmp_path / 'a.pth')  # trust ends with the call
 
 
+def test_a_checkpoint_from_a_url_is_read_as_safely(tmp_path, monkeypatch):
+    torch.save(Harmless(), tmp_path / 'a.pth')
+    monkeypatch.setenv('TORCH_HOME', str(tmp_path / 'cache'))
+    runner = toy_runner(tmp_path / 'run')
+    monkeypatch.setattr(
+        torch.hub,
+        'download_url_to_file',
+        lambda url, to, *args, **kwargs: shutil.copy(tmp_path / 'a.pth', to),
+    )
+    with pytest.raises(CheckpointError, match='Harmless'):
+        runner.load_checkpoint('https://example.invalid/a.pth')
+
+
 class Attack:
     def __reduce__(self):
         return getattr, (HistoryBuffer, 'register_statistics')

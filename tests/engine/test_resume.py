@@ -49,6 +49,37 @@ def test_resume_is_bit_exact_with_workers_and_their_number_does_not_matter(tmp_p
     assert first.seen + second.seen == whole
 
 
+def test_resume_within_an_infinite_sampler_is_bit_exact(tmp_path):
+    loader = dict(sampler=dict(type='InfiniteSampler', shuffle=True))
+    whole, _ = uninterrupted(tmp_path, train_cfg=LOOPS['iterations'], loader=loader)
+    first, second = Losses(), Losses()
+    stop = dict(LOOPS['iterations'], stop_at_iter=9)  # within the second pass over the data
+    toy_runner(tmp_path / 'parts', first, train_cfg=stop, loader=loader).train()
+    toy_runner(
+        tmp_path / 'parts', second, train_cfg=LOOPS['iterations'], loader=loader, resume=True
+    ).train()
+    assert first.seen + second.seen == whole
+
+
+@pytest.mark.parametrize('loop', LOOPS)
+def test_stopping_where_a_run_already_is_trains_no_further(tmp_path, loop):
+    stop = dict(LOOPS[loop], stop_at_iter=7)
+    toy_runner(tmp_path, train_cfg=stop).train()
+    losses = Losses()
+    for at in (7, 3):
+        again = dict(stop, stop_at_iter=at)
+        toy_runner(tmp_path, losses, train_cfg=again, resume=True).train()
+    assert losses.seen == []
+
+
+def test_num_batch_per_epoch_shortens_an_epoch_and_keeps_what_the_data_say(tmp_path):
+    losses = Losses()
+    runner = toy_runner(tmp_path, losses, loader=dict(num_batch_per_epoch=2))
+    runner.train()
+    assert len(losses.seen) == 6
+    assert runner.train_dataloader.dataset.metainfo == {'classes': ('a', 'b')}
+
+
 class Interrupt(Hook):
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         if runner.iter == 6:
