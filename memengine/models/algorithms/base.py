@@ -2,34 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from mmengine.model import BaseModel
 from mmengine.optim import OptimWrapper
-from torch import Tensor
+from torch import Tensor, nn
 
 from memengine.engine.step import Progress, run_step
+from memengine.models.algorithms.slices import Slice, slice_views
+from memengine.techniques.slicing import join_slices
 
-__all__ = ['Algorithm', 'Embeddings']
+__all__ = ['Algorithm', 'Embeddings', 'Slice', 'rows_of']
 
 Embeddings = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
 
+def rows_of(inputs: Tensor | Sequence[Tensor]) -> Tensor:
+    """A view [B, ...] as it is, several views as the rows of their concatenation [V * B, ...]."""
+    return inputs if isinstance(inputs, Tensor) else torch.cat(list(inputs))
+
+
 class Algorithm(BaseModel):
-    """A model that says how its loss is built.
+    """A model that says how its loss is built, and how it is cut into slices.
 
     Subclasses define :meth:`embed`, :meth:`embedding_loss` and :meth:`features`, and if need
     be :meth:`targets`, :meth:`set_progress`, :meth:`before_update` and :meth:`after_update`.
 
+    How a step is carried out in slices, in the order of the calls::
+
+        targets = model.targets(inputs, data_samples)                     # once
+        for piece in model.slices(inputs, data_samples, size):
+            embeddings = model(piece.inputs, piece.data_samples, mode='tensor')
+            losses = model.slice_loss(embeddings, targets, piece)         # additive losses
+        model.batch_losses(sums of the losses over the slices, targets)   # additive, for the log
+        model.embedding_loss(model.join(all embeddings), targets, data_samples)  # coupled losses
+
     Attributes:
-        coupled: Whether samples of a batch meet in the loss, so that it is not the mean of the
+        coupled: Whether samples of a batch meet in the loss, so that it is not the sum of the
             losses of its parts. Such a model cannot be trained by accumulation.
     """
 
     coupled: bool = True
 
     def embed(self, inputs: Any, data_samples: Any = None) -> Embeddings:
-        """The heavy part: inputs (any slice of the batch) to their embeddings."""
+        """The heavy part: inputs (the batch, or any slice of it) to their embeddings.
+
+        Row i of an embedding belongs to row i of the inputs; several views of one size (a list of
+        tensors, of any number of rows each) are the rows of their concatenation.
+        """
         raise NotImplementedError
 
     def embedding_loss(
@@ -46,6 +68,47 @@ class Algorithm(BaseModel):
         """What is computed once per batch, without gradient, before any slice is embedded."""
         return None
 
+    def slices(self, inputs: Any, data_samples: Any, size: Any) -> list[Slice]:
+        """How a batch is cut: one view by sample, views of one size by their rows.
+
+        Args:
+            inputs: Of the batch.
+            data_samples: Of the batch.
+            size: Most rows (images) in a slice; a model with several towers also takes a dict of
+                sizes by tower.
+
+        Returns:
+            Slices that hold every row once, in order.
+        """
+        return slice_views(inputs, data_samples, size)
+
+    def slice_loss(self, embeddings: Any, targets: Any, piece: Slice) -> dict[str, Tensor]:
+        """Losses of a slice, whose sums over all slices are the batch's; if not ``coupled``.
+
+        Entries without ``loss`` in their name are summed too, and may have any shape.
+        """
+        raise NotImplementedError
+
+    def batch_losses(self, sums: dict[str, Tensor], targets: Any) -> dict[str, Tensor]:
+        """What :meth:`embedding_loss` gives, from the sums of :meth:`slice_loss`; to be logged."""
+        return sums
+
+    def join(self, embeddings: Sequence[Any]) -> Any:
+        """Embeddings of slices, in their order, to embeddings as :meth:`embedding_loss` takes them.
+
+        Dicts need not have the same keys: each entry is joined from the slices that have it.
+        """
+        if not all(isinstance(part, dict) for part in embeddings):
+            return join_slices(embeddings)
+        names = dict.fromkeys(name for part in embeddings for name in part)
+        return {
+            name: join_slices([part[name] for part in embeddings if name in part]) for name in names
+        }
+
+    def tower(self, name: str | None) -> nn.Module:
+        """The encoder that slices with this ``tower`` go through, to see whether it is trained."""
+        return self
+
     def set_progress(self, progress: Progress) -> None:
         """Take note of where training stands; called before each iteration."""
 
@@ -55,6 +118,10 @@ class Algorithm(BaseModel):
     def after_update(self) -> None:
         """Called right after the optimiser has stepped."""
 
+    def predict(self, inputs: Any, data_samples: Any = None) -> list[dict[str, Tensor]]:
+        """What metrics get of each sample."""
+        return [{'feature': feature} for feature in self.features(inputs)]
+
     def forward(self, inputs: Any, data_samples: Any = None, mode: str = 'tensor') -> Any:
         """One of three things.
 
@@ -62,7 +129,7 @@ class Algorithm(BaseModel):
             inputs: Images [B, C, H, W], or a list of views of the batch.
             data_samples: Dict of tensors by sample, e.g. ``label`` [B].
             mode: ``'tensor'`` gives embeddings, ``'loss'`` a dict of losses and ``'predict'`` a
-                list with ``{'feature': [D]}`` for each sample.
+                list with a dict (``{'feature': [D]}``) for each sample.
 
         Raises:
             ValueError: For another mode.
@@ -73,7 +140,7 @@ class Algorithm(BaseModel):
             targets = self.targets(inputs, data_samples)
             return self.embedding_loss(self.embed(inputs, data_samples), targets, data_samples)
         if mode == 'predict':
-            return [{'feature': feature} for feature in self.features(inputs)]
+            return self.predict(inputs, data_samples)
         raise ValueError(f"mode must be 'tensor', 'loss' or 'predict', got {mode!r}")
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:

@@ -8,20 +8,48 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from memengine.engine.step import Progress
-from memengine.losses.dino import DINOLoss
+from memengine.losses.dino import DINOLoss, combine_targets
 from memengine.models.algorithms.base import Algorithm
+from memengine.models.algorithms.slices import Slice, check_size
+from memengine.models.algorithms.spread import moments, spread
 from memengine.registry import MODELS
+from memengine.techniques.multi_crop import CropSlice, plan_slices
 
-__all__ = ['DINO']
+__all__ = ['DINO', 'TeacherTargets']
 
 GLOBAL_CROPS = 2
+
+
+@dataclass(frozen=True)
+class TeacherTargets:
+    """What the teacher says of a batch.
+
+    Args:
+        probabilities: Of the global crops, [2, B, K].
+    """
+
+    probabilities: Tensor
+
+    @cached_property
+    def combined(self) -> Tensor:
+        """What each kind of crop is compared with, [3, B, K]; computed once."""
+        return combine_targets(self.probabilities)
+
+    def scalars(self) -> dict[str, Tensor]:
+        """The entropies that tell whether the teacher has collapsed, in nats."""
+        mean = self.probabilities.mean(dim=(0, 1))  # [K]
+        return {
+            'teacher_entropy': torch.special.entr(mean).sum(),
+            'teacher_sample_entropy': torch.special.entr(self.probabilities).sum(dim=-1).mean(),
+        }
 
 
 class _Network(nn.Module):
@@ -147,39 +175,78 @@ class DINO(Algorithm):
         """Take note of where training stands."""
         self.progress = progress
 
-    @torch.no_grad()
-    def targets(self, inputs: Sequence[Tensor], data_samples: Any = None) -> Tensor:
-        """Teacher probabilities of the global crops, [2, B, K]."""
+    def _check_crops(self, inputs: Any) -> None:
         if not isinstance(inputs, (list, tuple)) or len(inputs) != self.loss.ncrops:
             got = f'{len(inputs)} crops' if isinstance(inputs, (list, tuple)) else 'one view'
             raise ValueError(
                 f'DINO: model.local_crops={self.loss.ncrops - GLOBAL_CROPS} expects '
                 f'{GLOBAL_CROPS} global crops and as many local ones, but the pipeline gave {got}'
             )
+
+    @torch.no_grad()
+    def targets(self, inputs: Sequence[Tensor], data_samples: Any = None) -> TeacherTargets:
+        """Teacher probabilities of the global crops."""
+        self._check_crops(inputs)
         _, logits = self.teacher(inputs[:GLOBAL_CROPS])
-        return self.loss.targets(logits, self.progress.epoch)
+        return TeacherTargets(self.loss.targets(logits, self.progress.epoch))
 
     def embed(self, inputs: Sequence[Tensor], data_samples: Any = None) -> tuple[Tensor, Tensor]:
         """Student features [V * B, D] and logits [V * B, K], crop by crop."""
         return self.student(inputs)
 
     def embedding_loss(
-        self, embeddings: tuple[Tensor, Tensor], targets: Tensor, data_samples: Any = None
+        self,
+        embeddings: tuple[Tensor, Tensor],
+        targets: TeacherTargets,
+        data_samples: Any = None,
     ) -> dict[str, Tensor]:
         """The DINO loss, and what tells whether it means anything."""
         features, logits = embeddings
-        loss = self.loss.batch_loss(logits, targets)
-        with torch.no_grad():
-            mean = targets.mean(dim=(0, 1))  # [K]
-            entropy = torch.special.entr(mean).sum()
-            sample_entropy = torch.special.entr(targets).sum(dim=-1).mean()
-            directions = F.normalize(features.float(), dim=-1)
-            spread = directions.std(dim=0).mean() * math.sqrt(directions.shape[-1])
+        sums = {
+            'loss': self.loss.batch_loss(logits, targets.probabilities),
+            **moments(features),
+        }
+        return self.batch_losses(sums, targets)
+
+    def slices(self, inputs: Sequence[Tensor], data_samples: Any, size: int) -> list[Slice]:
+        """Sets of (crop, sample) of one resolution, as even as can be.
+
+        A slice holds at most ``size`` crops of the largest size, or as many smaller ones as have
+        no more pixels.
+        """
+        self._check_crops(inputs)
+        sizes = [(crop.shape[-2], crop.shape[-1]) for crop in inputs]
+        batch_size = len(inputs[0])
+        return [
+            Slice(
+                [inputs[crop][piece.samples.start : piece.samples.stop] for crop in piece.crops],
+                None,
+                piece,
+                len(inputs) * batch_size,
+            )
+            for piece in plan_slices(sizes, batch_size, check_size(size))
+        ]
+
+    def slice_loss(
+        self, embeddings: tuple[Tensor, Tensor], targets: TeacherTargets, piece: Slice
+    ) -> dict[str, Tensor]:
+        """The slice's share of the loss, and of the sums that the spread is computed from."""
+        features, logits = embeddings
+        assert isinstance(piece.rows, CropSlice)
+        loss = self.loss.crop_loss(
+            logits.unflatten(0, (len(piece.rows.crops), -1)),  # [crops, samples, K]
+            piece.rows.targets(targets.combined),
+        )
+        return {'loss': loss / targets.combined.shape[1], **moments(features)}
+
+    @torch.no_grad()
+    def batch_losses(self, sums: dict[str, Tensor], targets: TeacherTargets) -> dict[str, Tensor]:
+        """The loss, and what tells whether it means anything."""
+        loss = sums['loss']
         return {
             'loss': loss,
-            'teacher_entropy': entropy,
-            'teacher_sample_entropy': sample_entropy,
-            'feature_std': spread,
+            **targets.scalars(),
+            'feature_std': spread(sums),
             'teacher_temp': loss.new_tensor(self.loss.temperature(self.progress.epoch)),
             'ema_momentum': loss.new_tensor(self.ema_momentum),
         }
