@@ -68,12 +68,15 @@ class Tower:
         slices_per_forward: How many consecutive slices the graph-free pass embeds at once. Refused
             where the encoder draws random numbers or uses batch statistics, as the pass could then
             not be repeated in smaller slices.
+        part: The part of ``module`` that these slices go through, where that holds several
+            encoders: it says whether the tower is trained. None for all of it.
     """
 
     module: nn.Module
     slices: Sequence[Any]
     encode: Callable[[nn.Module, Any], Any] = call_module
     slices_per_forward: int = 1
+    part: nn.Module | None = None
 
 
 def cached_step(
@@ -166,7 +169,8 @@ class _Run:
         self.module = tower.module
         self._tower = tower
         tensors = tensors_in(tower.slices)
-        self.trained = any(tensor.requires_grad for tensor in [*self.module.parameters(), *tensors])
+        parameters = (tower.part or tower.module).parameters()
+        self.trained = any(tensor.requires_grad for tensor in [*parameters, *tensors])
         self.kept = tower.slices[len(tower.slices) - keep_graph :] if self.trained else []
         self._graph_free = tower.slices[: len(tower.slices) - len(self.kept)]
         self.repeated = self._graph_free if self.trained else []
@@ -285,8 +289,8 @@ def _check_tower(tower: Tower) -> None:
                 f'a slice for {name} is computed by an upstream graph, which each slice would '
                 'run through again; compute it inside the encoder, or detach it'
             )
-    layers = layers_with_batch_statistics(tower.module) if tower.slices_per_forward > 1 else []
-    if layers:
+    layers = layers_with_batch_statistics(tower.part or tower.module)
+    if layers and tower.slices_per_forward > 1:
         raise ValueError(
             f'{name} normalises by the statistics of the batch ({layers[0]}), which differ between '
             'a larger chunk and its slices; leave out forward_chunk_size (slices_per_forward)'
@@ -297,7 +301,7 @@ def _check_ddp(runs: Sequence[_Run]) -> None:
     """Refuse what DDP would end in the middle of: it looks for unused parameters one forward at a
     time, and takes those of the other towers for unused before their backward."""
     for module in {run.module for run in runs if run.trained}:
-        sharing = [run for run in runs if run.module is module]
+        sharing = [run for run in runs if run.module is module and run.trained]
         if _finds_unused(module) and len(sharing) > 1 and not any(run.repeated for run in sharing):
             raise ValueError(
                 'keep_graph keeps all slices of several towers in one DDP module with '

@@ -16,7 +16,7 @@ from memengine.techniques.grad_cache import Tower, cached_step
 from memengine.techniques.slicing import split_batch
 from memengine.testing import assert_same_step, relative_error
 
-from .toy import Case, Encoder, cached, gradients, plain, train
+from .toy import CHUNK, Case, Encoder, cached, gradients, plain, train
 
 
 @pytest.mark.parametrize('momentum', [0.1, None])
@@ -170,6 +170,24 @@ def test_kept_graphs_are_counted_over_trained_towers_only():
     text.requires_grad_(False)
     cached([image, text], case.batches[0], case.loss, keep_graph=1)
     assert (image.calls, text.calls) == (3 + 2, 3)
+
+
+def test_a_frozen_tower_in_a_module_that_holds_both():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.image, self.text = Encoder().requires_grad_(False), Encoder()
+
+        def forward(self, image=None, text=None):
+            return self.text(text) if image is None else self.image(image)
+
+    model = Both()
+    towers = [
+        Tower(model, [{name: x} for x in torch.randn(10, 12).split(CHUNK)], part=part)
+        for name, part in model.named_children()
+    ]
+    cached_step(towers, lambda a, b: ClipLoss()(a, b, 5.0), keep_graph=1)
+    assert (model.image.calls, model.text.calls) == (3, 3 + 2)
 
 
 @pytest.mark.parametrize('keep_graph', [0, 1, 4, 9])
