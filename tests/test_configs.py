@@ -18,6 +18,13 @@ CONFIGS = sorted(
     if '_base_' not in path.parts
 )
 
+FIGURES = {
+    'AccuracyMetric': 'top1',
+    'KNNMetric': 'knn_top1',
+    'RetrievalMetric': 'image_to_text_r1',
+    'ZeroShotMetric': 'zero_shot_top1',
+}
+
 
 def make_imagenet(root):
     """Two classes of three images each, in ImageNet's layout."""
@@ -31,14 +38,23 @@ def make_imagenet(root):
                 Image.fromarray(pixels).save(folder / f'{index}.jpg')
 
 
+def metrics_of(cfg):
+    return cfg.val_evaluator if isinstance(cfg.val_evaluator, list) else [cfg.val_evaluator]
+
+
 def shrink(cfg):
     """The same run in small: few samples, few prototypes, no workers, this machine's precision."""
     for loader in (cfg.train_dataloader, cfg.val_dataloader, cfg.test_dataloader):
         loader.update(batch_size=2, num_workers=0, persistent_workers=False)
     cfg.train_dataloader.dataset.indices = 5
-    cfg.val_dataloader.dataset.bank.indices = 4
-    cfg.val_dataloader.dataset.queries.indices = 2
-    cfg.val_evaluator.k = 2
+    validation = cfg.val_dataloader.dataset
+    if validation.type == 'BankAndQueries':
+        validation.bank.indices, validation.queries.indices = 4, 2
+    else:
+        validation.indices = 4
+    for metric in metrics_of(cfg):
+        if metric.type == 'KNNMetric':
+            metric.k = 2
     if cfg.model.get('head', {}).get('out_dim', 0) > 512:
         cfg.model.head.out_dim = 512
     cfg.optim_wrapper.precision = 'fp32'
@@ -71,7 +87,8 @@ def test_config_is_checked_builds_and_steps(name, tmp_path, monkeypatch):
     assert set(moved) >= set(trained) - set(frozen), (
         'a parameter that is to be trained did not move'
     )
-    assert 'val/knn_top1' in runner.message_hub.log_scalars
+    for metric in metrics_of(cfg):
+        assert f'val/{FIGURES[metric.type]}' in runner.message_hub.log_scalars
 
 
 def test_there_are_configs():

@@ -5,7 +5,18 @@ from memengine.datasets.collate import stack_views
 from memengine.datasets.folders import CIFAR10, CIFAR100, ImageFolder, ImageNet
 from memengine.datasets.image_dataset import ImageDataset
 from memengine.datasets.sources import Digits, Photographs
-from memengine.datasets.transforms import MultiCrop, PackInputs, Pipeline
+from memengine.datasets.tokenizers import (
+    OpenClipTokenizer,
+    TransformersTokenizer,
+    WordTokenizer,
+)
+from memengine.datasets.transforms import (
+    LabelCaption,
+    MultiCrop,
+    PackInputs,
+    Pipeline,
+    Tokenize,
+)
 
 __all__ = [
     'CIFAR10',
@@ -15,9 +26,14 @@ __all__ = [
     'ImageDataset',
     'ImageFolder',
     'ImageNet',
+    'LabelCaption',
     'MultiCrop',
+    'OpenClipTokenizer',
     'PackInputs',
     'Photographs',
     'Pipeline',
+    'Tokenize',
+    'TransformersTokenizer',
+    'WordTokenizer',
     'stack_views',
 ]

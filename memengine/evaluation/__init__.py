@@ -1,6 +1,8 @@
 """What a model is worth: metrics for validation."""
 
+from memengine.evaluation.accuracy import AccuracyMetric
+from memengine.evaluation.image_text import RetrievalMetric, ZeroShotMetric
 from memengine.evaluation.knn import weighted_knn
 from memengine.evaluation.knn_metric import KNNMetric
 
-__all__ = ['KNNMetric', 'weighted_knn']
+__all__ = ['AccuracyMetric', 'KNNMetric', 'RetrievalMetric', 'ZeroShotMetric', 'weighted_knn']

@@ -1,8 +1,32 @@
 """Algorithms and what they are made of."""
 
 from memengine.models.algorithms.base import Algorithm
+from memengine.models.algorithms.classifier import Classifier
+from memengine.models.algorithms.clip import CLIP, SigLIP
+from memengine.models.algorithms.contrastive import SimCLR, SupCon
 from memengine.models.algorithms.dino import DINO
+from memengine.models.algorithms.selfcon import SelfCon
+from memengine.models.algorithms.slices import Slice
+from memengine.models.backbones.text_libraries import OpenClipText, TransformersText
+from memengine.models.backbones.text_transformer import TextTransformer
 from memengine.models.backbones.timm_backbone import TimmBackbone
 from memengine.models.heads.dino_head import DINOHead
+from memengine.models.heads.projection_head import ProjectionHead
 
-__all__ = ['DINO', 'Algorithm', 'DINOHead', 'TimmBackbone']
+__all__ = [
+    'CLIP',
+    'DINO',
+    'Algorithm',
+    'Classifier',
+    'DINOHead',
+    'OpenClipText',
+    'ProjectionHead',
+    'SelfCon',
+    'SigLIP',
+    'SimCLR',
+    'Slice',
+    'SupCon',
+    'TextTransformer',
+    'TimmBackbone',
+    'TransformersText',
+]

@@ -1,8 +1,16 @@
-"""Transforms of one sample: torchvision's v2, mmcv's, multi-crop, and the packing."""
+"""Transforms of one sample: torchvision's v2, mmcv's, multi-crop, captions, the packing."""
 
+from memengine.datasets.transforms.captions import LabelCaption, Tokenize
 from memengine.datasets.transforms.multi_crop import MultiCrop
 from memengine.datasets.transforms.pack import PackInputs
 from memengine.datasets.transforms.pipeline import Pipeline
 from memengine.datasets.transforms.torchvision_v2 import TorchvisionTransform
 
-__all__ = ['MultiCrop', 'PackInputs', 'Pipeline', 'TorchvisionTransform']
+__all__ = [
+    'LabelCaption',
+    'MultiCrop',
+    'PackInputs',
+    'Pipeline',
+    'Tokenize',
+    'TorchvisionTransform',
+]

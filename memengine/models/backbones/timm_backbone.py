@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Any
 
 import timm
@@ -59,3 +60,44 @@ class TimmBackbone(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Images [B, C, H, W] to features [B, D]."""
         return self.model(images)
+
+    def exit_widths(self, exits: Sequence[int]) -> list[int]:
+        """Channels of the stages that :meth:`with_exits` leaves at.
+
+        Raises:
+            ValueError: For a stage that the model does not have, or a model that cannot be left.
+        """
+        model: Any = self.model
+        name = type(model).__name__
+        if not hasattr(model, 'forward_intermediates') or not hasattr(model, 'feature_info'):
+            raise ValueError(
+                f'TimmBackbone: {name} has no intermediate features in timm; use another model'
+            )
+        stages = list(model.feature_info)
+        for place in exits:
+            if not -len(stages) <= place < len(stages):
+                modules = ', '.join(f'{i} {stage["module"]}' for i, stage in enumerate(stages))
+                raise ValueError(
+                    f'TimmBackbone: exit {place} is none of the stages of {name}: {modules}'
+                )
+        return [stages[place]['num_chs'] for place in exits]
+
+    def with_exits(self, images: Tensor, exits: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+        """Features, and those after intermediate stages, in one forward pass.
+
+        Args:
+            images: [B, C, H, W].
+            exits: Places in timm's ``feature_info``, each once.
+
+        Returns:
+            Features [B, D] as from ``forward``, and for each exit the stage's mean over the
+            image, [B, channels].
+        """
+        model: Any = self.model
+        count = len(model.feature_info)
+        places = [place % count for place in exits]
+        last, stages = model.forward_intermediates(
+            images, indices=sorted(places), norm=False, output_fmt='NCHW'
+        )
+        by_place = dict(zip(sorted(places), stages, strict=True))
+        return model.forward_head(last), [by_place[place].mean(dim=(2, 3)) for place in places]

@@ -1,0 +1,8 @@
+"""Accumulation: an additive loss in slices of ``micro_batch_size`` images, within one iteration.
+
+Add this file to ``_base_``, or set ``optim_wrapper.type=AccumulationOptimWrapper`` and
+``optim_wrapper.micro_batch_size=16`` on the command line. Losses in which samples meet (SimCLR,
+SupCon, SelfCon, CLIP, SigLIP) need ``grad_cache.py``.
+"""
+
+optim_wrapper = dict(type='AccumulationOptimWrapper', micro_batch_size=16)

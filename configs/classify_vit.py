@@ -1,0 +1,29 @@
+"""Classifier."""
+
+_base_ = [
+    '_base_/datasets/digits_one_view.py',
+    '_base_/schedules/adamw_cosine.py',
+    '_base_/default_runtime.py',
+    '_base_/knn_evaluation.py',
+]
+
+model = dict(
+    type='Classifier',
+    backbone=dict(
+        type='TimmBackbone',
+        model_name='vit_tiny_patch16_224',
+        img_size=16,
+        patch_size=4,
+        in_chans=1,
+        embed_dim=128,
+        depth=2,
+        num_heads=4,
+        class_token=False,
+        global_pool='avg',
+    ),
+    num_classes=10,
+)
+val_evaluator = [dict(type='AccuracyMetric'), dict(type='KNNMetric', k=20, temperature=0.07)]
+test_evaluator = val_evaluator
+custom_hooks = [dict(type='EvaluateFirstHook')]  # the collapse hook watches an embedding
+train_cfg = dict(by_epoch=True, max_epochs=40, val_interval=10)

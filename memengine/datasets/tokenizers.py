@@ -1,0 +1,128 @@
+"""Tokenizers: a text to a fixed number of token ids.
+
+A tokenizer is called with a text and returns a Long tensor [L].
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memengine.registry import TRANSFORMS
+
+__all__ = ['OpenClipTokenizer', 'TransformersTokenizer', 'WordTokenizer']
+
+_WORD = re.compile(r"[a-z0-9']+|[^\sa-z0-9']")
+
+
+@TRANSFORMS.register_module()
+class WordTokenizer:
+    """One token for each word of a small, given vocabulary; case does not matter.
+
+    Ids: 0 fills up, 1 is any unknown word, 2 starts a text, 3 ends it, then the vocabulary in
+    its order.
+
+    Args:
+        vocabulary: Words, and punctuation marks as words of their own.
+        context_length: Tokens L of every text, with start and end; longer texts are cut off.
+
+    Raises:
+        ValueError: For an empty vocabulary, a word twice, an entry that is no single word, or
+            ``context_length`` below 3.
+
+    Attributes:
+        vocab_size: Number of ids.
+    """
+
+    def __init__(self, vocabulary: Sequence[str], context_length: int = 16) -> None:
+        if isinstance(vocabulary, str) or not vocabulary:
+            raise ValueError(f'WordTokenizer: vocabulary must be a list of words, got {vocabulary}')
+        if context_length < 3:
+            raise ValueError(
+                'WordTokenizer: context_length must be at least 3 (start, a word, end), got '
+                f'{context_length}'
+            )
+        self.ids: dict[str, int] = {}
+        for word in vocabulary:
+            if _WORD.findall(word.lower()) != [word.lower()]:
+                raise ValueError(f'WordTokenizer: {word!r} in the vocabulary is no single word')
+            if word.lower() in self.ids:
+                raise ValueError(f'WordTokenizer: {word!r} is in the vocabulary twice')
+            self.ids[word.lower()] = len(self.ids) + 4
+        self.context_length = context_length
+        self.vocab_size = len(self.ids) + 4
+
+    def __call__(self, text: str) -> Tensor:
+        """The text's tokens, Long[L]."""
+        words = [self.ids.get(word, 1) for word in _WORD.findall(text.lower())]
+        tokens = [2, *words[: self.context_length - 2], 3]
+        return torch.tensor(tokens + [0] * (self.context_length - len(tokens)))
+
+
+@TRANSFORMS.register_module()
+class OpenClipTokenizer:
+    """The tokenizer that belongs to an open_clip model.
+
+    Args:
+        model_name: As for the model, e.g. ``'ViT-B-32'``.
+
+    Raises:
+        ImportError: When open_clip is missing.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        try:
+            import open_clip
+        except ImportError as error:
+            raise ImportError(
+                'OpenClipTokenizer needs open_clip: pip install open_clip_torch'
+            ) from error
+        self.tokenizer: Any = open_clip.get_tokenizer(model_name)
+
+    def __call__(self, text: str) -> Tensor:
+        """The text's tokens, Long[L]."""
+        return self.tokenizer([text])[0]
+
+
+@TRANSFORMS.register_module()
+class TransformersTokenizer:
+    """The tokenizer of a model of the transformers library.
+
+    Args:
+        model_name: Name on the hub or a folder, e.g. ``'bert-base-uncased'``.
+        context_length: Tokens L of every text; longer texts are cut off.
+
+    Raises:
+        ImportError: When transformers is missing.
+        ValueError: For a name that is not found, or a tokenizer without padding.
+    """
+
+    def __init__(self, model_name: str, context_length: int = 77) -> None:
+        try:
+            import transformers
+        except ImportError as error:
+            raise ImportError(
+                'TransformersTokenizer needs transformers: pip install transformers'
+            ) from error
+        try:
+            self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model_name)
+        except OSError as error:
+            raise ValueError(f'TransformersTokenizer: {model_name!r}: {error}') from error
+        if self.tokenizer.pad_token is None:
+            raise ValueError(f'TransformersTokenizer: {model_name!r} has no padding token')
+        self.context_length = context_length
+
+    def __call__(self, text: str) -> Tensor:
+        """The text's tokens, Long[L]."""
+        encoded = self.tokenizer(
+            text,
+            padding='max_length',
+            truncation=True,
+            max_length=self.context_length,
+            return_tensors='pt',
+        )
+        return encoded['input_ids'][0]

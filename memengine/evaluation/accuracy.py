@@ -1,0 +1,79 @@
+"""Accuracy of a classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from mmengine.evaluator import BaseMetric
+
+from memengine.registry import METRICS
+
+__all__ = ['AccuracyMetric']
+
+
+@METRICS.register_module()
+class AccuracyMetric(BaseMetric):
+    """Percentage of images whose class is among the model's first guesses.
+
+    For each sample the model returns ``{'logits': [K]}``, as ``Classifier`` does. Reported:
+    ``top1`` (and ``top<k>``), in percent. Samples of a bank (``data_samples['bank']``, see
+    ``BankAndQueries``) do not count, so that it can be validated together with ``KNNMetric``.
+
+    Args:
+        topk: Numbers of guesses.
+        prefix: Put before the names, for several such metrics.
+
+    Raises:
+        ValueError: For a number below 1 or above the number of classes, or a model without
+            ``logits``.
+
+    Cost: a few bytes per sample, gathered from all ranks.
+    """
+
+    default_prefix = ''
+
+    def __init__(self, topk: Sequence[int] = (1,), prefix: str | None = None) -> None:
+        super().__init__(prefix=prefix)
+        if not topk or min(topk) < 1:
+            raise ValueError(f'AccuracyMetric: topk must be numbers of at least 1, got {topk}')
+        self.topk = list(topk)
+
+    def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
+        """Keep at which guess each sample of a batch is right.
+
+        Args:
+            data_batch: The batch with ``data_samples['label']``.
+            data_samples: What the model returned, one dict with ``logits`` per sample.
+        """
+        if any('logits' not in sample for sample in data_samples):
+            raise ValueError("AccuracyMetric: the model returns no 'logits'; it needs a Classifier")
+        logits = torch.stack([sample['logits'] for sample in data_samples]).cpu()
+        given = data_batch['data_samples']
+        classes = logits.shape[1]
+        if max(self.topk) > classes:
+            raise ValueError(f'AccuracyMetric: topk={self.topk} exceeds the {classes} classes')
+        guesses = logits.topk(max(self.topk)).indices  # [n, k]
+        right = guesses == given['label'].cpu()[:, None]
+        counts = ~given['bank'].cpu().bool() if 'bank' in given else torch.ones(len(right)).bool()
+        # One entry a sample, so that ranks have equally many.
+        self.results += [
+            row.nonzero().flatten().tolist() if count else None
+            for row, count in zip(right, counts, strict=True)
+        ]
+
+    def compute_metrics(self, results: list[list[int] | None]) -> dict[str, float]:
+        """Percentages from all samples.
+
+        Args:
+            results: For each sample the place of the right guess, if any; None where the sample
+                does not count.
+        """
+        places = [sample for sample in results if sample is not None]
+        if not places:
+            raise ValueError('AccuracyMetric: there are no samples but those of the bank')
+        return {
+            f'top{k}': 100.0 * sum(bool(p) and p[0] < k for p in places) / len(places)
+            for k in self.topk
+        }

@@ -1,0 +1,163 @@
+"""How well images and texts find each other.
+
+Shapes: N samples, D width of the embeddings, K classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from mmengine.evaluator import BaseMetric
+from torch import Tensor
+from torch.nn import functional as F
+
+from memengine.registry import METRICS
+
+__all__ = ['RetrievalMetric', 'ZeroShotMetric', 'recall_at', 'zero_shot_accuracy']
+
+_CHUNK = 1024
+
+
+def zero_shot_accuracy(images: Tensor, texts: Tensor, labels: Tensor) -> float:
+    """Percentage of images whose class is the one with the nearest prompts.
+
+    A class is the mean of its normalised text embeddings (prompt ensembling).
+
+    Args:
+        images: [N, D].
+        texts: [N, D]; text i is a caption of label i.
+        labels: Long[N].
+    """
+    classes, place = labels.unique(return_inverse=True)
+    sums = torch.zeros(len(classes), texts.shape[1])
+    sums.index_add_(0, place, F.normalize(texts.float(), dim=1))
+    prototypes = F.normalize(sums, dim=1)  # [K, D]
+    nearest = (F.normalize(images.float(), dim=1) @ prototypes.T).argmax(dim=1)
+    return 100.0 * (nearest == place).float().mean().item()
+
+
+def recall_at(queries: Tensor, candidates: Tensor, match: Tensor, k: int) -> float:
+    """Percentage of queries that have a match among their k nearest candidates.
+
+    Args:
+        queries: [N, D].
+        candidates: [N, D].
+        match: Long[N]; candidate j matches query i where ``match[i] == match[j]``.
+        k: Number of candidates that are looked at.
+    """
+    queries, candidates = (
+        F.normalize(queries.float(), dim=1),
+        F.normalize(candidates.float(), dim=1),
+    )
+    right = 0
+    for some, wanted in zip(queries.split(_CHUNK), match.split(_CHUNK), strict=True):
+        found = match[(some @ candidates.T).topk(k, dim=1).indices]  # [n, k]
+        right += int((found == wanted[:, None]).any(dim=1).sum())
+    return 100.0 * right / len(queries)
+
+
+class _PairMetric(BaseMetric):
+    """Keeps image and text embeddings of all samples."""
+
+    default_prefix = ''
+
+    def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
+        """Keep what one batch gives.
+
+        Args:
+            data_batch: The batch with ``label`` and ``index`` in ``data_samples``.
+            data_samples: What the model returned, one dict with ``feature`` and
+                ``text_feature`` per sample.
+        """
+        given = data_batch['data_samples']
+        for sample, label, index in zip(data_samples, given['label'], given['index'], strict=True):
+            if 'text_feature' not in sample:
+                raise ValueError(
+                    f"{type(self).__name__}: the model returns no 'text_feature'; it needs CLIP or "
+                    'SigLIP, and captions in the validation pipeline (Tokenize)'
+                )
+            self.results.append(
+                (sample['feature'].cpu(), sample['text_feature'].cpu(), int(label), int(index))
+            )
+
+
+@METRICS.register_module()
+class ZeroShotMetric(_PairMetric):
+    """Classification of images by the captions of the classes, without a classifier.
+
+    An image's class is the one whose captions (the mean of their embeddings) are nearest. The
+    captions are those of the validation set, made from the labels (``LabelCaption``). Reported:
+    ``zero_shot_top1``, in percent; guessing gives 100 / number of classes.
+
+    Args:
+        prefix: Put before the name, for several such metrics.
+
+    Raises:
+        ValueError: When the model returns no text features.
+
+    Cost: 8 * D bytes per sample, gathered from all ranks.
+    """
+
+    def __init__(self, prefix: str | None = None) -> None:
+        super().__init__(prefix=prefix)
+
+    def compute_metrics(self, results: list[tuple[Tensor, Tensor, int, int]]) -> dict[str, float]:
+        """The percentage, from all samples.
+
+        Args:
+            results: Image embedding, text embedding, label and index of each sample.
+        """
+        images, texts, labels, _ = zip(*results, strict=True)
+        return {
+            'zero_shot_top1': zero_shot_accuracy(
+                torch.stack(images), torch.stack(texts), torch.tensor(labels)
+            )
+        }
+
+
+@METRICS.register_module()
+class RetrievalMetric(_PairMetric):
+    """Recall at k: whether a text finds a right image among the k nearest, and vice versa.
+
+    Reported, in percent: ``image_to_text_r<k>`` and ``text_to_image_r<k>``.
+
+    Args:
+        topk: Numbers of candidates that are looked at.
+        match: ``'index'``: the sample's own caption is right; ``'label'``: that of any sample of
+            its class, for captions made from labels.
+        prefix: Put before the names, for several such metrics.
+
+    Raises:
+        ValueError: For a setting out of range, or a model that returns no text features.
+
+    Cost: 8 * D bytes per sample, gathered from all ranks; 4 * N bytes for each of 1,024 queries.
+    """
+
+    def __init__(
+        self, topk: Sequence[int] = (1, 5), match: str = 'index', prefix: str | None = None
+    ) -> None:
+        super().__init__(prefix=prefix)
+        if not topk or min(topk) < 1:
+            raise ValueError(f'RetrievalMetric: topk must be numbers of at least 1, got {topk}')
+        if match not in ('index', 'label'):
+            raise ValueError(f"RetrievalMetric: match must be 'index' or 'label', got {match!r}")
+        self.topk = list(topk)
+        self.match = match
+
+    def compute_metrics(self, results: list[tuple[Tensor, Tensor, int, int]]) -> dict[str, float]:
+        """The percentages, from all samples.
+
+        Args:
+            results: Image embedding, text embedding, label and index of each sample.
+        """
+        if max(self.topk) > len(results):
+            raise ValueError(f'RetrievalMetric: topk={self.topk} exceeds {len(results)} samples')
+        images, texts = (torch.stack(part) for part in list(zip(*results, strict=True))[:2])
+        match = torch.tensor([row[2] if self.match == 'label' else row[3] for row in results])
+        metrics = {}
+        for k in self.topk:
+            metrics[f'image_to_text_r{k}'] = recall_at(images, texts, match, k)
+            metrics[f'text_to_image_r{k}'] = recall_at(texts, images, match, k)
+        return metrics

@@ -1,0 +1,121 @@
+"""Supervised classification.
+
+Shapes: B samples, D width of the features, K classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from memengine.models.algorithms.base import Algorithm
+from memengine.models.algorithms.contrastive import labels_of
+from memengine.models.algorithms.slices import Slice
+from memengine.models.parts import freeze
+from memengine.registry import MODELS
+
+__all__ = ['Classifier']
+
+
+@MODELS.register_module()
+class Classifier(Algorithm):
+    """A backbone and a linear layer, trained with cross-entropy; a linear probe when frozen.
+
+    Args:
+        backbone: Config of a backbone with ``num_features``, e.g. a ``TimmBackbone``.
+        num_classes: Number of classes K.
+        label_smoothing: Share of the target that is spread over all classes.
+        freeze_backbone: Train the linear layer only, on the backbone's features as they are.
+        data_preprocessor: Config of MMEngine's data preprocessor; by default data are moved to
+            the model's device.
+        init_cfg: MMEngine's initialisation config.
+
+    Raises:
+        ValueError: For a setting out of range, or a batch of several views or without labels.
+
+    The loss is the mean over the samples, hence additive: the sum of the slices' losses, each
+    divided by B. Logged beside it: ``train_top1``, percent of the batch that is classified rightly.
+    """
+
+    coupled = False
+
+    def __init__(
+        self,
+        backbone: dict[str, Any],
+        num_classes: int,
+        label_smoothing: float = 0.0,
+        freeze_backbone: bool = False,
+        data_preprocessor: dict[str, Any] | nn.Module | None = None,
+        init_cfg: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(data_preprocessor, init_cfg)
+        if num_classes < 1:
+            raise ValueError(f'Classifier: num_classes must be at least 1, got {num_classes}')
+        if not 0 <= label_smoothing <= 1:
+            raise ValueError(f'Classifier: label_smoothing must be 0 to 1, got {label_smoothing}')
+        self.backbone = MODELS.build(backbone)
+        self.head = nn.Linear(self.backbone.num_features, num_classes)
+        self.label_smoothing = label_smoothing
+        self.freeze_backbone = freeze_backbone
+        if freeze_backbone:
+            freeze(self.backbone)
+
+    def train(self, mode: bool = True) -> Classifier:
+        """Switch training mode; a frozen backbone stays out of it."""
+        super().train(mode)
+        if self.freeze_backbone:
+            self.backbone.eval()
+        return self
+
+    def targets(self, inputs: Any, data_samples: Any = None) -> Tensor:
+        """The labels [B]; they and the inputs are checked here, once per batch."""
+        if not isinstance(inputs, Tensor):
+            raise ValueError(
+                'Classifier: a batch must hold one view of each image, got '
+                f'{len(inputs)} views; leave MultiCrop out of the pipeline'
+            )
+        labels = labels_of(data_samples, 'Classifier')
+        classes = self.head.out_features
+        if bool((labels < 0).any()) or bool((labels >= classes).any()):
+            raise ValueError(
+                f'Classifier: labels must lie in 0..{classes - 1} (model.num_classes={classes}), '
+                f'got {int(labels.min())}..{int(labels.max())}'
+            )
+        return labels
+
+    def embed(self, inputs: Tensor, data_samples: Any = None) -> Tensor:
+        """Images [B, C, H, W] to logits [B, K]."""
+        return self.head(self.backbone(inputs))
+
+    def embedding_loss(
+        self, embeddings: Tensor, targets: Tensor, data_samples: Any = None
+    ) -> dict[str, Tensor]:
+        """Cross-entropy of logits [B, K], and how many are right."""
+        return self._losses(embeddings, targets, len(targets))
+
+    def slice_loss(self, embeddings: Tensor, targets: Tensor, piece: Slice) -> dict[str, Tensor]:
+        """The slice's share of the batch's mean."""
+        assert isinstance(piece.rows, range)
+        labels = targets[piece.rows.start : piece.rows.stop]
+        return self._losses(embeddings, labels, piece.total)
+
+    def _losses(self, logits: Tensor, labels: Tensor, total: int) -> dict[str, Tensor]:
+        loss = F.cross_entropy(
+            logits, labels, reduction='sum', label_smoothing=self.label_smoothing
+        )
+        with torch.no_grad():
+            right = (logits.argmax(dim=1) == labels).sum() * (100.0 / total)
+        return {'loss': loss / total, 'train_top1': right}
+
+    def features(self, inputs: Tensor) -> Tensor:
+        """Backbone features [B, D] of images [B, C, H, W]."""
+        return self.backbone(inputs)
+
+    def predict(self, inputs: Any, data_samples: Any = None) -> list[dict[str, Tensor]]:
+        """``feature`` [D] and ``logits`` [K] of each image."""
+        features = self.features(inputs)
+        pairs = zip(features, self.head(features), strict=True)
+        return [{'feature': feature, 'logits': logits} for feature, logits in pairs]

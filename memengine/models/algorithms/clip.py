@@ -1,0 +1,277 @@
+"""Image-text contrast: CLIP and SigLIP.
+
+Shapes: B pairs of an image and a text, D width of the common space.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memengine.models.algorithms.base import Algorithm
+from memengine.models.algorithms.slices import Slice, cut_evenly, take
+from memengine.models.algorithms.spread import moments, spread
+from memengine.models.parts import build_loss, freeze, unit
+from memengine.registry import MODELS
+
+__all__ = ['CLIP', 'SigLIP']
+
+TOWERS = ('image', 'text')
+
+
+class _Tower(nn.Module):
+    """An encoder and its projection to the common space; a frozen one has no projection."""
+
+    def __init__(self, backbone: nn.Module, embed_dim: int, frozen: bool) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.frozen = frozen
+        width: Any = backbone.num_features
+        self.projection: nn.Module = nn.Identity()
+        if frozen:
+            freeze(backbone)
+        else:
+            self.projection = nn.Linear(width, embed_dim, bias=False)
+            nn.init.normal_(self.projection.weight, std=width**-0.5)
+
+    def train(self, mode: bool = True) -> _Tower:
+        super().train(mode)
+        if self.frozen:
+            self.backbone.eval()
+        return self
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Images or tokens [N, ...] to embeddings [N, D], not normalised."""
+        return self.projection(self.backbone(inputs))
+
+
+@MODELS.register_module()
+class CLIP(Algorithm):
+    """Two towers that learn to tell which text of the batch belongs to which image.
+
+    A batch holds the images in ``inputs`` [B, C, H, W] and the texts in
+    ``data_samples['tokens']`` Long[B, L] (see ``Tokenize``).
+
+    Args:
+        image: Config of the image encoder with ``num_features``, e.g. a ``TimmBackbone``.
+        text: Config of the text encoder: ``TextTransformer``, ``OpenClipText``,
+            ``TransformersText`` or one's own, from tokens [B, L] to features [B, width].
+        embed_dim: Width D of the common space; None for the width of the frozen tower.
+        frozen: Towers that are not trained: ``['image']`` is LiT. They stay in eval mode and have
+            no projection, so that their features are the common space.
+        loss: Config or name of a loss with open_clip's call.
+        init_scale: Scale of the similarities at the start, the inverse of a temperature. It is
+            learned, as ``logit_scale = log(scale)``.
+        max_scale: Largest scale; it is clamped after each update.
+        data_preprocessor: Config of MMEngine's data preprocessor; by default data are moved to
+            the model's device.
+        init_cfg: MMEngine's initialisation config.
+
+    Raises:
+        ValueError: For an unknown tower, both towers frozen, a frozen tower whose features are
+            not ``embed_dim`` wide, a scale out of range, or a batch without tokens.
+
+    Logged beside the loss: ``logit_scale`` (exponentiated), and ``feature_std``, the spread of
+    the normalised image embeddings times sqrt(D), 1 when isotropic and 0 when all are alike.
+
+    Source: Radford et al., Learning Transferable Visual Models (2021); for frozen towers Zhai et
+    al., LiT: Zero-Shot Transfer with Locked-image text Tuning (2022).
+    """
+
+    def __init__(
+        self,
+        image: dict[str, Any],
+        text: dict[str, Any],
+        embed_dim: int | None = None,
+        frozen: Sequence[str] = (),
+        loss: dict[str, Any] | str = 'ClipLoss',
+        init_scale: float = 1 / 0.07,
+        max_scale: float = 100.0,
+        data_preprocessor: dict[str, Any] | nn.Module | None = None,
+        init_cfg: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(data_preprocessor, init_cfg)
+        name = type(self).__name__
+        if not set(frozen) <= set(TOWERS) or isinstance(frozen, str):
+            raise ValueError(f'{name}: frozen must be a list of {TOWERS}, got {frozen!r}')
+        if not 0 < init_scale <= max_scale:
+            raise ValueError(
+                f'{name}: 0 < init_scale <= max_scale must hold, got {init_scale} and {max_scale}'
+            )
+        encoders = {'image': MODELS.build(image), 'text': MODELS.build(text)}
+        width = self._common_width(encoders, embed_dim, set(frozen))
+        self.towers = nn.ModuleDict(
+            {key: _Tower(encoder, width, key in frozen) for key, encoder in encoders.items()}
+        )
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(init_scale)))
+        self.max_scale = max_scale
+        self.loss = build_loss(loss)
+
+    def _common_width(
+        self, encoders: dict[str, Any], embed_dim: int | None, frozen: set[str]
+    ) -> int:
+        name = type(self).__name__
+        if len(frozen) == len(TOWERS):
+            raise ValueError(f'{name}: both towers are frozen, so there is nothing to train')
+        for tower in frozen:
+            width = encoders[tower].num_features
+            if embed_dim not in (None, width):
+                raise ValueError(
+                    f'{name}: the features of the frozen {tower} tower are {width} wide and are '
+                    f'not projected; set embed_dim={width} or leave it out, got {embed_dim}'
+                )
+            return width
+        if embed_dim is None or embed_dim < 1:
+            raise ValueError(f'{name}: embed_dim must be at least 1, got {embed_dim}')
+        return embed_dim
+
+    def embed(self, inputs: Tensor | None, data_samples: Any = None) -> dict[str, Tensor]:
+        """What is there of images and tokens to ``image`` and ``text`` [B, D], not normalised."""
+        embeddings = {}
+        if inputs is not None:
+            embeddings['image'] = self.towers['image'](inputs)
+        if isinstance(data_samples, Mapping) and 'tokens' in data_samples:
+            embeddings['text'] = self.towers['text'](data_samples['tokens'])
+        return embeddings
+
+    def targets(self, inputs: Any, data_samples: Any = None) -> None:
+        """Nothing; the batch is checked here, once."""
+        if not isinstance(inputs, Tensor):
+            raise ValueError(
+                f'{type(self).__name__}: a batch must hold one view of each image, got '
+                f'{len(inputs)} views; leave MultiCrop out of the pipeline'
+            )
+        if not isinstance(data_samples, Mapping) or 'tokens' not in data_samples:
+            raise ValueError(
+                f"{type(self).__name__} needs data_samples['tokens'] [B, L]; end the pipeline with "
+                "dict(type='Tokenize', ...) and dict(type='PackInputs', keys=['label', 'index', "
+                "'tokens'])"
+            )
+
+    def embedding_loss(
+        self, embeddings: dict[str, Tensor], targets: Any = None, data_samples: Any = None
+    ) -> dict[str, Tensor]:
+        """The loss of all pairs, the scale and the spread."""
+        images, texts = (unit(embeddings[tower]) for tower in TOWERS)
+        return {
+            'loss': self.loss(images, texts, **self._logit_parameters()),
+            **self._logged(),
+            'feature_std': spread(moments(images)),
+        }
+
+    def _logit_parameters(self) -> dict[str, Tensor]:
+        return {'logit_scale': self.logit_scale.exp()}
+
+    def _logged(self) -> dict[str, Tensor]:
+        return {'logit_scale': self.logit_scale.detach().exp()}
+
+    def slices(
+        self, inputs: Tensor, data_samples: Any, size: int | Mapping[str, int]
+    ) -> list[Slice]:
+        """By tower, then by sample.
+
+        Args:
+            inputs: Images of the batch.
+            data_samples: With the tokens of the batch.
+            size: Most rows in a slice; a dict gives it for each tower: ``dict(image=, text=)``.
+        """
+        self.targets(inputs, data_samples)
+        sizes = dict(size) if isinstance(size, Mapping) else dict.fromkeys(TOWERS, size)
+        if set(sizes) != set(TOWERS):
+            raise ValueError(
+                f'the size of a slice must be a number or one for each of {TOWERS}, got {size!r}'
+            )
+        total = len(inputs)
+        tokens = {'tokens': data_samples['tokens']}
+        images = [
+            Slice(inputs[rows.start : rows.stop], None, rows, total, 'image')
+            for rows in cut_evenly(total, sizes['image'])
+        ]
+        texts = [
+            Slice(None, take(tokens, rows), rows, total, 'text')
+            for rows in cut_evenly(total, sizes['text'])
+        ]
+        return images + texts
+
+    def tower(self, name: str | None) -> nn.Module:
+        """The encoder of that name."""
+        return self if name is None else self.towers[name]
+
+    def features(self, inputs: Tensor) -> Tensor:
+        """Normalised image embeddings [B, D]."""
+        return unit(self.towers['image'](inputs))
+
+    def predict(self, inputs: Any, data_samples: Any = None) -> list[dict[str, Tensor]]:
+        """``feature`` [D] of each image, and ``text_feature`` [D] where it has a text."""
+        embeddings = {key: unit(value) for key, value in self.embed(inputs, data_samples).items()}
+        names = {'image': 'feature', 'text': 'text_feature'}
+        return [
+            {names[key]: value[row] for key, value in embeddings.items()}
+            for row in range(len(inputs))
+        ]
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        """Keep the scale at most ``max_scale``."""
+        self.logit_scale.clamp_(max=math.log(self.max_scale))
+
+
+@MODELS.register_module()
+class SigLIP(CLIP):
+    """CLIP with the sigmoid loss: every pair of image and text is matched or not, by itself.
+
+    Args:
+        image: See :class:`CLIP`.
+        text: See :class:`CLIP`.
+        embed_dim: See :class:`CLIP`.
+        frozen: See :class:`CLIP`.
+        loss: Config or name of a loss with open_clip's call.
+        init_scale: Scale of the similarities at the start; learned.
+        init_bias: Added to every logit at the start; learned.
+        max_scale: Largest scale; it is clamped after each update.
+        data_preprocessor: See :class:`CLIP`.
+        init_cfg: See :class:`CLIP`.
+
+    Raises:
+        ValueError: As :class:`CLIP`.
+
+    Logged as for CLIP, and ``logit_bias``.
+
+    Source: Zhai et al., Sigmoid Loss for Language Image Pre-Training (2023).
+    """
+
+    def __init__(
+        self,
+        image: dict[str, Any],
+        text: dict[str, Any],
+        embed_dim: int | None = None,
+        frozen: Sequence[str] = (),
+        loss: dict[str, Any] | str = 'SigLipLoss',
+        init_scale: float = 10.0,
+        init_bias: float = -10.0,
+        max_scale: float = 100.0,
+        data_preprocessor: dict[str, Any] | nn.Module | None = None,
+        init_cfg: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            image,
+            text,
+            embed_dim,
+            frozen,
+            loss,
+            init_scale,
+            max_scale,
+            data_preprocessor,
+            init_cfg,
+        )
+        self.logit_bias = nn.Parameter(torch.tensor(float(init_bias)))
+
+    def _logit_parameters(self) -> dict[str, Tensor]:
+        return {**super()._logit_parameters(), 'logit_bias': self.logit_bias}
+
+    def _logged(self) -> dict[str, Tensor]:
+        return {**super()._logged(), 'logit_bias': self.logit_bias.detach()}

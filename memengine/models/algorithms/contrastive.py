@@ -1,0 +1,179 @@
+"""Contrastive learning of one network: SimCLR and SupCon.
+
+Shapes: B samples, V views of each, D width of the embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from memengine.models.algorithms.base import Algorithm, rows_of
+from memengine.models.algorithms.spread import moments, spread
+from memengine.models.parts import build_head, build_loss, freeze, unit
+from memengine.registry import MODELS
+
+__all__ = ['SimCLR', 'SupCon', 'labels_of']
+
+
+def labels_of(data_samples: Any, name: str) -> Tensor:
+    """Labels [B] of a batch.
+
+    Raises:
+        ValueError: When there are none.
+    """
+    if not isinstance(data_samples, Mapping) or 'label' not in data_samples:
+        raise ValueError(f"{name} needs data_samples['label']; let PackInputs.keys hold 'label'")
+    return data_samples['label']
+
+
+class _Projected(Algorithm):
+    """A backbone and a projection head, on views of one size."""
+
+    def __init__(
+        self,
+        backbone: dict[str, Any],
+        head: dict[str, Any],
+        freeze_backbone: bool,
+        data_preprocessor: dict[str, Any] | nn.Module | None,
+        init_cfg: dict[str, Any] | None,
+    ) -> None:
+        super().__init__(data_preprocessor, init_cfg)
+        self.backbone = MODELS.build(backbone)
+        self.head = build_head(head, self.backbone.num_features)
+        self.freeze_backbone = freeze_backbone
+        if freeze_backbone:
+            freeze(self.backbone)
+
+    def train(self, mode: bool = True) -> _Projected:
+        """Switch training mode; a frozen backbone stays out of it."""
+        super().train(mode)
+        if self.freeze_backbone:
+            self.backbone.eval()
+        return self
+
+    def targets(self, inputs: Any, data_samples: Any = None) -> int:
+        """Number of views; they are checked here, once per batch."""
+        views = len(inputs) if isinstance(inputs, (list, tuple)) else 1
+        self._check_views(views)
+        return views
+
+    def _check_views(self, views: int) -> None:
+        raise NotImplementedError
+
+    def embed(self, inputs: Tensor | Sequence[Tensor], data_samples: Any = None) -> Tensor:
+        """Views to embeddings [V * B, D], view by view, not normalised."""
+        return self.head(self.backbone(rows_of(inputs)))
+
+    def features(self, inputs: Tensor) -> Tensor:
+        """Backbone features [B, D] of images [B, C, H, W], without the head."""
+        return self.backbone(inputs)
+
+
+@MODELS.register_module()
+class SimCLR(_Projected):
+    """Contrast of two views of an image with all other images of the batch; no labels.
+
+    Args:
+        backbone: Config of a backbone with ``num_features``, e.g. a ``TimmBackbone``.
+        head: Config of the projection head; ``in_dim`` is filled in.
+        loss: Config or name of a loss that is called with the two views' embeddings [B, D].
+        freeze_backbone: Train the head only.
+        data_preprocessor: Config of MMEngine's data preprocessor; by default data are moved to
+            the model's device.
+        init_cfg: MMEngine's initialisation config.
+
+    Raises:
+        ValueError: For a batch of other than two views.
+
+    Logged beside the loss: ``feature_std``, the spread of the normalised embeddings times
+    sqrt(D), 1 when isotropic and 0 when all are alike.
+
+    Source: Chen et al., A Simple Framework for Contrastive Learning (2020).
+    """
+
+    def __init__(
+        self,
+        backbone: dict[str, Any],
+        head: dict[str, Any],
+        loss: dict[str, Any] | str = 'NTXentLoss',
+        freeze_backbone: bool = False,
+        data_preprocessor: dict[str, Any] | nn.Module | None = None,
+        init_cfg: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(backbone, head, freeze_backbone, data_preprocessor, init_cfg)
+        self.loss = build_loss(loss)
+
+    def _check_views(self, views: int) -> None:
+        if views != 2:
+            raise ValueError(
+                f'SimCLR: a batch must hold two views of each image, got {views}; set '
+                "dict(type='MultiCrop', views=[dict(num=2, pipeline=...)]) in the pipeline"
+            )
+
+    def embedding_loss(
+        self, embeddings: Tensor, targets: int, data_samples: Any = None
+    ) -> dict[str, Tensor]:
+        """The loss of embeddings [2 * B, D], and their spread."""
+        return {
+            'loss': self.loss(*embeddings.chunk(2)),
+            'feature_std': spread(moments(embeddings)),
+        }
+
+
+@MODELS.register_module()
+class SupCon(_Projected):
+    """Supervised contrast: images of one class attract each other, those of others repel.
+
+    Args:
+        backbone: Config of a backbone with ``num_features``, e.g. a ``TimmBackbone``.
+        head: Config of the projection head; ``in_dim`` is filled in.
+        loss: Config or name of a loss that is called with normalised embeddings [B, V, D] and
+            ``labels=`` [B].
+        use_labels: Without them a sample's positives are its own other views, as in SimCLR.
+        freeze_backbone: Train the head only.
+        data_preprocessor: Config of MMEngine's data preprocessor; by default data are moved to
+            the model's device.
+        init_cfg: MMEngine's initialisation config.
+
+    Raises:
+        ValueError: For a batch without labels, or, without ``use_labels``, of a single view.
+
+    Logged beside the loss: ``feature_std``, as for :class:`SimCLR`.
+
+    Source: Khosla et al., Supervised Contrastive Learning (2020).
+    """
+
+    def __init__(
+        self,
+        backbone: dict[str, Any],
+        head: dict[str, Any],
+        loss: dict[str, Any] | str = 'SupConLoss',
+        use_labels: bool = True,
+        freeze_backbone: bool = False,
+        data_preprocessor: dict[str, Any] | nn.Module | None = None,
+        init_cfg: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(backbone, head, freeze_backbone, data_preprocessor, init_cfg)
+        self.loss = build_loss(loss)
+        self.use_labels = use_labels
+
+    def _check_views(self, views: int) -> None:
+        if views < 2 and not self.use_labels:
+            raise ValueError(
+                'SupCon: without labels a sample needs several views, got 1; set use_labels=True, '
+                "or dict(type='MultiCrop', views=[dict(num=2, pipeline=...)]) in the pipeline"
+            )
+
+    def embedding_loss(
+        self, embeddings: Tensor, targets: int, data_samples: Any = None
+    ) -> dict[str, Tensor]:
+        """The loss of embeddings [V * B, D], and their spread."""
+        features = unit(embeddings).unflatten(0, (targets, -1)).transpose(0, 1)  # [B, V, D]
+        labels = labels_of(data_samples, 'SupCon') if self.use_labels else None
+        return {
+            'loss': self.loss(features, labels=labels),
+            'feature_std': spread(moments(embeddings)),
+        }

@@ -1,0 +1,116 @@
+"""Text encoders of open_clip and of transformers, which are optional packages.
+
+Shapes: B texts, L tokens each, D width of the features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memengine.models.backbones.text_transformer import mean_of_tokens
+from memengine.registry import MODELS
+
+__all__ = ['OpenClipText', 'TransformersText']
+
+
+@MODELS.register_module()
+class OpenClipText(nn.Module):
+    """The text tower of an open_clip model, with its projection; its image tower is left out.
+
+    Args:
+        model_name: Name in open_clip, e.g. ``'ViT-B-32'``, or ``'hf-hub:<repository>'``.
+        pretrained: Tag or file of pretrained weights; None starts from scratch.
+
+    Raises:
+        ImportError: When open_clip is missing.
+        ValueError: For a name or weights that open_clip does not know.
+
+    Attributes:
+        num_features: Width D of the features.
+    """
+
+    def __init__(self, model_name: str, pretrained: str | None = None) -> None:
+        super().__init__()
+        try:
+            import open_clip
+        except ImportError as error:
+            raise ImportError(
+                'OpenClipText needs open_clip: pip install open_clip_torch'
+            ) from error
+        try:
+            model: Any = open_clip.create_model(model_name, pretrained=pretrained)
+        except RuntimeError as error:
+            raise ValueError(f'OpenClipText: {model_name!r}: {error}') from error
+        if hasattr(model, 'visual'):
+            model.visual = None  # encode_text works without it
+        for unused in ('logit_scale', 'logit_bias'):
+            if getattr(model, unused, None) is not None:
+                setattr(model, unused, None)
+        self.model = model
+        with torch.no_grad():
+            length = int(model.context_length)
+            self.num_features: int = self.forward(torch.ones(1, length).long()).shape[-1]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens Long[B, L] (of open_clip's own tokenizer) to features [B, D]."""
+        return self.model.encode_text(tokens)
+
+
+@MODELS.register_module()
+class TransformersText(nn.Module):
+    """A text encoder of the transformers library; its hidden states are averaged over the tokens.
+
+    Args:
+        model_name: Name on the hub or a folder, e.g. ``'bert-base-uncased'``. With
+            ``pretrained=False`` and ``config`` only the kind of model: ``'bert'``.
+        pretrained: Load the weights (needs the network or the library's cache).
+        config: Entries of the model's configuration, e.g. ``dict(num_hidden_layers=2)``.
+        pad_id: Token that fills a text up; by default the configuration's.
+
+    Raises:
+        ImportError: When transformers is missing.
+        ValueError: For a model that it does not know.
+
+    Attributes:
+        num_features: Width D of the features.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        pretrained: bool = True,
+        config: Mapping[str, Any] | None = None,
+        pad_id: int | None = None,
+    ) -> None:
+        super().__init__()
+        try:
+            import transformers
+        except ImportError as error:
+            raise ImportError(
+                'TransformersText needs transformers: pip install transformers'
+            ) from error
+        options = dict(config or {})
+        try:
+            if pretrained:
+                self.model: Any = transformers.AutoModel.from_pretrained(model_name, **options)
+            else:
+                settings = transformers.AutoConfig.for_model(model_name, **options)
+                self.model = transformers.AutoModel.from_config(settings)
+        except (OSError, ValueError) as error:
+            raise ValueError(f'TransformersText: {model_name!r}: {error}') from error
+        pooler = getattr(self.model, 'pooler', None)
+        if pooler is not None:  # not used, and DDP awaits a gradient from every parameter
+            self.model.pooler = None
+        self.num_features: int = self.model.config.hidden_size
+        own = self.model.config.pad_token_id
+        self.pad_id = pad_id if pad_id is not None else (own if own is not None else 0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens Long[B, L] (of the model's own tokenizer) to features [B, D]."""
+        padding = tokens == self.pad_id
+        outputs = self.model(input_ids=tokens, attention_mask=(~padding).long())
+        return mean_of_tokens(outputs.last_hidden_state, padding)

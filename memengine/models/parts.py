@@ -1,0 +1,42 @@
+"""What algorithms build their parts with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from memengine import losses
+from memengine.registry import MODELS
+from memengine.techniques.precision import at_least_fp32
+
+__all__ = ['build_head', 'build_loss', 'freeze', 'unit']
+
+# The losses are plain torch; here they get names in configs.
+for _name in ('ClipLoss', 'ConLoss', 'NTXentLoss', 'SigLipLoss', 'SupConLoss'):
+    MODELS.register_module(name=_name, module=getattr(losses, _name))
+
+
+def build_loss(loss: Mapping[str, Any] | str | nn.Module) -> nn.Module:
+    """A loss from its config, from the name of its class, or as it is."""
+    if isinstance(loss, nn.Module):
+        return loss
+    return MODELS.build({'type': loss} if isinstance(loss, str) else dict(loss))
+
+
+def build_head(head: Mapping[str, Any], in_dim: int) -> nn.Module:
+    """A head from its config, on features of width ``in_dim``."""
+    return MODELS.build({'in_dim': in_dim, **head})
+
+
+def freeze(module: nn.Module) -> None:
+    """Fix the parameters, and leave training mode (dropout, batch statistics)."""
+    module.requires_grad_(False)
+    module.eval()
+
+
+def unit(embeddings: Tensor) -> Tensor:
+    """Rows of length 1, [..., D], in fp32 or wider."""
+    return F.normalize(at_least_fp32(embeddings)[0], dim=-1)
