@@ -14,11 +14,13 @@ from memengine.engine.config_types import (
     arguments_of,
     find_anywhere,
     find_type,
+    is_importable,
+    mentions,
     registry_title,
     scopes_with,
     type_names,
 )
-from memengine.engine.suggest import ONE_SLIP, STRICT, did_you_mean, near
+from memengine.engine.suggest import ALIKE, ONE_SLIP, STRICT, did_you_mean, near
 
 __all__ = ['Checker']
 
@@ -43,6 +45,7 @@ class Checker:
     def __init__(self, scope: str) -> None:
         self.scope = scope
         self.problems: list[str] = []
+        self._parents: list[Callable[..., Any] | None] = []  # what is built around a place
 
     def say(self, path: str, problem: str) -> None:
         """Note a problem."""
@@ -155,7 +158,9 @@ class Checker:
         if target is not None:
             arguments = arguments_of(target, place.positional)
             name = getattr(target, '__name__', str(kind))
-            self._check_keys(config, arguments, place, path, expected and not place.lenient, name)
+            sure = expected and not place.lenient and None not in self._parents
+            self._check_keys(config, arguments, place, path, sure, name)
+        self._parents.append(target)
         for key, value in config.items():
             below = f'{path}.{key}'
             if key in _RESERVED:
@@ -165,6 +170,7 @@ class Checker:
             else:
                 stated = None if target is None else _stated_keys(target, key)
                 self._check_inferred(key, value, place, below, scope, stated)
+        self._parents.pop()
 
     def _check_inferred(
         self,
@@ -232,6 +238,8 @@ class Checker:
             ]
         elif not sure:
             others = [key for key in others if near(str(key), offered, STRICT)]
+        # What is built around may take a key out before it builds the dict.
+        others = [k for k in others if not any(mentions(p, k) for p in self._parents if p)]
         for key in others:
             hint = did_you_mean(str(key), offered) or self._belongs_below(config, key, path)
             if not hint and len(offered) <= 15:
@@ -289,7 +297,7 @@ class Checker:
         """Say that there is no such type; of an inferred place only when it looks misspelt."""
         names = type_names(registry, scope)
         if guess:
-            like = near(name, names, STRICT)
+            like = near(name, names, ALIKE)
             names = {other for other in like if other[:1].isupper() == name[:1].isupper()}
             if not names:
                 return
@@ -298,6 +306,8 @@ class Checker:
             hint = f": it is of the scope '{scopes[0]}'; write type='{scopes[0]}.{name}'"
         elif elsewhere is not None:
             hint = f' (it is registered as {registry_title(elsewhere[0])}){hint}'
+        elif '.' in name and not is_importable(name.partition('.')[0]):
+            hint = f" (there is no package '{name.partition('.')[0]}'){hint}"
         elif not hint:
             known = f'known: {", ".join(sorted(names))}; ' if 0 < len(names) <= 12 else ''
             hint = f' ({known}import a module of your own with custom_imports)'

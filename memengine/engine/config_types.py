@@ -10,7 +10,9 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import importlib.util
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ __all__ = [
     'arguments_of',
     'find_anywhere',
     'find_type',
+    'is_importable',
+    'mentions',
     'registry_title',
     'scopes_with',
     'type_names',
@@ -123,6 +127,39 @@ def registry_title(registry: str) -> str:
 def type_names(registry: str, scope: str) -> set[str]:
     """All names that a registry knows."""
     return {name for node in _lookup_path(registry, scope) for name in node.module_dict}
+
+
+def is_importable(package: str) -> bool:
+    """Whether a package of this name is installed."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def mentions(target: Callable[..., Any], word: Any) -> bool:
+    """Whether the source of a class or function, or of its bases, has ``word`` as a text.
+
+    Args:
+        target: A class or function.
+        word: Usually a key that ``target`` may take out of a dict before it builds it.
+    """
+    modules = {base.__module__ for base in getattr(target, '__mro__', (target,))}
+    quoted = (f"'{word}'", f'"{word}"')
+    return any(
+        quote in _source_of(module)
+        for module in modules
+        if module.partition('.')[0] not in ('builtins', 'torch')
+        for quote in quoted
+    )
+
+
+@functools.cache
+def _source_of(module: str) -> str:
+    try:
+        return inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):  # made at run time, or not in Python
+        return ''
 
 
 def arguments_of(target: Callable[..., Any], positional: int = 0) -> Arguments:

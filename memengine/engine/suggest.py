@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ['LOOSE', 'ONE_SLIP', 'STRICT', 'did_you_mean', 'near']
+__all__ = ['ALIKE', 'LOOSE', 'ONE_SLIP', 'STRICT', 'did_you_mean', 'near']
 
-# How similar, from 0 to 1: worth a suggestion; taken for a misspelling; one letter off.
-LOOSE, STRICT, ONE_SLIP = 0.6, 0.8, 0.99
+# How similar, from 0 to 1: worth a suggestion; taken for a misspelling, of an argument and of a
+# type where there may be none; one letter off.
+LOOSE, STRICT, ALIKE, ONE_SLIP = 0.6, 0.8, 0.85, 0.99
 
 
 def near(name: str, names: Iterable[str], cutoff: float = LOOSE, limit: int = 3) -> list[str]:

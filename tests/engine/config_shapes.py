@@ -86,6 +86,12 @@ class ShapeApply:
         pass
 
 
+@TRANSFORMS.register_module()
+class ShapePolicies:
+    def __init__(self, policies):
+        self.names = [policy.pop('magnitude_name', None) for policy in policies]
+
+
 @DATASETS.register_module()
 class ShapeData(Dataset):
     def __init__(self, root='', data_prefix=None, pipeline=(), metainfo=None, schedule=None):
@@ -331,6 +337,14 @@ VALID = {
                 type='ShapeOpenBackbone', name='vit', pretrained_cfg=dict(url='x'), img_size=2
             ),
         )
+    ),
+    'keys that the parent takes out': base(
+        tta_pipeline=[
+            dict(
+                type='ShapePolicies',
+                policies=[dict(type='ShapeResize', size=2, magnitude_name='size')],
+            )
+        ]
     ),
     'views': base(
         train_dataloader={
