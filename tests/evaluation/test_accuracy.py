@@ -1,0 +1,38 @@
+"""Accuracy, counted by hand."""
+
+import pytest
+import torch
+
+from memengine.evaluation import AccuracyMetric
+
+LOGITS = torch.tensor([[3.0, 2, 1], [1, 3, 2], [3, 2, 1], [1, 2, 3]])
+LABELS = torch.tensor([0, 2, 2, 2])  # right at guess 1, 2, 3, 1
+
+
+def evaluate(metric, **samples):
+    batch = dict(data_samples=dict(label=LABELS, **samples))
+    metric.process(batch, [{'logits': row} for row in LOGITS])
+    return metric.evaluate(len(LABELS))
+
+
+def test_percentages_by_hand():
+    assert evaluate(AccuracyMetric((1, 2, 3))) == {'top1': 50.0, 'top2': 75.0, 'top3': 100.0}
+    assert evaluate(AccuracyMetric(prefix='probe')) == {'probe/top1': 50.0}
+
+
+def test_the_bank_does_not_count():
+    bank = torch.tensor([True, False, False, False])
+    assert evaluate(AccuracyMetric((1, 2)), bank=bank)['top1'] == pytest.approx(100 / 3)
+    with pytest.raises(ValueError, match='no samples but those of the bank'):
+        evaluate(AccuracyMetric(), bank=torch.ones(4, dtype=torch.bool))
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match='topk'):
+        AccuracyMetric(())
+    with pytest.raises(ValueError, match='topk'):
+        AccuracyMetric((0, 1))
+    with pytest.raises(ValueError, match='exceeds the 3 classes'):
+        evaluate(AccuracyMetric((4,)))
+    with pytest.raises(ValueError, match="no 'logits'"):
+        AccuracyMetric().process(dict(data_samples=dict(label=LABELS)), [{'feature': LOGITS[0]}])
