@@ -32,7 +32,15 @@ from memengine.engine.config_place import (
     one_of,
 )
 
-__all__ = ['FREE_KEYS', 'PARAMETERS', 'TOP_KEYS', 'TOP_PLACES', 'TOP_VALUES', 'TRIPLETS']
+__all__ = [
+    'DEFAULT_HOOK_TYPES',
+    'FREE_KEYS',
+    'PARAMETERS',
+    'TOP_KEYS',
+    'TOP_PLACES',
+    'TOP_VALUES',
+    'TRIPLETS',
+]
 
 FREE = Place()
 MODEL = Place('MODELS', complete=True)
@@ -193,19 +201,18 @@ def _evaluator(config: Any) -> Place:
     return METRIC
 
 
-DEFAULT_HOOKS = Place(
+# The types of MMEngine's default hooks, which an entry without type takes.
+DEFAULT_HOOK_TYPES: Mapping[str, str] = {
+    'runtime_info': 'RuntimeInfoHook',
+    'timer': 'IterTimerHook',
+    'sampler_seed': 'DistSamplerSeedHook',
+    'logger': 'LoggerHook',
+    'param_scheduler': 'ParamSchedulerHook',
+    'checkpoint': 'CheckpointHook',
+}
+_DEFAULT_HOOKS = Place(
     each=HOOK,
-    places={
-        name: replace(HOOK, default=hook)
-        for name, hook in dict(
-            runtime_info='RuntimeInfoHook',
-            timer='IterTimerHook',
-            sampler_seed='DistSamplerSeedHook',
-            logger='LoggerHook',
-            param_scheduler='ParamSchedulerHook',
-            checkpoint='CheckpointHook',
-        ).items()
-    },
+    places={name: replace(HOOK, default=hook) for name, hook in DEFAULT_HOOK_TYPES.items()},
 )
 
 _ENVIRONMENT = Place(
@@ -236,7 +243,7 @@ TOP_PLACES: Mapping[str, PlaceOrChoice] = {
     ),
     'val_evaluator': _evaluator,
     'test_evaluator': _evaluator,
-    'default_hooks': DEFAULT_HOOKS,
+    'default_hooks': _DEFAULT_HOOKS,
     'custom_hooks': HOOK,
     'env_cfg': _ENVIRONMENT,
     'randomness': Place(
