@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-__all__ = ['assert_same_step', 'relative_error', 'run_ranks']
+from memengine.memory import saved_bytes
+
+__all__ = ['assert_same_step', 'relative_error', 'run_ranks', 'saved_bytes']
 
 
 def _rank_main(

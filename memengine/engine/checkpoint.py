@@ -89,7 +89,8 @@ def safe_loading(filename: str | Path, trusted: Iterable[str] = ()) -> Iterator[
     except pickle.UnpicklingError as error:
         wanted = re.search(r'GLOBAL ([\w.]+)', str(error))
         if wanted is None:
-            raise CheckpointError(f'{filename} is not a readable checkpoint: {error}') from error
+            reason = str(error).partition('. ')[0]
+            raise CheckpointError(f'{filename} is not a readable checkpoint: {reason}') from error
         raise CheckpointError(
             f"{filename} wants to run '{wanted[1]}' while it is read, which a checkpoint of "
             f'weights needs not. If you trust its source, allow it in the config: '

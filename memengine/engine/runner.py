@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from memengine.engine.apply import apply_before_wrapping, apply_to_model
 from memengine.engine.checkpoint import safe_loading, write_whole
+from memengine.engine.config_schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
 from memengine.engine.distributed import init_process_group, local_device_ids
 from memengine.engine.hooks import AlgorithmHook, FiniteLossHook, RandomStateHook
@@ -131,9 +132,11 @@ class Runner(_Runner):
             finite_loss=dict(type=FiniteLossHook),
         )
         chosen = {**ours, **(hooks or {})}
-        super().register_default_hooks(
-            {name: hook for name, hook in chosen.items() if hook or name not in ours}
-        )
+        for name, hook in chosen.items():
+            if isinstance(hook, dict) and 'type' not in hook and name in DEFAULT_HOOK_TYPES:
+                chosen[name] = {'type': DEFAULT_HOOK_TYPES[name], **hook}
+        left_out = {name for name, hook in chosen.items() if hook is None and name in ours}
+        super().register_default_hooks({k: v for k, v in chosen.items() if k not in left_out})
 
     def train(self) -> nn.Module:
         """Train from the start or from a checkpoint, to the end that ``train_cfg`` names."""

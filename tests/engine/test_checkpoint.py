@@ -59,6 +59,13 @@ def test_a_checkpoint_from_a_url_is_read_as_safely(tmp_path, monkeypatch):
         runner.load_checkpoint('https://example.invalid/a.pth')
 
 
+def test_a_file_that_is_no_checkpoint_says_so_in_short(tmp_path):
+    (tmp_path / 'a.pth').write_bytes(b'no checkpoint at all')
+    with pytest.raises(CheckpointError, match='not a readable checkpoint') as caught:
+        load(tmp_path / 'a.pth')
+    assert 'weights_only=False' not in str(caught.value)
+
+
 class Attack:
     def __reduce__(self):
         return getattr, (HistoryBuffer, 'register_statistics')

@@ -177,6 +177,14 @@ def test_a_schedule_beyond_the_end_is_left_out_and_said(tmp_path):
     assert 'CosineAnnealingLR begins at 3 epochs, but training ends at 1' in log.read_text()
 
 
+def test_default_hooks_take_settings_without_a_type_and_can_be_left_out(tmp_path):
+    hooks = dict(timer=dict(priority=55), finite_loss=None, checkpoint=None)
+    runner = toy_runner(tmp_path, default_hooks=hooks)
+    names = {type(hook).__name__: hook.priority for hook in runner.hooks}
+    assert names['IterTimerHook'] == 55
+    assert not names.keys() & {'FiniteLossHook', 'CheckpointHook'}
+
+
 def test_model_hooks_are_called_around_each_update(tmp_path):
     calls = []
 
