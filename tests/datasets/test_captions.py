@@ -1,9 +1,11 @@
 """Captions made from labels, and their tokens."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from mmengine.config import Config
 
 from memengine.datasets import (
     ImageDataset,
@@ -120,3 +122,21 @@ def test_open_clips_tokenizer():
     tokens = OpenClipTokenizer('ViT-B-32')('a photo of one')
     assert torch.equal(tokens, open_clip.get_tokenizer('ViT-B-32')(['a photo of one'])[0])
     assert tokens.shape == (77,)
+
+
+def test_the_quick_starts_tokenizer_knows_every_word_and_the_text_tower_every_token():
+    root = Path(__file__).parents[2]
+    cfg = Config.fromfile(root / 'configs' / 'clip_vit.py')
+    for loader in (cfg.train_dataloader, cfg.val_dataloader):
+        caption, tokenize = (
+            next(step for step in loader.dataset.pipeline if step['type'] == name)
+            for name in ('LabelCaption', 'Tokenize')
+        )
+        tokenizer = WordTokenizer(tokenize.tokenizer.vocabulary, tokenize.tokenizer.context_length)
+        assert tokenizer.vocab_size == cfg.model.text.vocab_size
+        assert tokenizer.context_length == cfg.model.text.context_length
+        for template in caption.templates:
+            for name in caption['names']:
+                tokens = tokenizer(template.format(name)).tolist()
+                assert 1 not in tokens  # no unknown word
+                assert len(template.split()) + 2 == sum(token > 0 for token in tokens)
