@@ -1,4 +1,13 @@
-"""SelfCon."""
+"""SelfCon with a small ResNet and one exit on scikit-learn's digits, with labels and a single view.
+
+20-NN top-1 on 540 held-out digits: 98.3 % (untrained 70.7 %, raw pixels 97.0 %), with 11.5 MiB
+saved for backward at the peak, 97 s of processor time (torch 2.15, 2026-11-21):
+
+    python tools/train.py configs/selfcon_resnet.py
+
+The ResNet is narrow, and keeps a stride of 8, because the digits are small; its exit is after the
+second of four stages.
+"""
 
 _base_ = [
     '_base_/datasets/digits_one_view.py',
