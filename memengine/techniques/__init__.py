@@ -5,12 +5,14 @@ from memengine.techniques.grad_cache_call import GradCache
 from memengine.techniques.multi_crop import CropSlice, dino_step, plan_slices
 from memengine.techniques.random_state import RandomState
 from memengine.techniques.slicing import additive_step, split_batch
+from memengine.techniques.weight_norm import WeightNormLinear
 
 __all__ = [
     'CropSlice',
     'GradCache',
     'RandomState',
     'Tower',
+    'WeightNormLinear',
     'additive_step',
     'cached_step',
     'dino_step',

@@ -62,7 +62,7 @@ class CropSlice:
 
 
 def plan_slices(
-    sizes: Sequence[tuple[int, int]], batch_size: int, micro_batch_size: int
+    sizes: Sequence[tuple[int, int]], batch_size: int, micro_batch_size: float
 ) -> list[CropSlice]:
     """Cut a multi-crop batch into few, large and even slices of one resolution each.
 
@@ -73,7 +73,8 @@ def plan_slices(
     Args:
         sizes: Height and width of each crop, in pixels.
         batch_size: Samples B.
-        micro_batch_size: Largest crops per slice.
+        micro_batch_size: Largest crops per slice, at least 1. A fraction of one more makes room
+            for smaller crops only.
 
     Returns:
         Slices in which every (crop, sample) occurs exactly once.
@@ -90,7 +91,7 @@ def plan_slices(
     slices = []
     for crops in _runs_of_one_size(sizes):
         height, width = sizes[crops.start]
-        budget = micro_batch_size * largest // (height * width)
+        budget = int(micro_batch_size * largest / (height * width))
         across, along = _fewest(len(crops), batch_size, budget)
         slices += [
             CropSlice(some_crops, some_samples)
@@ -128,7 +129,7 @@ def dino_step(
     teacher_output: Tensor,
     loss: DINOLoss,
     epoch: int,
-    micro_batch_size: int | None = None,
+    micro_batch_size: float | None = None,
     *,
     context: Context = nullcontext,
     backward: Callable[[Tensor], Any] = Tensor.backward,
@@ -156,7 +157,9 @@ def dino_step(
         ValueError: When the number of crops is not the loss's, or the teacher's output does not
             hold two views of as many samples.
 
-    Cost: bytes saved for backward are those of one slice; no extra forward.
+    Cost: bytes saved for backward are those of one slice, and the targets; no extra forward. A head
+    that ends in :class:`~memengine.techniques.weight_norm.WeightNormLinear` adds K numbers to
+    that; one with a parametrised weight adds the weight, and computes it for every slice.
 
     Source: https://github.com/facebookresearch/dino/issues/269.
     """

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from memengine.techniques.weight_norm import shared_weights
+
 __all__ = [
     'Losses',
     'SyncOnce',
@@ -183,8 +185,8 @@ def additive_step(
     Args:
         slices: The batch in slices, of any kind.
         loss_fn: A slice to its loss, or losses by name (see :func:`total_loss`).
-        modules: Modules wrapped by DDP that ``loss_fn`` calls; they reduce once, in the last
-            slice's backward.
+        modules: Modules that ``loss_fn`` calls. Those wrapped by DDP reduce their gradients in the
+            last slice's backward only; WeightNormLinear layers in them see to their weight once.
         weights: Factor of each slice's losses; None for 1. A loss that is the mean over a
             slice's samples needs ``len(slice) / len(batch)``.
         context: Makes the context of forward, e.g. ``lambda: torch.autocast('cuda')``.
@@ -207,13 +209,16 @@ def additive_step(
         raise ValueError(f'expected one weight per slice, got {len(factors)} for {len(slices)}')
     sync = SyncOnce(module for module in modules for _ in slices)
     totals: Any = None
-    for piece, factor in zip(slices, factors, strict=True):
-        with ExitStack() as stack:
-            for module in modules:
-                stack.enter_context(sync.graph(module))
-            with context():
-                losses = pytree.tree_map(lambda value, f=factor: value * f, loss_fn(piece))
-            backward(total_loss(losses))
-        done = detached(losses)
-        totals = done if totals is None else pytree.tree_map(torch.add, totals, done)
+    with shared_weights(modules) as before_the_last:
+        for number, (piece, factor) in enumerate(zip(slices, factors, strict=True), start=1):
+            if number == len(slices):
+                before_the_last()
+            with ExitStack() as stack:
+                for module in modules:
+                    stack.enter_context(sync.graph(module))
+                with context():
+                    losses = pytree.tree_map(lambda value, f=factor: value * f, loss_fn(piece))
+                backward(total_loss(losses))
+            done = detached(losses)
+            totals = done if totals is None else pytree.tree_map(torch.add, totals, done)
     return totals

@@ -22,7 +22,7 @@ def seen(slices):
     return sorted((c, s) for piece in slices for c in piece.crops for s in piece.samples)
 
 
-@pytest.mark.parametrize('micro_batch_size', [1, 2, 3, 5, 6, 7, 12, 100])
+@pytest.mark.parametrize('micro_batch_size', [1, 1.5, 2, 3, 5, 6, 7, 12, 100])
 @pytest.mark.parametrize('batch_size', [1, 5, 6])
 def test_every_crop_of_every_sample_once(micro_batch_size, batch_size):
     slices = plan_slices(SIZES, batch_size, micro_batch_size)
@@ -46,6 +46,7 @@ def test_slices_are_few_and_even():
     assert shapes(16) == [(2, 8), (8, 8)]
     assert shapes(8) == [(2, 4)] * 2 + [(8, 4)] * 2
     assert shapes(1) == [(1, 1)] * 16 + [(4, 1)] * 16
+    assert shapes(1.5) == [(1, 1)] * 16 + [(8, 1)] * 8
     assert [len(piece.samples) for piece in plan_slices([(4, 4)], 10, 4)] == [3, 3, 4]
 
 
@@ -56,7 +57,8 @@ def test_crops_of_one_size_need_not_stand_together():
 
 
 @pytest.mark.parametrize(
-    'arguments', [([], 2, 2), ([(4, 4)], 0, 2), ([(4, 4)], 2, 0), ([(4, 4)], 2, -1)]
+    'arguments',
+    [([], 2, 2), ([(4, 4)], 0, 2), ([(4, 4)], 2, 0), ([(4, 4)], 2, 0.5), ([(4, 4)], 2, -1)],
 )
 def test_nonsense_is_refused(arguments):
     with pytest.raises(ValueError, match='plan_slices needs'):

@@ -1,0 +1,168 @@
+"""A weight-normalised linear layer that never holds its normalised weight.
+
+``torch.nn.utils.parametrizations.weight_norm`` computes the K x D weight anew in every forward,
+keeps it for backward, and takes its gradient apart in every backward. With K = 65,536 prototypes
+that is 64 MiB, three times over, for each slice of a batch. Here the rows' lengths scale the
+logits instead, and slices add to one gradient, which is taken apart once.
+
+Shapes: N rows, D inputs, K outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+__all__ = ['WeightNormLinear', 'shared_weights']
+
+
+class _Step:
+    """What the forwards of one step share: they all see the same weight."""
+
+    def __init__(self, last: bool) -> None:
+        self.last = last  # whether the next forward's backward hands the gradient over
+        self.total: Tensor | None = None  # gradient of the normalised weight so far, [K, D]
+        self.stand_in = torch.empty(0, requires_grad=True)
+        self._lengths: Tensor | None = None
+        self._weights: dict[torch.dtype, Tensor] = {}
+
+    def lengths(self, weight_v: Tensor) -> Tensor:
+        """Lengths of the rows, [K]."""
+        if self._lengths is None:
+            self._lengths = torch.linalg.vector_norm(weight_v, dim=1)
+        return self._lengths
+
+    def weight(self, weight_v: Tensor, dtype: torch.dtype) -> Tensor:
+        """``weight_v`` in the type that autocast computes in."""
+        if dtype not in self._weights:
+            self._weights[dtype] = weight_v.detach().to(dtype)
+        return self._weights[dtype]
+
+    def add(self, grad_logits: Tensor, x: Tensor, weight_v: Tensor) -> None:
+        """Add ``grad_logits.T @ x`` to the gradient, in place."""
+        left, right = grad_logits.to(weight_v.dtype).T, x.to(weight_v.dtype)
+        if self.total is None:
+            self.total = left @ right
+        else:
+            self.total.addmm_(left, right)
+
+
+class _WeightNormLinear(torch.autograd.Function):
+    """Logits of x [N, D]; ``parameters`` are the weights themselves or, until the last slice, what
+    stands in for them, so that their hooks fire and DDP reduces once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight_v: Tensor, weight_g: Tensor, step: _Step, *parameters: Tensor
+    ) -> Tensor:
+        device_type, dtype = x.device.type, x.dtype
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+        x, lengths = x.to(dtype), step.lengths(weight_v)
+        ctx.save_for_backward(x, weight_v, weight_g, lengths)
+        ctx.step, ctx.hands_over = step, len(parameters) == 2
+        return (x @ step.weight(weight_v, dtype).T).mul_(weight_g[:, 0] / lengths)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logits: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight_v, weight_g, lengths = ctx.saved_tensors
+        step, scale = ctx.step, weight_g[:, 0] / lengths
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad_logits * scale).to(x.dtype) @ step.weight(weight_v, x.dtype)
+        if any(ctx.needs_input_grad[4:]):
+            step.add(grad_logits, x, weight_v)
+        if not ctx.hands_over or step.total is None:
+            return grad_x, None, None, None, *[None for _ in ctx.needs_input_grad[4:]]
+        # From the normalised weight's gradient to those of the rows' directions and lengths.
+        grad_v, step.total = step.total, None
+        along = torch.linalg.vecdot(weight_v, grad_v) / lengths  # [K]
+        grad_v.addcmul_(weight_v, (-along / lengths)[:, None]).mul_(scale[:, None])
+        return grad_x, None, None, None, grad_v, along[:, None]
+
+
+class WeightNormLinear(nn.Module):
+    """Linear layer without bias whose weight is ``weight_g * weight_v / |weight_v|``, row by row.
+
+    Args:
+        in_features: D.
+        out_features: K.
+
+    Attributes:
+        weight_v: Directions of the rows, [K, D]; initialised as in ``nn.Linear``.
+        weight_g: Lengths of the rows, [K, 1]; initially those of ``weight_v``.
+
+    Cost: autograd keeps the input [N, D] and 4K bytes, where the parametrisation keeps the
+    normalised weight of 4KD bytes as well; one pass over the weight less in forward, several less
+    in backward. Under autocast products are in half precision, the weight's gradient is summed in
+    its own type. No double backward.
+
+    Source: Salimans and Kingma, Weight Normalization (2016), equations 2 and 3.
+    """
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight_v = nn.Parameter(nn.Linear(in_features, out_features, bias=False).weight.data)
+        self.weight_g = nn.Parameter(self.weight_v.detach().norm(dim=1, keepdim=True))
+        self._step: _Step | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] to [..., K]."""
+        step = self._step or _Step(last=True)
+        weights = (self.weight_v, self.weight_g)
+        trained = any(weight.requires_grad for weight in weights)
+        parameters = weights if step.last else (step.stand_in,) if trained else ()
+        logits = _WeightNormLinear.apply(
+            x.reshape(-1, x.shape[-1]), *(w.detach() for w in weights), step, *parameters
+        )
+        return logits.reshape(*x.shape[:-1], -1)
+
+
+@contextmanager
+def shared_weights(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """Let the slices of one step share the work on the weights of WeightNormLinear layers.
+
+    Inside, the weights must not change. Lengths are computed once, and backward passes add to one
+    buffer in place; the gradient reaches the parameters (and their hooks, and DDP) in the backward
+    passes after the yielded function has been called, which is to be before the last slice.
+
+    Args:
+        modules: Where to look for such layers; there need not be any.
+
+    Yields:
+        The function to call before the last slice.
+
+    Raises:
+        RuntimeError: When a layer's gradient has not been handed over at the end, because the
+            layer took no part in the last slice.
+    """
+    layers = {
+        layer
+        for module in modules
+        for layer in module.modules()
+        if isinstance(layer, WeightNormLinear)
+    }
+    steps = {layer: _Step(last=False) for layer in layers}
+    for layer, step in steps.items():
+        layer._step = step
+
+    def before_the_last() -> None:
+        for step in steps.values():
+            step.last = True
+
+    try:
+        yield before_the_last
+    finally:
+        for layer in layers:
+            layer._step = None
+    if any(step.total is not None for step in steps.values()):
+        raise RuntimeError(
+            'a WeightNormLinear layer took part in some slices but not in the last one, so its '
+            'gradient was not handed over; put a slice that uses it last'
+        )
