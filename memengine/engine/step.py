@@ -48,7 +48,9 @@ def unwrap(model: nn.Module) -> nn.Module:
 def run_step(model: nn.Module, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
     """Carry out one training step: forward, backward and, when due, the update.
 
-    All network calls go through ``model``'s own ``forward``, so that DDP and FSDP see them.
+    An OptimWrapper with a method ``carry_out`` (``AccumulationOptimWrapper``,
+    ``GradCacheOptimWrapper``) runs the batch in slices. All network calls go through ``model``'s
+    own ``forward``, so that DDP and FSDP see them.
 
     Args:
         model: The algorithm, wrapped or not.
@@ -59,6 +61,12 @@ def run_step(model: nn.Module, data: Any, optim_wrapper: OptimWrapper) -> dict[s
         Scalars to log by name: the loss, its parts and what else the model reports.
     """
     module = cast(BaseModel, unwrap(model))
+    if hasattr(optim_wrapper, 'carry_out'):
+        with optim_wrapper.sync_context(model):
+            losses = optim_wrapper.carry_out(model, **module.data_preprocessor(data, True))
+        _, log_vars = module.parse_losses(losses)
+        optim_wrapper.finish_step()
+        return log_vars
     with optim_wrapper.optim_context(model):
         batch = module.data_preprocessor(data, True)
         losses = (

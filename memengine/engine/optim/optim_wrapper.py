@@ -75,13 +75,31 @@ class OptimWrapper(_OptimWrapper):
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
         """The context of forward: autocast, and no synchronisation before the last iteration."""
-        with super().optim_context(model), self.precision.autocast():
+        with self.sync_context(model), self.precision.autocast():
             yield
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backward of the loss, scaled in fp16."""
         scaler = self.precision.scaler
         super().backward(loss if scaler is None else scaler.scale(loss), **kwargs)
+
+    def add_gradient(self, loss: Tensor) -> None:
+        """Backward of a part of the step: scaled as the whole, but not counted as an iteration."""
+        scaler, loss = self.precision.scaler, self.scale_loss(loss)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+
+    @contextmanager
+    def sync_context(self, model: nn.Module) -> Iterator[None]:
+        """No synchronisation of gradients before the last of ``accumulative_counts`` iterations."""
+        with super().optim_context(model):
+            yield
+
+    def finish_step(self) -> None:
+        """Count the iteration whose gradient has been added, and update if it is time."""
+        self._inner_count += 1
+        if self.should_update():
+            self.step()
+            self.zero_grad()
 
     def step(self, **kwargs: Any) -> None:
         """Clip the gradients if set, and update the parameters."""
