@@ -123,6 +123,11 @@ def cached_step(
     DDP: gradients are reduced once per module, in its last backward. Hooks: forward hooks fire
     again where a slice is repeated; gradient hooks fire once per slice, with that slice's part of
     the gradient. Inputs that require a gradient get it.
+
+    Example:
+        >>> tower = Tower(model, split_batch(torch.cat([view1, view2]), 16))
+        >>> loss = cached_step(tower, lambda z: NTXentLoss()(*z.chunk(2)))
+        >>> optimizer.step()
     """
     runs = _plan([towers] if isinstance(towers, Tower) else list(towers), keep_graph)
     sync = SyncOnce(

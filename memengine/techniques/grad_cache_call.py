@@ -50,7 +50,8 @@ class GradCache:
     Raises:
         TypeError: When neither or both of ``model`` and ``models`` are given, or no chunk size or
             loss; or arguments of the other form.
-        ValueError: For a chunk size below 1, an unknown ``loss_type``, or ``fp16`` without scaler.
+        ValueError: For a chunk size below 1, an unknown ``loss_type``, ``fp16`` without scaler, or
+            a scaler (unless disabled) without ``fp16``.
 
     Cost, precision, random state, BatchNorm, DDP: see
     :func:`memengine.techniques.grad_cache.cached_step`.
@@ -81,13 +82,15 @@ class GradCache:
             raise TypeError('GradCache: give either chunk_size= or chunk_sizes=')
         if loss_fn is None:
             raise TypeError('GradCache: loss_fn is missing')
-        if fp16 != (scaler is not None):
-            raise ValueError('GradCache: fp16=True needs a scaler= (GradScaler), and it only')
+        if fp16 and scaler is None:
+            raise ValueError('GradCache: fp16=True needs a scaler= (torch.amp.GradScaler)')
+        if scaler is not None and scaler.is_enabled() and not fp16:
+            raise ValueError('GradCache: scaler= would not be used, as it is for fp16=True')
         self.models = [model] if model is not None else list(models or ())
         self.chunk_sizes = _sizes(chunk_sizes if chunk_size is None else chunk_size, self.models)
         self.loss_fn = loss_fn
         self.loss_type = _loss_type(loss_type, one_model=model is not None)
-        self.scaler = scaler
+        self.scaler = scaler if fp16 else None
         self.split_input_fn = split_input_fn or split_batch
         self.get_rep_fn = get_rep_fn
         self.keep_graph = keep_graph

@@ -275,6 +275,13 @@ def test_fp16_scales_the_loss_with_the_callers_scaler():
     assert loss.item() < 20  # not scaled
 
 
+def test_scripts_may_pass_a_disabled_scaler():
+    scaler = torch.amp.GradScaler('cpu', enabled=False)
+    arguments = {'chunk_size': 2, 'loss_fn': SupConLoss(), 'loss_type': 'SimCLR'}
+    gc = GradCache(model=Encoder(), **arguments, fp16=False, scaler=scaler)
+    assert gc(torch.randn(8, 12)).item() > 0
+
+
 class ClipLossAtTen(ClipLoss):
     def forward(self, x, y):
         assert x.dtype in (torch.float16, torch.float32)
@@ -360,6 +367,16 @@ MODEL, LOSS = Encoder(), SupConLoss()
             {'model': MODEL, 'chunk_size': 2, 'loss_fn': LOSS, 'fp16': True},
             ValueError,
             'fp16=True needs a scaler=',
+        ),
+        (
+            {
+                'model': MODEL,
+                'chunk_size': 2,
+                'loss_fn': LOSS,
+                'scaler': torch.amp.GradScaler('cpu'),
+            },
+            ValueError,
+            'scaler= would not be used',
         ),
         (
             {'model': MODEL, 'chunk_size': 4, 'loss_fn': LOSS, 'forward_chunk_size': 6},
