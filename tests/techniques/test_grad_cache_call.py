@@ -321,6 +321,8 @@ class CanWait(Encoder):
 @pytest.mark.parametrize('keep_graph', [0, 2, 4])
 def test_synchronises_in_the_last_backward_only(keep_graph):
     model, x = CanWait(), torch.randn(8, 12)
+    backwards = []
+    model.head.bias.register_hook(lambda _: backwards.append(model.waiting))
     gc = GradCache(
         model=model,
         chunk_size=2,
@@ -330,6 +332,8 @@ def test_synchronises_in_the_last_backward_only(keep_graph):
     )
     gc(x, no_sync_except_last=True)
     assert (model.synced, model.waiting) == (1, False)
+    passes = {0: 4, 2: 3, 4: 1}[keep_graph]  # of kept graphs together, of others one by one
+    assert backwards == [True] * (passes - 1) + [False]
 
 
 MODEL, LOSS = Encoder(), SupConLoss()
