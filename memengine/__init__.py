@@ -10,10 +10,12 @@ from typing import Any
 __version__ = '0.1.0'
 
 _HOME = {
+    'AccumulationOptimWrapper': 'engine.optim',
     'ClipLoss': 'losses',
     'ConLoss': 'losses',
     'DINOLoss': 'losses',
     'GradCache': 'techniques',
+    'GradCacheOptimWrapper': 'engine.optim',
     'NTXentLoss': 'losses',
     'Runner': 'engine',
     'SavedBytes': 'memory',

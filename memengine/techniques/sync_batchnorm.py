@@ -54,7 +54,9 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _update_running(self, mean: Tensor, var: Tensor) -> None:
-        if not self.training or self.running_mean is None or self.running_var is None:
+        if not (self.training and self.track_running_stats):
+            return
+        if self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
