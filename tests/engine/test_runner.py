@@ -235,3 +235,12 @@ def test_mmengine_examples_accumulate_and_default_scope(tmp_path):
     )
     runner.train()
     assert (model.linear.weight - 1 + model.linear.bias).abs().item() < before
+
+
+def test_compile_takes_the_same_steps(tmp_path):
+    plain, compiled = Losses(), Losses()
+    toy_runner(tmp_path / 'plain', plain).train()
+    toy_runner(tmp_path / 'compiled', compiled, cfg=dict(compile=dict(backend='eager'))).train()
+    assert [loss for _, loss in compiled.seen] == pytest.approx(
+        [loss for _, loss in plain.seen], rel=1e-3
+    )
