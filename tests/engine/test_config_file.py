@@ -50,7 +50,8 @@ def test_a_folder_or_another_kind_of_file(folder):
 
 def test_python_errors_say_file_and_line(folder):
     write(syntax='a = 1\nb = dict(\n  c=,\n)\n', name='a = 1\nb = dict(\n  c=d,\n)\n')
-    assert said('syntax.py') == 'syntax.py, line 3: invalid syntax'
+    # What Python says of it changes from version to version.
+    assert said('syntax.py').startswith('syntax.py, line 3: ')
     assert said('name.py') == "name.py, line 3: NameError: name 'd' is not defined"
 
 
