@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from mmengine.model import revert_sync_batchnorm
 from mmengine.runner import Runner as _Runner
 from mmengine.runner import find_latest_checkpoint
 from torch import nn
@@ -117,12 +115,7 @@ class Runner(_Runner):
                 "model_wrapper_cfg has no effect in one process (launcher='none'): there is "
                 'nothing to synchronise'
             )
-            return revert_sync_batchnorm(model).to(self._device())
         return super().wrap_model(model_wrapper_cfg, model)
-
-    @staticmethod
-    def _device() -> torch.device:
-        return torch.device('cuda' if torch.cuda.is_available() else 'cpu')
 
     def register_default_hooks(self, hooks: dict[str, Any] | None = None) -> None:
         """Register MMEngine's default hooks and memengine's; ``name=None`` leaves one out."""
