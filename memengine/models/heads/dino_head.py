@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
 
 from memengine.registry import MODELS
+from memengine.techniques.weight_norm import WeightNormLinear
 
 __all__ = ['DINOHead']
 
@@ -55,12 +55,9 @@ class DINOHead(nn.Module):
             if isinstance(layer, nn.Linear):
                 nn.init.trunc_normal_(layer.weight, std=0.02)
                 nn.init.zeros_(layer.bias)
-        self.last_layer = parametrizations.weight_norm(
-            nn.Linear(bottleneck_dim, out_dim, bias=False), dim=0
-        )
-        length = self.last_layer.parametrizations.weight.original0  # [K, 1]
-        nn.init.ones_(length)
-        length.requires_grad_(not norm_last_layer)
+        self.last_layer = WeightNormLinear(bottleneck_dim, out_dim)
+        nn.init.ones_(self.last_layer.weight_g)
+        self.last_layer.weight_g.requires_grad_(not norm_last_layer)
 
     def forward(self, features: Tensor) -> Tensor:
         """Features [N, D] to logits [N, K]."""
