@@ -14,6 +14,7 @@ _HOME = {
     'ClipLoss': 'losses',
     'ConLoss': 'losses',
     'DINOLoss': 'losses',
+    'Gather': 'losses',
     'GradCache': 'techniques',
     'GradCacheOptimWrapper': 'engine.optim',
     'NTXentLoss': 'losses',
