@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from memengine.techniques.frozen_part import FrozenPart
 from memengine.techniques.precision import autocast_off
 from memengine.techniques.random_state import RandomState, accelerators_of
 from memengine.techniques.running_statistics import (
@@ -70,6 +71,9 @@ class Tower:
             not be repeated in smaller slices.
         part: The part of ``module`` that these slices go through, where that holds several
             encoders: it says whether the tower is trained. None for all of it.
+        frozen: A part without trainable parameters that every forward calls once, such as a
+            backbone below a head that is trained. It is run once; its outputs are held.
+        join: Puts consecutive slices into one, for ``slices_per_forward``.
     """
 
     module: nn.Module
@@ -77,6 +81,8 @@ class Tower:
     encode: Callable[[nn.Module, Any], Any] = call_module
     slices_per_forward: int = 1
     part: nn.Module | None = None
+    frozen: nn.Module | None = None
+    join: Callable[[Sequence[Any]], Any] = join_slices
 
 
 def cached_step(
@@ -86,6 +92,7 @@ def cached_step(
     keep_graph: int = 0,
     context: Context = nullcontext,
     backward: Callable[[Tensor], Any] = Tensor.backward,
+    exchange: Context = nullcontext,
 ) -> Any:
     """Add the gradient of the plain step to the parameters, in the memory of one slice.
 
@@ -101,6 +108,9 @@ def cached_step(
             ``lambda: torch.autocast('cuda', torch.float16)``.
         backward: Runs backward from the loss, e.g. ``lambda loss: scaler.scale(loss).backward()``.
             Cached gradients then carry the scale and are not scaled again.
+        exchange: Makes the context of the blocks in which ranks may exchange data: the loss, and
+            the slices whose backward reduces gradients. See
+            :func:`~memengine.techniques.out_of_memory.run_until_it_fits`.
 
     Returns:
         What ``loss_fn`` returned, without graph.
@@ -146,13 +156,14 @@ def cached_step(
 
     # The loss, and its gradient with respect to the embeddings that have no graph.
     embeddings = [run.embeddings() for run in runs]
-    with context():
-        losses = loss_fn(*embeddings)
-    loss = total_loss(losses)
-    if not loss.requires_grad:
-        raise ValueError('the loss depends neither on the embeddings nor on any parameter')
-    with sync.loss(), autocast_off(loss.device.type):
-        backward(loss)
+    with exchange():
+        with context():
+            losses = loss_fn(*embeddings)
+        loss = total_loss(losses)
+        if not loss.requires_grad:
+            raise ValueError('the loss depends neither on the embeddings nor on any parameter')
+        with sync.loss(), autocast_off(loss.device.type):
+            backward(loss)
     losses = detached(losses)
     del loss, embeddings
     _check_dependence(runs)
@@ -160,9 +171,9 @@ def cached_step(
     # Second pass: embed again, with a graph, and push the cached gradient through it.
     for run in runs:
         for inputs, state in zip(run.repeated, run.states, strict=True):
-            with sync.graph(run.module) as last:
+            with sync.graph(run.module) as last, exchange() if last else nullcontext():
                 with state.replay(), frozen_statistics(run.module), context():
-                    outputs = run.encode(inputs)
+                    outputs = run.embed_again(inputs)
                 run.push(outputs, _awaited(run.module) if last else [])
     return losses
 
@@ -180,6 +191,9 @@ class _Run:
         self._graph_free = tower.slices[: len(tower.slices) - len(self.kept)]
         self.repeated = self._graph_free if self.trained else []
         self.states: list[RandomState] = []  # of the repeated slices
+        self._frozen = None
+        if tower.frozen and self.repeated and not any(t.requires_grad for t in tensors):
+            self._frozen = FrozenPart(tower.frozen)
         self.graphs: list[list[Tensor]] = []  # embeddings of the kept slices
         self._devices = accelerators_of(self.module, tensors)
         self._chunks: list[list[Tensor]] = []  # embeddings of the graph-free slices
@@ -216,7 +230,8 @@ class _Run:
     def embed_without_graph(self, group: Sequence[Any]) -> None:
         """First pass of slices that are embedded again later, if trained."""
         state = RandomState(self._devices)
-        self._chunks.append(self.encode(join_slices(group)))
+        with self._frozen.first_pass() if self._frozen else nullcontext():
+            self._chunks.append(self.encode(self._tower.join(group)))
         torch.clear_autocast_cache()  # else weights cast without graph reach the second pass
         if not self.trained:
             return
@@ -227,6 +242,11 @@ class _Run:
                 '(slices_per_forward), or switch the randomness off'
             )
         self.states += [state] * len(group)
+
+    def embed_again(self, inputs: Any) -> list[Tensor]:
+        """Second pass of a slice."""
+        with self._frozen.second_pass() if self._frozen else nullcontext():
+            return self.encode(inputs)
 
     def embeddings(self) -> Any:
         """Embeddings of the whole batch; those without graph are leaves, which get gradients."""

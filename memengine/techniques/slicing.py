@@ -179,6 +179,7 @@ def additive_step(
     weights: Sequence[float] | None = None,
     context: Context = nullcontext,
     backward: Callable[[Tensor], Any] = Tensor.backward,
+    exchange: Context = nullcontext,
 ) -> Any:
     """Run slice -> loss -> backward one after another: the batch's gradient, a slice's memory.
 
@@ -191,6 +192,8 @@ def additive_step(
             slice's samples needs ``len(slice) / len(batch)``.
         context: Makes the context of forward, e.g. ``lambda: torch.autocast('cuda')``.
         backward: Runs backward from a slice's loss, e.g. with a gradient scaler.
+        exchange: Makes the context of the last slice, in which ranks exchange gradients. See
+            :func:`~memengine.techniques.out_of_memory.run_until_it_fits`.
 
     Returns:
         Sum of the (weighted) losses over the slices, without graph, in the form of ``loss_fn``.
@@ -214,6 +217,8 @@ def additive_step(
             if number == len(slices):
                 before_the_last()
             with ExitStack() as stack:
+                if number == len(slices):
+                    stack.enter_context(exchange())
                 for module in modules:
                     stack.enter_context(sync.graph(module))
                 with context():

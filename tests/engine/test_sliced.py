@@ -25,10 +25,14 @@ def model_and_batch(kind, seed=0):
     return build(kind), dict(inputs=inputs, data_samples=samples)
 
 
-def wrap(model, kind=OptimWrapper, **settings):
+def wrap(model, kind=OptimWrapper, optimizer='AdamW', **settings):
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.1)
-    return kind(optimizer, clip_grad=dict(max_norm=0.5), **settings)
+    build_optimizer = getattr(torch.optim, optimizer)
+    return kind(
+        build_optimizer(trained, lr=1e-3, weight_decay=0.1),
+        clip_grad=dict(max_norm=0.5),
+        **settings,
+    )
 
 
 def train(kind, steps=5, **settings):

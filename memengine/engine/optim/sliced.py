@@ -1,7 +1,8 @@
 """Steps in slices: a batch of any size in the memory of one slice, with the plain step's gradient.
 
-The techniques are :mod:`memengine.techniques.slicing` and :mod:`memengine.techniques.grad_cache`;
-here they are given the model's slices and this engine's precision and synchronisation.
+The techniques are :mod:`memengine.techniques.slicing`, :mod:`memengine.techniques.grad_cache` and
+:mod:`memengine.techniques.out_of_memory`; here they are given the model's slices and this engine's
+precision and synchronisation.
 """
 
 from __future__ import annotations
@@ -9,18 +10,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeAlias
 
+from mmengine.logging import MMLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from memengine.engine.optim.kept_graphs import KeptGraphs
 from memengine.engine.optim.optim_wrapper import OptimWrapper
 from memengine.engine.step import unwrap
 from memengine.registry import OPTIM_WRAPPERS
 from memengine.techniques.grad_cache import Tower, cached_step
-from memengine.techniques.slicing import additive_step
+from memengine.techniques.out_of_memory import run_until_it_fits
+from memengine.techniques.slicing import Context, additive_step
 
 __all__ = ['AccumulationOptimWrapper', 'GradCacheOptimWrapper']
+
+Size: TypeAlias = int | Mapping[str, int]
 
 
 def _check_size(setting: str, size: Any) -> None:
@@ -28,6 +34,26 @@ def _check_size(setting: str, size: Any) -> None:
     for number in sizes:
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise ValueError(f'{setting} must be a number of images, at least 1, got {size!r}')
+
+
+def _of_tower(size: Size, name: str | None) -> int:
+    return size[name or ''] if isinstance(size, Mapping) else size
+
+
+def _halved(setting: str, size: Size) -> Size | None:
+    """Half the size, said in the log; None when it is 1 already."""
+    half: Size = (
+        {tower: max(number // 2, 1) for tower, number in size.items()}
+        if isinstance(size, Mapping)
+        else max(size // 2, 1)
+    )
+    if half == size:
+        return None
+    MMLogger.get_current_instance().warning(
+        f'Out of memory: {setting} goes from {size} to {half} and the step is repeated. The '
+        f'gradient is the same; set optim_wrapper.{setting}={half} to start with it.'
+    )
+    return half
 
 
 def _sliceable(model: nn.Module, wrapper: OptimWrapper) -> Any:
@@ -52,7 +78,8 @@ class AccumulationOptimWrapper(OptimWrapper):
     Args:
         optimizer: The optimiser.
         micro_batch_size: Most images in a slice; for multi-crop, most crops of the largest size,
-            or as many smaller ones as have no more pixels.
+            or as many smaller ones as have no more pixels. Halved when a step runs out of memory;
+            see :func:`memengine.techniques.out_of_memory.run_until_it_fits`.
         **kwargs: As :class:`OptimWrapper`'s; ``accumulative_counts`` goes on meaning iterations.
 
     Raises:
@@ -83,14 +110,24 @@ class AccumulationOptimWrapper(OptimWrapper):
             )
         with self.precision.autocast():
             targets = module.targets(inputs, data_samples)
-        sums = additive_step(
-            module.slices(inputs, data_samples, self.micro_batch_size),
-            lambda piece: module.slice_loss(_encode(model, piece), targets, piece),
-            modules=[model],
-            context=self.precision.autocast,
-            backward=self.add_gradient,
-        )
-        return module.batch_losses(sums, targets)
+
+        def step(exchange: Context) -> Any:
+            return additive_step(
+                module.slices(inputs, data_samples, self.micro_batch_size),
+                lambda piece: module.slice_loss(_encode(model, piece), targets, piece),
+                modules=[model],
+                context=self.precision.autocast,
+                backward=self.add_gradient,
+                exchange=exchange,
+            )
+
+        return module.batch_losses(run_until_it_fits(step, self._shrink, model), targets)
+
+    def _shrink(self) -> bool:
+        half = _halved('micro_batch_size', self.micro_batch_size)
+        if isinstance(half, int):
+            self.micro_batch_size = half
+        return half is not None
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -100,12 +137,18 @@ class GradCacheOptimWrapper(OptimWrapper):
     Args:
         optimizer: The optimiser.
         chunk_size: Most images in a slice; for models with several towers also a dict by tower.
-        keep_graph: Slices whose graph is kept from the first pass and not computed again.
+            Halved when a step runs out of memory; see
+            :func:`memengine.techniques.out_of_memory.run_until_it_fits`.
+        keep_graph: Slices whose graph is kept from the first pass and not computed again;
+            ``'auto'`` for as many as memory has room for, measured in the first iterations.
+        forward_chunk_size: Most images in a forward of the graph-free pass, if more than
+            ``chunk_size``. Refused for models that draw random numbers or use batch statistics.
         **kwargs: As :class:`OptimWrapper`'s.
 
     Raises:
-        ValueError: For a size below 1 or a negative ``keep_graph``; in a step, when the model's
-            loss is additive, or it does not say how it is sliced.
+        ValueError: For a size below 1, a negative ``keep_graph``, or a ``forward_chunk_size``
+            below ``chunk_size``; in a step, when the model's loss is additive, or it does not say
+            how it is sliced.
 
     Cost: one extra forward of each slice but the ``keep_graph`` last; see
     :func:`memengine.techniques.grad_cache.cached_step`, also for randomness and BatchNorm.
@@ -115,15 +158,23 @@ class GradCacheOptimWrapper(OptimWrapper):
         self,
         optimizer: Optimizer,
         chunk_size: int | Mapping[str, int],
-        keep_graph: int = 0,
+        keep_graph: int | str = 0,
+        forward_chunk_size: int | None = None,
         **kwargs: Any,
     ) -> None:
         _check_size('chunk_size', chunk_size)
-        if keep_graph < 0:
-            raise ValueError(f'keep_graph must be a number of slices, got {keep_graph}')
+        if forward_chunk_size is not None:
+            _check_size('forward_chunk_size', forward_chunk_size)
+            largest = max(chunk_size.values()) if isinstance(chunk_size, Mapping) else chunk_size
+            if forward_chunk_size < largest:
+                raise ValueError(
+                    f'forward_chunk_size={forward_chunk_size} is less than chunk_size={largest}; '
+                    'leave it out, or set it to a multiple of chunk_size'
+                )
         super().__init__(optimizer, **kwargs)
-        self.chunk_size = chunk_size
-        self.keep_graph = keep_graph
+        self.chunk_size: Size = chunk_size
+        self.forward_chunk_size = forward_chunk_size
+        self.kept_graphs = KeptGraphs(keep_graph)
 
     def carry_out(
         self, model: nn.Module, inputs: Any, data_samples: Any = None
@@ -139,19 +190,47 @@ class GradCacheOptimWrapper(OptimWrapper):
             )
         with self.precision.autocast():
             targets = module.targets(inputs, data_samples)
-        pieces = module.slices(inputs, data_samples, self.chunk_size)
-        towers = [
-            Tower(model, list(some), _encode, part=module.tower(name))
-            for name, some in groupby(pieces, key=attrgetter('tower'))
-        ]
 
         def loss(*embeddings: Any) -> dict[str, Tensor]:
             return module.embedding_loss(module.join(embeddings), targets, data_samples)
 
-        return cached_step(
-            towers,
-            loss,
-            keep_graph=self.keep_graph,
-            context=self.precision.autocast,
-            backward=self.add_gradient,
-        )
+        def step(exchange: Context) -> Any:
+            return cached_step(
+                self._towers(model, module, inputs, data_samples),
+                loss,
+                keep_graph=self.kept_graphs.number,
+                context=self.precision.autocast,
+                backward=self.add_gradient,
+                exchange=exchange,
+            )
+
+        updated = self._inner_count >= self._accumulative_counts
+        with self.kept_graphs.measured(model, updated):
+            return run_until_it_fits(step, self._shrink, model)
+
+    def _towers(
+        self, model: nn.Module, module: Any, inputs: Any, data_samples: Any
+    ) -> list[Tower]:
+        pieces = module.slices(inputs, data_samples, self.chunk_size)
+        return [
+            Tower(
+                model,
+                list(some),
+                _encode,
+                slices_per_forward=self._slices_per_forward(name),
+                part=module.tower(name),
+                frozen=module.frozen(name),
+                join=lambda group: group[0].merged(group[1:]),
+            )
+            for name, some in groupby(pieces, key=attrgetter('tower'))
+        ]
+
+    def _slices_per_forward(self, name: str | None) -> int:
+        return (self.forward_chunk_size or 1) // _of_tower(self.chunk_size, name) or 1
+
+    def _shrink(self) -> bool:
+        if self.kept_graphs.halve():
+            return True
+        half = _halved('chunk_size', self.chunk_size)
+        self.chunk_size = half or self.chunk_size
+        return half is not None

@@ -109,6 +109,10 @@ class Algorithm(BaseModel):
         """The encoder that slices with this ``tower`` go through, to see whether it is trained."""
         return self
 
+    def frozen(self, name: str | None) -> nn.Module | None:
+        """What leads that encoder and has nothing to be trained; called once in each forward."""
+        return None
+
     def set_progress(self, progress: Progress) -> None:
         """Take note of where training stands; called before each iteration."""
 

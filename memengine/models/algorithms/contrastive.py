@@ -63,6 +63,10 @@ class _Projected(Algorithm):
     def _check_views(self, views: int) -> None:
         raise NotImplementedError
 
+    def frozen(self, name: str | None) -> nn.Module | None:
+        """The backbone, if it is."""
+        return self.backbone if self.freeze_backbone else None
+
     def embed(self, inputs: Tensor | Sequence[Tensor], data_samples: Any = None) -> Tensor:
         """Views to embeddings [V * B, D], view by view, not normalised."""
         return self.head(self.backbone(rows_of(inputs)))

@@ -36,6 +36,21 @@ class Slice:
     total: int
     tower: str | None = None
 
+    def merged(self, following: Sequence[Slice]) -> Slice:
+        """This slice and those that follow it as one."""
+        if not following:
+            return self
+        every = [self, *following]
+        first, last = self.rows, every[-1].rows
+        assert isinstance(first, range) and isinstance(last, range)
+        return Slice(
+            _join([piece.inputs for piece in every]),
+            _join([piece.data_samples for piece in every]),
+            range(first.start, last.stop),
+            self.total,
+            self.tower,
+        )
+
 
 def check_size(size: Any) -> int:
     """The size of a slice, which must be a whole number of at least 1."""
@@ -110,7 +125,7 @@ def slice_views(inputs: Any, data_samples: Any, size: int) -> list[Slice]:
 
 
 def _join(parts: Sequence[Any]) -> Any:
-    """Put together what :func:`take` took from several views."""
+    """Put together what :func:`take` took, tensors along dimension 0 and lists end to end."""
     first = parts[0]
     if len(parts) == 1 or first is None:
         return first

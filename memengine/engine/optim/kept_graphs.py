@@ -1,0 +1,90 @@
+"""How many slices of a gradient cache keep their graph from the first pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from mmengine.logging import MMLogger
+from torch import nn
+
+from memengine.memory import SavedBytes, headroom_bytes
+
+__all__ = ['KeptGraphs']
+
+# What is left over: an accelerator also holds workspaces and fragments, and the memory of the CPU
+# belongs to others as well.
+_SHARE = {'cuda': 0.8, 'cpu': 0.5}
+_MIB = 2**20
+
+
+class KeptGraphs:
+    """A number that is set, or that is measured in the first iterations.
+
+    Args:
+        setting: Slices, or ``'auto'``: none until the optimiser has its state; from then on as
+            many as there is memory for, by the bytes that a step without any has saved.
+
+    Raises:
+        ValueError: For anything else.
+
+    Attributes:
+        number: Slices whose graph is kept now.
+    """
+
+    def __init__(self, setting: int | str) -> None:
+        is_number = isinstance(setting, int) and not isinstance(setting, bool) and setting >= 0
+        if setting != 'auto' and not is_number:
+            raise ValueError(f"keep_graph must be a number of slices or 'auto', got {setting!r}")
+        self.number = setting if isinstance(setting, int) else 0
+        self._auto = setting == 'auto'
+        self._slice_bytes = 0  # once measured
+        self._decided = not self._auto
+
+    @contextmanager
+    def measured(self, model: nn.Module, updated: bool) -> Iterator[None]:
+        """Around each step, before which the number is decided when the time has come.
+
+        Args:
+            model: What the step trains.
+            updated: Whether the optimiser has made an update, and so has its state.
+        """
+        if not self._decided and self._slice_bytes and updated:
+            self.number = _room_for(self._slice_bytes, model)
+            self._decided = True
+            MMLogger.get_current_instance().info(
+                f"keep_graph='auto': memory has room for the graphs of {self.number} slices of "
+                f'{self._slice_bytes / _MIB:.1f} MiB'
+            )
+        if self._decided:
+            yield
+            return
+        with SavedBytes(model) as saved:
+            yield
+        self._slice_bytes = saved.peak_bytes
+
+    def halve(self) -> bool:
+        """Keep half as many, if the number was measured and not set; whether it was above 0."""
+        if not self._auto or not self.number:
+            return False
+        MMLogger.get_current_instance().warning(
+            f"Out of memory: keep_graph='auto' goes from {self.number} to {self.number // 2} "
+            'slices and the step is repeated.'
+        )
+        self.number //= 2
+        return True
+
+
+def _room_for(slice_bytes: int, model: nn.Module) -> int:
+    """Graphs of ``slice_bytes`` that fit on every rank, besides the gradients to come."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    device = trained[0].device
+    headroom = headroom_bytes(device) or 0
+    gradients = sum(p.numel() * p.element_size() for p in trained if p.grad is None)
+    room = _SHARE.get(device.type, 0.5) * headroom - gradients
+    number = torch.tensor(max(int(room // slice_bytes), 0), device=device)
+    if dist.is_initialized():
+        dist.all_reduce(number, op=dist.ReduceOp.MIN)
+    return int(number)
