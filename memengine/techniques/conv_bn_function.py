@@ -1,0 +1,160 @@
+"""The step of a convolution and a BatchNorm in eval mode that keeps only the convolution's input.
+
+Shapes: N samples, C channels in, K channels out, G groups, ... the spatial axes, R the kernel's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ['Geometry', 'conv_bn_eval']
+
+
+def _each(value: int | Sequence[int], axes: int) -> list[int]:
+    values = [value] if isinstance(value, int) else list(value)
+    return values * axes if len(values) == 1 else values
+
+
+class Geometry(NamedTuple):
+    """All of a convolution but its tensors, in the order of ``aten::convolution``."""
+
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    transposed: bool
+    output_padding: list[int]
+    groups: int
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], transposed: bool) -> Geometry:
+        """From the arguments of ``F.conv2d``, ``F.conv_transpose2d`` or one of their kin."""
+        axes = arguments['weight'].dim() - 2
+        return cls(
+            _each(arguments.get('stride', 1), axes),
+            _each(arguments.get('padding', 0), axes),
+            _each(arguments.get('dilation', 1), axes),
+            transposed,
+            _each(arguments.get('output_padding', 0), axes),
+            arguments.get('groups', 1),
+        )
+
+    def scaled(self, weight: Tensor, scale: Tensor) -> Tensor:
+        """``weight``, [K, C/G, R] or transposed [C, K/G, R], times ``scale`` [K]."""
+        kernel = [1] * (weight.dim() - 2)
+        if not self.transposed:
+            return weight * scale.view(-1, 1, *kernel)
+        grouped = weight.unflatten(0, (self.groups, -1))  # [G, C/G, K/G, R]
+        return (grouped * scale.view(self.groups, 1, -1, *kernel)).flatten(0, 1)
+
+    def per_output(self, weight: Tensor) -> Tensor:
+        """Sums of a tensor like the weight over all axes but that of the output channels, [K]."""
+        if not self.transposed:
+            return weight.flatten(1).sum(1)
+        return weight.unflatten(0, (self.groups, -1)).flatten(3).sum((1, 3)).flatten()
+
+
+class _ConvBNEval(torch.autograd.Function):
+    """BatchNorm of a convolution's output, whose gradient goes past that output.
+
+    The output comes without its graph, so the convolution's own backward is not run.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gamma: Tensor | None,
+        beta: Tensor | None,
+        before: Tensor,
+        mean: Tensor,
+        var: Tensor,
+        output: Tensor,
+        normalise: Callable[..., Tensor],
+        eps: float,
+        geometry: Geometry,
+        activation: Callable[[Tensor], Tensor] | None,
+    ) -> Tensor:
+        needs_x = ctx.needs_input_grad[1] or ctx.needs_input_grad[3]
+        ctx.save_for_backward(before if needs_x else None, weight, bias, gamma, mean, var)
+        ctx.eps, ctx.geometry, ctx.activation = eps, geometry, activation
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        return normalise(output, mean, var, gamma, beta, eps=eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        before, weight, bias, gamma, mean, var = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, needs_gamma, needs_beta = ctx.needs_input_grad[:5]
+        geometry, grad = ctx.geometry, grads[0].to(ctx.x_dtype)
+        if before is None:
+            x = grad.new_empty(1).expand(ctx.x_shape)  # backward of the input asks for its shape
+        else:
+            x = before if ctx.activation is None else ctx.activation(before)
+        inv_std = torch.rsqrt(var + ctx.eps)  # [K]
+        scale = inv_std if gamma is None else inv_std * gamma
+        # The fused weight is made anew: kept, it would cost more than it saves on small inputs.
+        fused = geometry.scaled(weight, scale).to(x.dtype) if needs_x else weight.to(x.dtype)
+        grad_x, grad_fused, _ = torch.ops.aten.convolution_backward(
+            grad, x, fused, None, *geometry, [needs_x, needs_weight or needs_gamma, False]
+        )
+        grad_weight = grad_bias = grad_gamma = None
+        axes = [axis for axis in range(grad.dim()) if axis != 1]
+        total = grad.sum(axes, dtype=torch.promote_types(grad.dtype, torch.float32))  # [K]
+        if needs_weight:
+            grad_weight = geometry.scaled(grad_fused.to(scale.dtype), scale)
+        if needs_bias:
+            grad_bias = scale * total
+        if needs_gamma:
+            offset = -mean if bias is None else bias - mean
+            along = geometry.per_output(grad_fused.to(scale.dtype) * weight)
+            grad_gamma = inv_std * (along + offset * total)
+        grad_beta = total if needs_beta else None
+        return grad_x, grad_weight, grad_bias, grad_gamma, grad_beta, *[None] * 8
+
+
+def conv_bn_eval(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    output: Tensor,
+    geometry: Geometry,
+    normalise: Callable[..., Tensor],
+    statistics: tuple[Tensor, Tensor],
+    affine: tuple[Tensor | None, Tensor | None],
+    eps: float,
+    activation: Callable[[Tensor], Tensor] | None = None,
+    before: Tensor | None = None,
+) -> Tensor:
+    """BatchNorm in eval mode of ``output``, the convolution of ``x``.
+
+    Args:
+        x: [N, C, ...], in the type that it is convolved in.
+        weight: [K, C/G, R], transposed [C, K/G, R]; of any type.
+        bias: [K].
+        output: [N, K, ...]; its values are used, its graph is not.
+        geometry: The convolution's.
+        normalise: ``F.batch_norm``.
+        statistics: Running mean and variance, [K].
+        affine: BatchNorm's weight and bias, [K].
+        eps: BatchNorm's.
+        activation: If given, ``x`` is ``activation(before)``.
+        before: Is kept in place of ``x``, as it is kept anyway.
+
+    Returns:
+        [N, K, ...], what ``normalise`` gives.
+
+    Cost: forward is the plain one. Kept are parameters and ``x``, or nothing where neither
+    ``weight`` nor BatchNorm's weight needs a gradient. Backward passes over the weight a few times
+    more and over tensors of the output's size less often; where ``weight`` is frozen and
+    BatchNorm's is not, it computes the former's gradient for the latter's.
+    """
+    kept = x if before is None else before
+    return _ConvBNEval.apply(
+        *(x, weight, bias, *affine, kept, *statistics, output.detach()),
+        *(normalise, eps, geometry, activation),
+    )
