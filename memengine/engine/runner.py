@@ -19,6 +19,7 @@ from memengine.engine.data_order import reproducible
 from memengine.engine.distributed import init_process_group, local_device_ids
 from memengine.engine.hooks import AlgorithmHook, FiniteLossHook, RandomStateHook
 from memengine.engine.step import unwrap
+from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
 from memengine.registry import LOOPS, MODEL_WRAPPERS, RUNNERS
 
 __all__ = ['Runner']
@@ -100,9 +101,13 @@ class Runner(_Runner):
         is_ddp = issubclass(wrapper, nn.parallel.DistributedDataParallel)
         if self.distributed and is_ddp:
             if model_wrapper_cfg is None:
-                unused = self.cfg.get('find_unused_parameters', False)
-                config.update(broadcast_buffers=False, find_unused_parameters=unused)
+                config.update(broadcast_buffers=False)
+            config.setdefault(
+                'find_unused_parameters', self.cfg.get('find_unused_parameters', False)
+            )
             config.setdefault('device_ids', local_device_ids())
+            if config['type'] in MODEL_WRAPPERS.module_dict:  # MMEngine looks in its own registry
+                config['type'] = f'{MODEL_WRAPPERS.scope}.{config["type"]}'
             model_wrapper_cfg = config
         elif model_wrapper_cfg is not None and not self.distributed:
             if not is_ddp:
@@ -111,11 +116,29 @@ class Runner(_Runner):
                     "launcher='none' starts one; start with torchrun and --launcher pytorch, or "
                     'remove model_wrapper_cfg'
                 )
+            why = 'there is nothing to synchronise'
+            if issubclass(wrapper, DisCoDistributedDataParallel):
+                losses = ', '.join(wrapper.find_losses(model))
+                why = f'{losses} sees the whole batch as it is'
             self.logger.warning(
-                "model_wrapper_cfg has no effect in one process (launcher='none'): there is "
-                'nothing to synchronise'
+                f"model_wrapper_cfg has no effect in one process (launcher='none'): {why}"
             )
-        return super().wrap_model(model_wrapper_cfg, model)
+        wrapped = super().wrap_model(model_wrapper_cfg, model)
+        if self.distributed:
+            self._warn_of_local_losses(wrapped)
+        return wrapped
+
+    def _warn_of_local_losses(self, model: nn.Module) -> None:
+        """Say which losses contrast only the samples of their own rank."""
+        found = losses_with_a_group(model)
+        local = [name for name, loss in found.items() if loss.process_group is None]
+        if local and self.world_size > 1:
+            self.logger.warning(
+                f'{", ".join(local)}: each of the {self.world_size} ranks contrasts only its own '
+                'samples with each other, which is another objective than that of the whole batch; '
+                "set model_wrapper_cfg.type='DisCoDistributedDataParallel' to contrast the samples "
+                'of all ranks'
+            )
 
     def register_default_hooks(self, hooks: dict[str, Any] | None = None) -> None:
         """Register MMEngine's default hooks and memengine's; ``name=None`` leaves one out."""
