@@ -5,11 +5,33 @@ Shapes: B image-text pairs, D features.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from memengine.losses.gather import Gather, all_gather_rows, rows_per_rank, sum_to_owners
+from memengine.losses.global_batch import (
+    BatchLoss,
+    combine_logsumexp,
+    mean_over_ranks,
+    own_rows,
+    ranks_of,
+)
+from memengine.losses.logsumexp import RunningLogSumExp, softmax
+from memengine.losses.tiles import (
+    accumulator,
+    add_product,
+    choose_tile_size,
+    diagonal,
+    first_derivative_only,
+    grid,
+    tiles,
+)
 from memengine.techniques.precision import at_least_fp32, autocast_off
 
-__all__ = ['ClipLoss', 'check_towers', 'clip_loss', 'pairwise_logits']
+__all__ = ['ClipLoss', 'check_towers', 'pairwise_logits', 'tiled_losses', 'untiled_losses']
 
 
 def check_towers(name: str, image_features: Tensor, text_features: Tensor) -> None:
@@ -30,31 +52,132 @@ def pairwise_logits(
     return (logit_scale * images).to(images.dtype) @ texts.T
 
 
-def clip_loss(logits: Tensor) -> Tensor:
-    """Symmetric cross-entropy of square logits [B, B] whose diagonal holds the true pairs.
+def untiled_losses(
+    images: Tensor,
+    texts: Tensor,
+    scale: Tensor | float,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """The reference of :func:`tiled_losses`."""
+    if group is None:
+        logits = pairwise_logits(images, texts, scale)
+        by_column, true = logits.logsumexp(dim=0), logits.diagonal()
+    else:
+        own = own_rows(texts, group)
+        logits = pairwise_logits(images, Gather(texts, group), scale)  # [b, B]
+        partial = Gather(logits.logsumexp(dim=0)[None], group)  # [N, B]
+        by_column, true = partial[:, own].logsumexp(dim=0), logits.diagonal(own.start)
+    return (logits.logsumexp(dim=1) + by_column) / 2 - true
 
-    One matrix serves both directions: rows are images choosing a text, columns texts choosing
-    an image.
+
+def tiled_losses(
+    images: Tensor,
+    texts: Tensor,
+    scale: Tensor | float,
+    tile_size: int | str,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Loss of each pair: the mean of the cross-entropies of its row and of its column.
+
+    Args:
+        images: [B, D].
+        texts: [B, D].
+        scale: Scalar; gets its gradient.
+        tile_size: Rows and columns of a tile, or ``'auto'``.
+        group: With ranks, rows are this rank's images against all texts, and columns its texts
+            against all images.
 
     Returns:
-        Scalar.
+        [B] in fp32 or wider.
+
+    Each tile of logits serves its rows and its columns. With ranks, the columns' sums over one
+    rank's rows go to the owners of the columns, and these sums and the upstream gradients come
+    back in backward; then the gradient of the images is complete, and that of the texts is summed.
     """
-    images_to_texts = logits.logsumexp(dim=1)  # [B]
-    texts_to_images = logits.logsumexp(dim=0)  # [B]
-    return ((images_to_texts + texts_to_images) / 2 - logits.diagonal()).mean()
+    scale = torch.as_tensor(scale, dtype=accumulator(images), device=images.device).reshape(())
+    ranks = None if group is None else rows_per_rank(texts, group)
+    size = choose_tile_size(tile_size, len(images), images)
+    return _TiledLosses.apply(images, texts, scale, size, ranks, group)
 
 
-class ClipLoss(nn.Module):
+class _TiledLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        images: Tensor,
+        texts: Tensor,
+        scale: Tensor,
+        tile_size: int,
+        ranks: list[int] | None,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        first = 0
+        if ranks is not None:
+            texts, first = all_gather_rows(texts, ranks, group), sum(ranks[: dist.get_rank(group)])
+        by_row = RunningLogSumExp(len(images), images)
+        by_column = RunningLogSumExp(len(texts), images)
+        true = torch.empty(len(images), dtype=scale.dtype, device=scale.device)
+        visits = grid(len(images), len(texts), tile_size)
+        for tile in tiles(images, texts, scale, visits, tile_size):
+            on_diagonal, rows = diagonal(tile, first)
+            true[rows] = on_diagonal
+            by_row.add(tile.rows, tile.logits, 1, tile.spare)
+            by_column.add(tile.cols, tile.logits, 0, tile.logits)
+        row_lse, col_lse = by_row.result(), by_column.result()
+        if ranks is not None:
+            col_lse = combine_logsumexp(col_lse, ranks, group)
+        ctx.save_for_backward(images, texts, scale, row_lse, col_lse)
+        ctx.first, ctx.tile_size, ctx.ranks, ctx.group = first, tile_size, ranks, group
+        return (row_lse + col_lse).div_(2).sub_(true)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        images, texts, scale, row_lse, col_lse = ctx.saved_tensors
+        half = of_columns = grad / 2
+        if ctx.ranks is not None:
+            of_columns = torch.stack([col_lse, half], dim=1)
+            col_lse, of_columns = all_gather_rows(of_columns, ctx.ranks, ctx.group).unbind(1)
+        grad_images = torch.zeros(images.shape, dtype=grad.dtype, device=grad.device)
+        grad_texts = torch.zeros(texts.shape, dtype=grad.dtype, device=grad.device)
+        visits = grid(len(images), len(texts), ctx.tile_size)
+        for tile in tiles(images, texts, scale, visits, ctx.tile_size):
+            rows, cols = tile.rows, tile.cols
+            slope = softmax(tile.logits, row_lse[rows], half[rows], 1, tile.spare)
+            slope += softmax(tile.logits, col_lse[cols], of_columns[cols], 0, tile.logits)
+            on_diagonal, true_rows = diagonal(tile._replace(logits=slope), ctx.first)
+            on_diagonal -= grad[true_rows]
+            add_product(grad_images[rows], slope, tile.others)
+            add_product(grad_texts[cols], slope.T, tile.scaled)
+        grad_scale = torch.zeros_like(scale)
+        for rows, _ in visits:
+            grad_scale += (images[rows] * grad_images[rows]).sum()
+        if ctx.ranks is not None:
+            grad_texts = sum_to_owners(grad_texts, ctx.ranks, ctx.group)
+        grad_images = grad_images.mul_(scale).to(images.dtype)
+        return grad_images, grad_texts.to(texts.dtype), grad_scale, None, None, None
+
+
+class ClipLoss(BatchLoss):
     """Symmetric InfoNCE between paired images and texts.
 
-    Takes open_clip's call. The loss is this process's own batch's.
+    Takes open_clip's call. One matrix of similarities serves both directions: its rows are images
+    choosing a text, its columns texts choosing an image.
 
-    Cost: 2B²D FLOPs forward and 4B²D backward; autograd keeps one [B, B] matrix (4B² bytes).
+    Args:
+        tile_size: See :class:`~memengine.losses.global_batch.BatchLoss`, also for the loss over
+            several ranks.
+
+    Cost: untiled 2B²D FLOPs forward and 4B²D backward, and autograd keeps one [B, B] matrix (4B²
+    bytes). In tiles 2B²D and 6B²D; beside the features and their gradients, two tiles and a few
+    numbers per row. On N ranks 1/N of these FLOPs on each, which holds all texts and their
+    gradients; on the wire per rank are the texts it has not, and as many rows of gradient.
 
     Half-precision features are computed with in fp32, also under autocast; right at any scale
     (a temperature of 0.01 is a scale of 100).
 
-    Source: Radford et al., Learning Transferable Visual Models (2021), figure 3.
+    Source: Radford et al., Learning Transferable Visual Models (2021), figure 3; over ranks Chen
+    et al., DisCo-CLIP (2023), here with one product for both directions.
     """
 
     def forward(
@@ -80,6 +203,12 @@ class ClipLoss(nn.Module):
             ValueError: For other shapes.
         """
         check_towers('ClipLoss', image_features, text_features)
+        group = ranks_of(self.process_group)
         with autocast_off(image_features.device.type):
-            loss = clip_loss(pairwise_logits(image_features, text_features, logit_scale))
+            towers = image_features, text_features
+            if self.tile_size is None:
+                losses = untiled_losses(*towers, logit_scale, group)
+            else:
+                losses = tiled_losses(*towers, logit_scale, self.tile_size, group)
+            loss = mean_over_ranks(losses, group)
         return {'contrastive_loss': loss} if output_dict else loss

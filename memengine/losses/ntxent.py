@@ -6,16 +6,17 @@ Shapes: B samples, D features.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
+from memengine.losses.global_batch import BatchLoss, mean_over_ranks, ranks_of
 from memengine.losses.supcon import log_partition
 from memengine.techniques.precision import at_least_fp32, autocast_off
 
 __all__ = ['NTXentLoss']
 
 
-class NTXentLoss(nn.Module):
+class NTXentLoss(BatchLoss):
     """NT-Xent: each view finds the other view of its sample among all 2B - 1 others.
 
     Similarities are cosines: the embeddings are l2-normalised here. On normalised embeddings
@@ -24,19 +25,23 @@ class NTXentLoss(nn.Module):
 
     Args:
         temperature: Of the similarities.
+        tile_size: See :class:`~memengine.losses.global_batch.BatchLoss`, also for the loss over
+            several ranks.
 
     Raises:
         ValueError: When the temperature is not positive.
 
-    Cost: 8B²D FLOPs forward and 16B²D backward; autograd keeps one [2B, 2B] matrix (16B² bytes).
+    Cost: untiled 8B²D FLOPs forward and 16B²D backward; autograd keeps one [2B, 2B] matrix (16B²
+    bytes). In tiles, and on ranks:
+    :func:`~memengine.losses.logsumexp.others_logsumexp` for 2B rows.
 
     Half-precision embeddings are computed with in fp32, also under autocast.
 
     Source: Chen et al., A Simple Framework for Contrastive Learning (2020), equation 1.
     """
 
-    def __init__(self, temperature: float = 0.5) -> None:
-        super().__init__()
+    def __init__(self, temperature: float = 0.5, tile_size: int | str | None = None) -> None:
+        super().__init__(tile_size)
         if not temperature > 0:
             raise ValueError(f'NTXentLoss: temperature must be positive, got {temperature}')
         self.temperature = temperature
@@ -59,8 +64,12 @@ class NTXentLoss(nn.Module):
                 f'NTXentLoss: expected two views [B, D] of the same samples, got '
                 f'{tuple(view1.shape)} and {tuple(view2.shape)}'
             )
+        group = ranks_of(self.process_group)
         with autocast_off(view1.device.type):
             first, second = (F.normalize(view, dim=1) for view in at_least_fp32(view1, view2))
             views = torch.cat([first, second])  # [2B, D]
-            positive = torch.linalg.vecdot(first, second).mean() / self.temperature
-            return log_partition(views, views, self.temperature).mean() - positive
+            positive = torch.linalg.vecdot(first, second) / self.temperature  # [B]
+            totals = log_partition(
+                views, len(views), self.temperature, self.tile_size, group
+            )  # [2B]
+            return mean_over_ranks(totals.view(2, -1).mean(dim=0) - positive, group)

@@ -5,21 +5,17 @@ Shapes: B samples, n outputs of each (sub-networks G first, the backbone's F las
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
-from memengine.losses.supcon import (
-    check_options,
-    contrastive_rows,
-    mean_of_rows,
-    positive_pairs,
-    views_first,
-)
+from memengine.losses.global_batch import BatchLoss, mean_over_ranks, ranks_of
+from memengine.losses.supcon import check_options, contrastive_rows, positives_of, views_first
 from memengine.techniques.precision import autocast_off
 
 __all__ = ['ConLoss']
 
 
-class ConLoss(nn.Module):
+class ConLoss(BatchLoss):
     """Self-contrastive (SelfCon) loss: SupCon's loss over the outputs of a multi-exit network.
 
     Every output of every sample is an anchor and a contrast, as views are in
@@ -30,6 +26,8 @@ class ConLoss(nn.Module):
         temperature: Of the similarities.
         contrast_mode: ``'all'`` outputs are anchors, or ``'one'``: the first of each sample only.
         base_temperature: The loss is in units of ``temperature / base_temperature``.
+        tile_size: See :class:`~memengine.losses.global_batch.BatchLoss`, also for the loss over
+            several ranks.
 
     Raises:
         ValueError: For a temperature that is not positive or an unknown mode.
@@ -44,8 +42,9 @@ class ConLoss(nn.Module):
         temperature: float = 0.07,
         contrast_mode: str = 'all',
         base_temperature: float = 0.07,
+        tile_size: int | str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(tile_size)
         check_options(temperature, contrast_mode, base_temperature)
         self.temperature = temperature
         self.contrast_mode = contrast_mode
@@ -68,6 +67,7 @@ class ConLoss(nn.Module):
             labels: [B]; equal labels are positives. Without labels and mask a sample's positives
                 are its own other outputs.
             mask: [B, B]; ``mask[i, j]`` true (or its weight) where sample j is a positive of i.
+                Over ranks, this rank's rows of it: [B, all B].
             supcon_s: The mean is over the anchors that have positives (SupCon with a single
                 view, where a label can occur once); 0 if none has.
             selfcon_s_FG: Only the sub-networks' outputs are anchors: the gradient of a pair of
@@ -89,18 +89,23 @@ class ConLoss(nn.Module):
         if selfcon_s_FG or selfcon_m_FG:
             self._check_anchors(features, selfcon_s_FG, selfcon_m_FG)
             first_are_anchors = outputs - 1
-        anchors_per_batch = first_are_anchors * batch_size
+        anchors = first_are_anchors * batch_size
         if selfcon_m_FG:
             batch_size //= 2
+        group = ranks_of(self.process_group)
         with autocast_off(features.device.type):
-            pairs = positive_pairs(batch_size, labels, mask, like=views)
-            contrasts = views.flatten(0, 1)  # [N, D]
+            contrasts = views.flatten(0, 1)  # [N, D], in blocks of B samples
+            samples = contrasts.view(-1, batch_size, contrasts.shape[1]).sum(dim=0)
+            positives = positives_of(samples, labels, mask, group)
             losses, has_positive = contrastive_rows(
-                contrasts[:anchors_per_batch], contrasts, pairs, batch_size, self.temperature
+                contrasts, anchors, positives, self.temperature, self.tile_size, group
             )
+            loss = mean_over_ranks(losses, group)
             if supcon_s:
-                losses = losses * (len(losses) / has_positive.sum().clamp_min(1))
-            return mean_of_rows(losses, self.temperature, self.base_temperature)
+                loss = loss / mean_over_ranks(has_positive.to(losses), group).clamp_min(
+                    torch.finfo(losses.dtype).tiny
+                )
+            return self.temperature / self.base_temperature * loss
 
     def _check_anchors(self, features: Tensor, single: bool, multi: bool) -> None:
         name = 'selfcon_s_FG' if single else 'selfcon_m_FG'

@@ -5,36 +5,141 @@ Shapes: B image-text pairs, D features.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.functional import softplus
 
 from memengine.losses.clip import check_towers, pairwise_logits
+from memengine.losses.gather import Gather, all_gather_rows, rows_per_rank, sum_to_owners
+from memengine.losses.global_batch import BatchLoss, mean_over_ranks, own_rows, ranks_of
+from memengine.losses.tiles import (
+    accumulator,
+    add_product,
+    choose_tile_size,
+    diagonal,
+    first_derivative_only,
+    grid,
+    tiles,
+)
 from memengine.techniques.precision import autocast_off
 
-__all__ = ['SigLipLoss', 'sigmoid_loss']
+__all__ = ['SigLipLoss', 'tiled_losses', 'untiled_losses']
 
 
-def sigmoid_loss(logits: Tensor) -> Tensor:
-    """``-sum log sigmoid(z * logits) / B`` for [B, B], z = 1 on the diagonal and -1 elsewhere.
+def untiled_losses(
+    a: Tensor,
+    b: Tensor,
+    scale: Tensor | float,
+    bias: Tensor | float,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """The reference of :func:`tiled_losses`."""
+    first = own_rows(b, group).start
+    if group is not None:
+        b = Gather(b, group)
+    margins = (pairwise_logits(a, b, scale) + bias).neg()
+    margins.diagonal(first).neg_()
+    return -F.logsigmoid(margins).sum(dim=1)
+
+
+def tiled_losses(
+    a: Tensor,
+    b: Tensor,
+    scale: Tensor | float,
+    bias: Tensor | float,
+    tile_size: int | str,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """``sum_n log(1 + exp(-z_mn * (scale * a_m . b_n + bias)))``, z_mn = 1 for m = n and else -1.
 
     Args:
-        logits: Square, the true pairs on its diagonal.
+        a: [M, D].
+        b: [M, D].
+        scale: Scalar; gets its gradient, as ``bias`` does.
+        bias: Scalar.
+        tile_size: Rows and columns of a tile, or ``'auto'``.
+        group: With ranks, the sum is over all ranks' ``b``.
 
     Returns:
-        Scalar.
+        [M] in fp32 or wider.
+
+    With ranks, the gradient of ``a`` is complete on its rank, and that of ``b`` is summed.
     """
-    margins = logits.neg()
-    margins.diagonal().neg_()
-    return -F.logsigmoid(margins).sum() / len(logits)
+    dtype = accumulator(a)
+    scale, bias = (
+        torch.as_tensor(value, dtype=dtype, device=a.device).reshape(()) for value in (scale, bias)
+    )
+    ranks = None if group is None else rows_per_rank(b, group)
+    size = choose_tile_size(tile_size, len(a), a)
+    return _TiledLosses.apply(a, b, scale, bias, size, ranks, group)
 
 
-class SigLipLoss(nn.Module):
+class _TiledLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: Tensor,
+        b: Tensor,
+        scale: Tensor,
+        bias: Tensor,
+        tile_size: int,
+        ranks: list[int] | None,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        first = 0
+        if ranks is not None:
+            b, first = all_gather_rows(b, ranks, group), sum(ranks[: dist.get_rank(group)])
+        ctx.save_for_backward(a, b, scale, bias)
+        ctx.first, ctx.tile_size, ctx.ranks, ctx.group = first, tile_size, ranks, group
+        losses = torch.zeros(len(a), dtype=scale.dtype, device=a.device)
+        for tile in tiles(a, b, scale, grid(len(a), len(b), tile_size), tile_size):
+            wrong = tile.logits.add_(bias)
+            diagonal(tile, first)[0].neg_()
+            softplus(wrong, 1, 40, out=tile.spare)  # type: ignore[call-arg]
+            losses[tile.rows] += tile.spare.sum(dim=1)
+        return losses
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b, scale, bias = ctx.saved_tensors
+        grad_a = torch.zeros(a.shape, dtype=grad.dtype, device=a.device)
+        grad_b = torch.zeros(b.shape, dtype=grad.dtype, device=a.device)
+        grad_bias = torch.zeros_like(bias)
+        visits = grid(len(a), len(b), ctx.tile_size)
+        for tile in tiles(a, b, scale, visits, ctx.tile_size):
+            tile.logits.add_(bias)
+            diagonal(tile, ctx.first)[0].neg_()
+            slope = tile.logits.sigmoid_().mul_(grad[tile.rows].unsqueeze(1))
+            diagonal(tile, ctx.first)[0].neg_()
+            grad_bias += slope.sum()
+            add_product(grad_a[tile.rows], slope, tile.others)
+            add_product(grad_b[tile.cols], slope.T, tile.scaled)
+        grad_scale = torch.zeros_like(scale)
+        for rows, _ in visits:
+            grad_scale += (a[rows] * grad_a[rows]).sum()
+        if ctx.ranks is not None:
+            grad_b = sum_to_owners(grad_b, ctx.ranks, ctx.group)
+        grad_a = grad_a.mul_(scale).to(a.dtype)
+        return grad_a, grad_b.to(b.dtype), grad_scale, grad_bias, None, None, None
+
+
+class SigLipLoss(BatchLoss):
     """Pairwise sigmoid loss between paired images and texts.
 
-    Takes open_clip's call. The loss is this process's own batch's.
+    Takes open_clip's call.
 
-    Cost: 2B²D FLOPs forward and 4B²D backward; autograd keeps the [B, B] margins, on CPU also
-    their exponentials.
+    Args:
+        tile_size: See :class:`~memengine.losses.global_batch.BatchLoss`, also for the loss over
+            several ranks.
+
+    Cost: untiled 2B²D FLOPs forward and 4B²D backward; autograd keeps the [B, B] margins, on CPU
+    also their exponentials. In tiles, and on ranks, as
+    :class:`~memengine.losses.clip.ClipLoss`.
 
     Half-precision features are computed with in fp32, also under autocast.
 
@@ -67,9 +172,13 @@ class SigLipLoss(nn.Module):
             ValueError: For other shapes.
         """
         check_towers('SigLipLoss', image_features, text_features)
+        group = ranks_of(self.process_group)
+        bias = 0.0 if logit_bias is None else logit_bias
         with autocast_off(image_features.device.type):
-            logits = pairwise_logits(image_features, text_features, logit_scale)
-            if logit_bias is not None:
-                logits = logits + logit_bias
-            loss = sigmoid_loss(logits)
+            towers = image_features, text_features
+            if self.tile_size is None:
+                losses = untiled_losses(*towers, logit_scale, bias, group)
+            else:
+                losses = tiled_losses(*towers, logit_scale, bias, self.tile_size, group)
+            loss = mean_over_ranks(losses, group)
         return {'contrastive_loss': loss} if output_dict else loss

@@ -5,104 +5,154 @@ Shapes: B samples, V views of each, D features; M anchors among N contrasts (the
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from memengine.losses.gather import Gather
+from memengine.losses.global_batch import (
+    BatchLoss,
+    mean_over_ranks,
+    own_rows,
+    ranks_of,
+    sum_over_ranks,
+)
+from memengine.losses.logsumexp import others_logsumexp
 from memengine.techniques.precision import at_least_fp32, autocast_off
 
 __all__ = [
+    'Positives',
     'SupConLoss',
     'contrastive_rows',
     'log_partition',
-    'mean_of_rows',
-    'positive_pairs',
+    'positives_of',
     'views_first',
 ]
 
 CONTRAST_MODES = ('all', 'one')
 
 
-def log_partition(anchors: Tensor, contrasts: Tensor, temperature: float) -> Tensor:
-    """``log sum_{n != m} exp(a_m . c_n / temperature)``: each anchor against all but itself.
+def log_partition(
+    contrasts: Tensor,
+    anchors: int,
+    temperature: float,
+    tile_size: int | str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """``log sum_{n != m} exp(c_m . c_n / temperature)``: each anchor against all but itself.
 
     Args:
-        anchors: [M, D].
-        contrasts: [N, D], beginning with the anchors, N >= M.
+        contrasts: [N, D], beginning with the anchors.
+        anchors: Their number M.
         temperature: Positive.
+        tile_size: None for the reference, else see
+            :func:`~memengine.losses.logsumexp.others_logsumexp`.
+        group: Ranks whose contrasts are all met.
 
     Returns:
         [M]; very negative, but finite and without gradient, for an anchor with no contrast.
     """
-    logits = (anchors / temperature) @ contrasts.T  # [M, N]
-    logits.diagonal().fill_(torch.finfo(logits.dtype).min)
+    if tile_size is not None:
+        return others_logsumexp(contrasts, anchors, 1 / temperature, tile_size, group)
+    first = own_rows(contrasts, group).start
+    everything = contrasts if group is None else Gather(contrasts, group)
+    logits = (contrasts[:anchors] / temperature) @ everything.T  # [M, N]
+    logits.diagonal(first).fill_(torch.finfo(logits.dtype).min)
     return logits.logsumexp(dim=1)
 
 
-def contrastive_rows(
-    anchors: Tensor, contrasts: Tensor, pairs: Tensor | None, batch_size: int, temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Contrastive loss of each anchor: log-partition minus mean similarity to its positives.
+class Positives(NamedTuple):
+    """What each of B samples has for positives; its own weight is in all of these."""
 
-    Rows come in blocks of B samples, block after block; row ``m`` is of sample ``m % B``. Anchor
-    and contrast are a positive pair where ``pairs`` says so of their samples, and never with
-    themselves. The similarities to the positives are summed in feature space, so that only the
-    log-partition needs all M x N of them.
+    summed: Tensor  # [B, D], sum of the positives' contrasts, by weight
+    weight: Tensor  # [B], sum of the weights
+    itself: Tensor  # [B], the sample's own weight
+
+
+def positives_of(
+    samples: Tensor,
+    labels: Tensor | None,
+    mask: Tensor | None,
+    group: dist.ProcessGroup | None = None,
+) -> Positives:
+    """Sum each sample's positives in feature space, from labels or a mask as given.
 
     Args:
-        anchors: [M, D].
-        contrasts: [N, D], beginning with the anchors.
-        pairs: Weight of sample b' as a positive of sample b, [B, B]; None for the identity.
-        batch_size: B.
-        temperature: Positive.
-
-    Returns:
-        Losses [M], 0 for an anchor without positives, and which anchors have positives, bool [M].
-    """
-    blocks = contrasts.unflatten(0, (-1, batch_size))  # [N / B, B, D]
-    summed = blocks.sum(dim=0)  # [B, D]
-    if pairs is None:
-        itself = weight = contrasts.new_ones(batch_size)  # [B]
-    else:
-        itself, weight = pairs.diagonal(), pairs.sum(dim=1)
-        summed = pairs @ summed
-    copies = len(anchors) // batch_size
-    count = (len(blocks) * weight - itself).repeat(copies)  # [M], positives of each anchor
-    positive = torch.linalg.vecdot(anchors, summed.repeat(copies, 1))
-    positive = positive - itself.repeat(copies) * torch.linalg.vecdot(anchors, anchors)
-    has_positive = count > 0
-    mean_positive = positive / (temperature * count.where(has_positive, 1))
-    losses = log_partition(anchors, contrasts, temperature) - mean_positive
-    return losses.where(has_positive, 0), has_positive
-
-
-def positive_pairs(
-    batch_size: int, labels: Tensor | None, mask: Tensor | None, like: Tensor
-) -> Tensor | None:
-    """Which samples are positives of each other, from labels or as given.
-
-    Returns:
-        [B, B] in the type and on the device of ``like``; None when each is its own only.
+        samples: [B, D], the sum of each sample's contrasts.
+        labels: [B] or [B, 1]; equal labels are positives.
+        mask: [B, B], or with ranks [B, all ranks' B]: weights. Without both, each is its own.
+        group: The ranks among whose samples the positives are.
 
     Raises:
         ValueError: When both are given, or either has another shape.
     """
+    own = own_rows(samples, group)
+    ones = samples.new_ones(len(samples))
     if labels is not None and mask is not None:
         raise ValueError('give labels or mask, not both')
     if labels is not None:
-        if labels.shape not in ((batch_size,), (batch_size, 1)):
+        if labels.shape not in ((len(samples),), (len(samples), 1)):
             raise ValueError(
-                f'labels must be one per sample, [{batch_size}], got {tuple(labels.shape)}'
+                f'labels must be one per sample, [{len(samples)}], got {tuple(labels.shape)}'
             )
-        labels = labels.flatten().to(like.device)
-        return (labels[:, None] == labels[None, :]).to(like.dtype)
+        labels = labels.flatten().to(samples.device)
+        everyone = labels if group is None else Gather(labels, group)
+        classes, members = everyone.unique(return_inverse=True)
+        sums = samples.new_zeros(len(classes), samples.shape[1])
+        sums = sum_over_ranks(sums.index_add(0, members[own], samples), group)  # [classes, D]
+        counts = members.bincount(minlength=len(classes)).to(samples.dtype)
+        return Positives(sums[members[own]], counts[members[own]], ones)
     if mask is None:
-        return None
-    if mask.shape != (batch_size, batch_size):
+        return Positives(samples, ones, ones)
+    everyone = samples if group is None else Gather(samples, group)
+    if mask.shape != (len(samples), len(everyone)):
         raise ValueError(
-            f'mask must say for each pair of samples whether they are positives, '
-            f'[{batch_size}, {batch_size}], got {tuple(mask.shape)}'
+            'mask must say for each sample and each of the batch (of all ranks) whether they are '
+            f'positives, [{len(samples)}, {len(everyone)}], got {tuple(mask.shape)}'
         )
-    return mask.to(like)
+    mask = mask.to(samples)
+    return Positives(mask @ everyone, mask.sum(dim=1), mask.diagonal(own.start))
+
+
+def contrastive_rows(
+    contrasts: Tensor,
+    anchors: int,
+    positives: Positives,
+    temperature: float,
+    tile_size: int | str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Contrastive loss of each anchor: log-partition minus mean similarity to its positives.
+
+    Rows come in blocks of B samples, block after block; row ``m`` is of sample ``m % B``. Anchor
+    and contrast are a positive pair where their samples are, and never with themselves. The
+    similarities to the positives are summed in feature space, so that only the log-partition
+    needs all M x N of them.
+
+    Args:
+        contrasts: [N, D], beginning with the anchors.
+        anchors: Their number M.
+        positives: Of the B samples.
+        temperature: Positive.
+        tile_size: As in :func:`log_partition`.
+        group: As in :func:`log_partition`.
+
+    Returns:
+        Losses [M], 0 for an anchor without positives, and which anchors have positives, bool [M].
+    """
+    batch_size = len(positives.weight)
+    blocks, copies = len(contrasts) // batch_size, anchors // batch_size
+    z = contrasts[:anchors].view(copies, batch_size, -1)
+    count = blocks * positives.weight - positives.itself  # [B]
+    similarity = torch.linalg.vecdot(z, positives.summed)  # [M / B, B]
+    similarity = similarity - positives.itself * torch.linalg.vecdot(z, z)
+    has_positive = count > 0
+    mean_positive = similarity / (temperature * count.where(has_positive, 1))
+    totals = log_partition(contrasts, anchors, temperature, tile_size, group)
+    losses = totals.view(copies, batch_size) - mean_positive
+    return losses.where(has_positive, 0).flatten(), has_positive.repeat(copies)
 
 
 def views_first(features: Tensor) -> Tensor:
@@ -121,11 +171,6 @@ def views_first(features: Tensor) -> Tensor:
     return at_least_fp32(features.flatten(start_dim=2))[0].transpose(0, 1)
 
 
-def mean_of_rows(losses: Tensor, temperature: float, base_temperature: float) -> Tensor:
-    """Mean over anchors [M], in units of ``base_temperature``. Scalar."""
-    return temperature / base_temperature * losses.mean()
-
-
 def check_options(temperature: float, contrast_mode: str, base_temperature: float) -> None:
     """Raise ValueError for a temperature that is not positive or an unknown mode."""
     if not temperature > 0:
@@ -136,7 +181,7 @@ def check_options(temperature: float, contrast_mode: str, base_temperature: floa
         raise ValueError(f'contrast_mode must be one of {CONTRAST_MODES}, got {contrast_mode!r}')
 
 
-class SupConLoss(nn.Module):
+class SupConLoss(BatchLoss):
     """Supervised contrastive loss; SimCLR's NT-Xent when neither labels nor mask are given.
 
     For anchor ``i`` with positives ``P(i)`` among all other views ``A(i)``:
@@ -150,12 +195,16 @@ class SupConLoss(nn.Module):
         temperature: Of the similarities; right down to 0.01 and below.
         contrast_mode: ``'all'`` views are anchors, or ``'one'``: the first of each sample only.
         base_temperature: The loss is in units of ``temperature / base_temperature``.
+        tile_size: See :class:`~memengine.losses.global_batch.BatchLoss`, also for the loss over
+            several ranks.
 
     Raises:
         ValueError: For a temperature that is not positive or an unknown mode.
 
-    Cost: for M anchors and N = B * V contrasts, 2MND FLOPs forward and 4MND backward; autograd
-    keeps one [M, N] matrix of similarities (4MN bytes, 8MN for fp64), and [B, B] with labels.
+    Cost: for M anchors and N = B * V contrasts, untiled 2MND FLOPs forward and 4MND backward;
+    autograd keeps one [M, N] matrix of similarities (4MN bytes, 8MN for fp64). In tiles, and on
+    ranks: :func:`~memengine.losses.logsumexp.others_logsumexp`. With labels on ranks, the sums of
+    the classes travel too, D numbers for each class, forward and backward.
 
     Half-precision features are computed with in fp32, also under autocast.
 
@@ -167,8 +216,9 @@ class SupConLoss(nn.Module):
         temperature: float = 0.07,
         contrast_mode: str = 'all',
         base_temperature: float = 0.07,
+        tile_size: int | str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(tile_size)
         check_options(temperature, contrast_mode, base_temperature)
         self.temperature = temperature
         self.contrast_mode = contrast_mode
@@ -184,7 +234,7 @@ class SupConLoss(nn.Module):
                 flattened into D.
             labels: [B]; equal labels are positives.
             mask: [B, B]; ``mask[i, j]`` true (or its weight) where sample j is a positive of
-                sample i. Need not be symmetric.
+                sample i. Need not be symmetric. Over ranks, this rank's rows of it: [B, all B].
 
         Returns:
             Scalar, in fp32 or wider.
@@ -193,11 +243,12 @@ class SupConLoss(nn.Module):
             ValueError: For another shape, or when both labels and mask are given.
         """
         views = views_first(features)  # [V, B, D]
+        group = ranks_of(self.process_group)
         with autocast_off(features.device.type):
-            pairs = positive_pairs(views.shape[1], labels, mask, like=views)
+            positives = positives_of(views.sum(dim=0), labels, mask, group)
             contrasts = views.flatten(0, 1)  # [V * B, D]
-            anchors = contrasts if self.contrast_mode == 'all' else views[0]
+            anchors = len(contrasts) if self.contrast_mode == 'all' else views.shape[1]
             losses, _ = contrastive_rows(
-                anchors, contrasts, pairs, views.shape[1], self.temperature
+                contrasts, anchors, positives, self.temperature, self.tile_size, group
             )
-            return mean_of_rows(losses, self.temperature, self.base_temperature)
+            return self.temperature / self.base_temperature * mean_over_ranks(losses, group)

@@ -1,0 +1,175 @@
+"""Log-sum-exp of each row's similarities that never holds more than a tile of them.
+
+What autograd keeps are the rows and one number for each; backward computes every tile again.
+
+Shapes: M rows against N rows, D features; t the tile size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from memengine.losses.gather import all_gather_rows, rows_per_rank
+from memengine.losses.tiles import (
+    accumulator,
+    add_product,
+    choose_tile_size,
+    diagonal,
+    first_derivative_only,
+    grid,
+    tiles,
+    triangle,
+)
+
+__all__ = ['RunningLogSumExp', 'others_logsumexp', 'softmax']
+
+
+class RunningLogSumExp:
+    """Running log-sum-exp of many rows: a maximum and a sum of each, so that nothing overflows."""
+
+    def __init__(self, rows: int, like: Tensor) -> None:
+        dtype = accumulator(like)
+        self._largest = torch.full((rows,), torch.finfo(dtype).min, dtype=dtype, device=like.device)
+        self._sum = torch.zeros_like(self._largest)
+
+    def add(self, where: slice, logits: Tensor, dim: int, room: Tensor) -> None:
+        """Take in logits whose dimension ``dim`` is summed over."""
+        before = self._largest[where]
+        largest = torch.maximum(before, logits.amax(dim))
+        torch.sub(logits, largest.unsqueeze(dim), out=room).exp_()
+        self._sum[where] = self._sum[where] * (before - largest).exp_() + room.sum(dim)
+        self._largest[where] = largest
+
+    def result(self) -> Tensor:
+        """The log-sum-exp of each row; the end of the sum."""
+        return self._largest + self._sum.log_()
+
+
+def softmax(logits: Tensor, lse: Tensor, grad: Tensor, dim: int, out: Tensor) -> Tensor:
+    """Gradient of a log-sum-exp over ``dim`` with respect to the logits."""
+    torch.sub(logits, lse.unsqueeze(dim), out=out).exp_()
+    return out.mul_(grad.unsqueeze(dim))
+
+
+def others_logsumexp(
+    z: Tensor,
+    anchors: int,
+    scale: float,
+    tile_size: int | str,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Log-sum-exp of ``scale * z_m . z_n`` over all n but m, for the first rows m.
+
+    Args:
+        z: [N, D].
+        anchors: Number M of rows to sum for, the first; all N are summed over.
+        scale: Of the similarities.
+        tile_size: Rows and columns of a tile, or ``'auto'``.
+        group: With ranks, the sum is over the rows of all.
+
+    Returns:
+        [M] in fp32 or wider; very negative, but finite and without gradient, for an anchor that
+        has no other.
+
+    Cost: similarity is symmetric, so each pair of anchors is met once and serves both: N²D FLOPs
+    forward and 3N²D backward if all are anchors, where the untiled form needs 2N²D and 4N²D
+    (a tile of each N rows is met in full). With ranks, each computes its own rows against all,
+    2MND forward and 4N_local ND backward, and its gradient without another's help: on the wire
+    are the rows received in forward and two numbers for each row in backward. Bytes: two tiles
+    and the gradient. A second derivative is refused.
+    """
+    size = choose_tile_size(tile_size, len(z), z)
+    if group is None:
+        return _OthersLogSumExp.apply(z, anchors, scale, size)
+    ranks = rows_per_rank(z, group)
+    return _OthersOnRanks.apply(z, anchors, scale, size, ranks, group)
+
+
+class _OthersLogSumExp(torch.autograd.Function):
+    """Each pair of anchors from one tile, which sums over its rows and over its columns."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, anchors: int, scale: float, tile_size: int) -> Tensor:
+        total = RunningLogSumExp(anchors, z)
+        for tile in tiles(z, z, scale, triangle(anchors, len(z), tile_size), tile_size):
+            if tile.rows == tile.cols:
+                diagonal(tile)[0].fill_(torch.finfo(tile.logits.dtype).min)
+            total.add(tile.rows, tile.logits, 1, tile.spare)
+            if tile.rows.start < tile.cols.start < anchors:
+                total.add(tile.cols, tile.logits, 0, tile.logits)
+        lse = total.result()
+        ctx.save_for_backward(z, lse)
+        ctx.scale, ctx.tile_size = scale, tile_size
+        return lse
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        z, lse = ctx.saved_tensors
+        anchors = len(lse)
+        grad_z = torch.zeros(z.shape, dtype=lse.dtype, device=z.device)
+        visits = triangle(anchors, len(z), ctx.tile_size)
+        for tile in tiles(z, z, ctx.scale, visits, ctx.tile_size):
+            rows, cols = tile.rows, tile.cols
+            slope = softmax(tile.logits, lse[rows], grad[rows], 1, tile.spare)
+            if rows == cols:
+                slope.diagonal().zero_()
+            elif cols.start < anchors:
+                slope += softmax(tile.logits, lse[cols], grad[cols], 0, tile.logits)
+            add_product(grad_z[rows], slope, tile.others.mul(ctx.scale))
+            add_product(grad_z[cols], slope.T, tile.scaled)
+        return grad_z.to(z.dtype), None, None, None
+
+
+class _OthersOnRanks(torch.autograd.Function):
+    """This rank's rows against all; what others have of a row's gradient is computed here too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        z: Tensor,
+        anchors: int,
+        scale: float,
+        tile_size: int,
+        ranks: list[int],
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        everything, first = all_gather_rows(z, ranks, group), sum(ranks[: dist.get_rank(group)])
+        total = RunningLogSumExp(anchors, z)
+        visits = grid(anchors, len(everything), tile_size)
+        for tile in tiles(z, everything, scale, visits, tile_size):
+            diagonal(tile, first)[0].fill_(torch.finfo(tile.logits.dtype).min)
+            total.add(tile.rows, tile.logits, 1, tile.spare)
+        lse = total.result()
+        ctx.save_for_backward(everything, lse)
+        ctx.scale, ctx.tile_size, ctx.ranks, ctx.group = scale, tile_size, ranks, group
+        return lse
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        everything, lse = ctx.saved_tensors
+        rank = dist.get_rank(ctx.group)
+        first, mine = sum(ctx.ranks[:rank]), ctx.ranks[rank]
+        z = everything[first : first + mine]
+        # A row that is no anchor has no softmax: exp(logit - inf) = 0.
+        own = lse.new_zeros(mine, 2)
+        own[:, 0] = math.inf
+        own[: len(lse)] = torch.stack([lse, grad], dim=1)
+        own_lse, own_grad = own.unbind(1)
+        all_lse, all_grad = all_gather_rows(own, ctx.ranks, ctx.group).unbind(1)
+        grad_z = torch.zeros(z.shape, dtype=lse.dtype, device=z.device)
+        visits = grid(mine, len(everything), ctx.tile_size)
+        for tile in tiles(z, everything, ctx.scale, visits, ctx.tile_size):
+            rows, cols = tile.rows, tile.cols
+            as_anchor = softmax(tile.logits, own_lse[rows], own_grad[rows], 1, tile.spare)
+            as_other = softmax(tile.logits, all_lse[cols], all_grad[cols], 0, tile.logits)
+            slope = as_other.add_(as_anchor)
+            diagonal(tile, first)[0].zero_()
+            add_product(grad_z[rows], slope, tile.others)
+        return grad_z.mul_(ctx.scale).to(z.dtype), None, None, None, None, None

@@ -1,0 +1,135 @@
+"""All pairs of rows, one tile at a time in the same memory: the loop under the tiled losses.
+
+Everything here runs in fp32 (fp64 for fp64 rows), whatever type the rows have.
+
+Shapes: M rows against N rows, D features; t the tile size. A tile is [t, t].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = [
+    'Tile',
+    'accumulator',
+    'add_product',
+    'check_tile_size',
+    'choose_tile_size',
+    'diagonal',
+    'first_derivative_only',
+    'grid',
+    'tiles',
+    'triangle',
+]
+
+AUTO_TILE_BYTES = {'cpu': 2**20}  # half of a core's second-level cache
+AUTO_TILE_BYTES_ELSEWHERE = 2**26  # large enough to keep a GPU busy
+
+Visits = Iterable[tuple[slice, list[slice]]]
+
+
+def check_tile_size(tile_size: int | str | None) -> None:
+    """Raise ValueError unless it is None, ``'auto'`` or a whole number of at least 1."""
+    whole = isinstance(tile_size, int) and not isinstance(tile_size, bool) and tile_size >= 1
+    if tile_size not in (None, 'auto') and not whole:
+        raise ValueError(
+            f"tile_size must be None (no tiles), 'auto' or a number of rows, got {tile_size!r}"
+        )
+
+
+def choose_tile_size(tile_size: int | str, rows: int, like: Tensor) -> int:
+    """The number that ``'auto'`` stands for: the largest square tile within a budget of bytes.
+
+    The budget is 1 MiB on a CPU, where a tile then stays in a core's cache (512 rows in fp32),
+    and 64 MiB elsewhere (4096 rows).
+    """
+    if tile_size != 'auto':
+        return int(tile_size)
+    budget = AUTO_TILE_BYTES.get(like.device.type, AUTO_TILE_BYTES_ELSEWHERE)
+    side = math.isqrt(budget // accumulator(like).itemsize)
+    return min(rows, side)
+
+
+def accumulator(tensor: Tensor) -> torch.dtype:
+    """The type in which the sums of such rows are taken."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+class Tile(NamedTuple):
+    """Some rows against some columns."""
+
+    rows: slice
+    cols: slice
+    scaled: Tensor  # [t, D], the rows times the scale
+    others: Tensor  # [t, D], the columns
+    logits: Tensor  # [t, t], to be overwritten
+    spare: Tensor  # [t, t], room for another
+
+
+def cuts(start: int, stop: int, tile_size: int) -> list[slice]:
+    """A range in even parts of at most ``tile_size``."""
+    count = max(1, -(-(stop - start) // tile_size))
+    size = -(-(stop - start) // count)
+    return [slice(i, min(i + size, stop)) for i in range(start, stop, max(size, 1))]
+
+
+def grid(rows: int, cols: int, tile_size: int) -> Visits:
+    """Every tile of ``rows x cols``."""
+    columns = cuts(0, cols, tile_size)
+    return [(part, columns) for part in cuts(0, rows, tile_size)]
+
+
+def triangle(anchors: int, rows: int, tile_size: int) -> Visits:
+    """The tiles of ``anchors x rows`` on and right of the diagonal; each pair is met once."""
+    parts = cuts(0, anchors, tile_size)
+    rest = cuts(anchors, rows, tile_size) if rows > anchors else []
+    return [(part, parts[number:] + rest) for number, part in enumerate(parts)]
+
+
+def tiles(a: Tensor, b: Tensor, scale: Tensor | float, visits: Visits, size: int) -> Iterator[Tile]:
+    """``scale * a @ b.T`` tile by tile, in the same two buffers."""
+    dtype = accumulator(a)
+    side = min(size, len(a)) * min(size, len(b))
+    room = torch.empty(2, side, dtype=dtype, device=a.device)
+    for rows, columns in visits:
+        scaled = a[rows].to(dtype) * scale
+        for cols in columns:
+            others = b[cols].to(dtype)
+            shape = len(scaled), len(others)
+            logits, spare = (part[: shape[0] * shape[1]].view(shape) for part in room)
+            torch.mm(scaled, others.T, out=logits)
+            yield Tile(rows, cols, scaled, others, logits, spare)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``, in place."""
+    torch.addmm(total, left, right, out=total)
+
+
+def diagonal(tile: Tile, offset: int = 0) -> tuple[Tensor, slice]:
+    """The part of ``column == row + offset`` that lies in the tile: its logits, and which rows."""
+    shift = offset + tile.rows.start - tile.cols.start
+    logits = tile.logits.diagonal(shift)
+    start = tile.rows.start + max(0, -shift)
+    return logits, slice(start, start + len(logits))
+
+
+def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Like torch's ``once_differentiable``, which lets a second derivative pass as zero where the
+    incoming gradient is a constant, as that of a mean is."""
+    refusing = once_differentiable(backward)
+
+    @wraps(backward)
+    def wrapped(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True
+            grads = tuple(grad.detach().requires_grad_() for grad in grads)
+        return refusing(ctx, *grads)
+
+    return wrapped
