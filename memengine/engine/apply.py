@@ -7,13 +7,14 @@ and backward are carried out and leaves names and parameters alone.
 
 from __future__ import annotations
 
+from functools import partial
 from logging import Logger
 from typing import Any
 
-from mmengine.model.efficient_conv_bn_eval import turn_on_efficient_conv_bn_eval
 from mmengine.runner.activation_checkpointing import turn_on_activation_checkpointing
 from torch import nn
 
+from memengine.techniques.conv_bn_eval import efficient_conv_bn_eval
 from memengine.techniques.sync_batchnorm import convert_sync_batchnorm
 
 __all__ = ['apply_before_wrapping', 'apply_to_model']
@@ -38,7 +39,7 @@ def apply_to_model(model: nn.Module, cfg: Any, logger: Logger) -> None:
         logger: Told what was applied.
     """
     for key, turn_on in (
-        ('efficient_conv_bn_eval', turn_on_efficient_conv_bn_eval),
+        ('efficient_conv_bn_eval', partial(efficient_conv_bn_eval, report=logger.info)),
         ('activation_checkpointing', turn_on_activation_checkpointing),
     ):
         modules = cfg.get(key)

@@ -48,13 +48,13 @@ class _Output(NamedTuple):
     """How a convolution's output came about."""
 
     name: str
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    geometry: Geometry
-    activation: Callable[[Tensor], Tensor] | None
-    before: Tensor | None
-    versions: tuple[int, ...]  # of these tensors and the output: were any changed since?
+    x: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    geometry: Geometry | None = None
+    activation: Callable[[Tensor], Tensor] | None = None
+    before: Tensor | None = None
+    versions: tuple[int, ...] = ()  # of the output and these tensors: were any changed since?
 
 
 class ConvBNEval:
@@ -143,7 +143,9 @@ class ConvBNEval:
         if versions != _versions(x, before):
             activation = before = None
         output = function(**arguments)
-        if output.requires_grad:
+        if not output.requires_grad:
+            self._outputs[output] = _Output(mode.name)
+        else:
             self._outputs[output] = _Output(
                 *(mode.name, x, weight, bias),
                 Geometry.of(arguments, 'output_padding' in _CONVOLUTIONS[function]),
@@ -172,6 +174,7 @@ class ConvBNEval:
         self.pairs[pair] = reason = self._why_not(pair, source, input, training, mode.layer)
         if reason is not None:
             return F.batch_norm(input, *plain)
+        assert source.x is not None and source.weight is not None and source.geometry is not None
         assert running_mean is not None and running_var is not None
         output = conv_bn_eval(
             *(source.x, source.weight, source.bias),
@@ -201,6 +204,8 @@ class ConvBNEval:
         """Why BatchNorm has to keep its input, or None."""
         if training:
             return 'BatchNorm uses the statistics of the batch (it is in training mode)'
+        if source.x is None:
+            return 'no gradient goes to the convolution'
         # While a backward pass recomputes a forward pass, it has to do what that one did.
         if self._has_other_user.get(pair, _backward_pass()) != _backward_pass():
             return 'something else uses the output of the convolution, too'

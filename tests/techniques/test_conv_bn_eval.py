@@ -391,6 +391,15 @@ def test_partly_frozen_networks():
     assert len(found.fused) == 15
 
 
+def test_a_convolution_without_gradient():
+    model = pair(nn.Conv2d(3, 4, 3))
+    model[0].requires_grad_(False)
+    found = efficient_conv_bn_eval(model, strict=False)
+    model(images()).sum().backward()
+    assert found.pairs == {('0', '1'): 'no gradient goes to the convolution'}
+    assert check(pair(nn.Conv2d(3, 4, 3)).requires_grad_(False), images()).fused == [('0', '1')]
+
+
 def test_nothing_is_kept_without_gradient():
     model = pair(nn.Conv2d(3, 4, 3))
     found = efficient_conv_bn_eval(model)

@@ -2,6 +2,7 @@
 
 from memengine.engine.hooks.algorithm import AlgorithmHook
 from memengine.engine.hooks.collapse import CollapseHook
+from memengine.engine.hooks.conv_bn_eval import EfficientConvBNEvalHook
 from memengine.engine.hooks.evaluate_first import EvaluateFirstHook
 from memengine.engine.hooks.finite_loss import FiniteLossHook, NonFiniteLossError
 from memengine.engine.hooks.memory import MemoryHook
@@ -12,6 +13,7 @@ from memengine.engine.hooks.report import ReportHook
 __all__ = [
     'AlgorithmHook',
     'CollapseHook',
+    'EfficientConvBNEvalHook',
     'EvaluateFirstHook',
     'FiniteLossHook',
     'MemoryHook',
