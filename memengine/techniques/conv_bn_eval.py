@@ -13,6 +13,7 @@ difference, and whatever is not such a pair is carried out as if this were not h
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -131,6 +132,7 @@ class ConvBNEval:
         x, weight, bias = arguments['input'], arguments['weight'], arguments.get('bias')
         if (
             not torch.is_grad_enabled()
+            or not isinstance(x, Tensor)  # torch says so
             or x.dim() != weight.dim()  # no batch axis
             or is_traceable_wrapper_subclass(x)
             or is_traceable_wrapper_subclass(weight)
@@ -320,16 +322,18 @@ def _named(model: nn.Module, modules: str | Iterable[str] | None) -> dict[str, n
         modules = [name.strip() for name in modules.strip('[]').split(',')]
     known = dict(model.named_modules())
     layers: dict[str, nn.Module] = {}
-    for root in [''] if modules is None else modules:
-        if root not in known:
-            close = difflib.get_close_matches(root, known, 1)
+    for pattern in [''] if modules is None else modules:
+        roots = fnmatch.filter(known, pattern)
+        if not roots:
+            close = difflib.get_close_matches(pattern, known, 1)
             advice = f"; did you mean '{close[0]}'?" if close else ''
             raise ValueError(
-                f"efficient_conv_bn_eval: {type(model).__name__} has no module '{root}'{advice}"
+                f"efficient_conv_bn_eval: {type(model).__name__} has no module '{pattern}'{advice}"
             )
-        for name, layer in known[root].named_modules(prefix=root):
-            if isinstance(layer, (_ConvNd, _BatchNorm)):
-                layers[name] = layer
+        for root in roots:
+            for name, layer in known[root].named_modules(prefix=root):
+                if isinstance(layer, (_ConvNd, _BatchNorm)):
+                    layers[name] = layer
     return layers
 
 
@@ -352,7 +356,8 @@ def efficient_conv_bn_eval(
         model: Any module. Found are all subclasses of torch's convolutions and BatchNorms, also
             with further work in the same layer (timm's BatchNormAct2d and Conv2dSame, weight
             standardisation, parametrisations).
-        modules: Names of modules in ``model`` to look below; None looks everywhere.
+        modules: Names of modules in ``model`` to look below, or patterns such as
+            ``'backbone.layer*'``; None looks everywhere.
         strict: Whether it is an error when nothing is fused.
         report: Gets one sentence with all names after the first forward pass with gradients.
 

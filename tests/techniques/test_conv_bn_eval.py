@@ -361,7 +361,7 @@ def test_doing_nothing_is_an_error(make, message):
 def test_names():
     model = nn.ModuleDict({'backbone': pair(nn.Conv2d(3, 4, 3)), 'neck': pair(nn.Conv2d(4, 4, 3))})
     model.forward = lambda x: model['neck'](model['backbone'](x))
-    for modules in ('[backbone]', 'backbone', ['backbone']):
+    for modules in ('[backbone]', 'backbone', ['backbone'], ['back*']):
         found = efficient_conv_bn_eval(model, modules)
         model(images())
         assert found.fused == [('backbone.0', 'backbone.1')]

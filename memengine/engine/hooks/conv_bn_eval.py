@@ -19,7 +19,7 @@ class EfficientConvBNEvalHook(Hook):
     """Applies :func:`memengine.techniques.efficient_conv_bn_eval` for the time of training.
 
     Args:
-        modules: Names of modules of the model, e.g. ``['backbone']``; None for all of it.
+        modules: Names of modules of the model, e.g. ``['backbone']``, or patterns; None for all.
         strict: Whether it is an error when the first iteration fuses nothing.
 
     Raises:
