@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 
 from memengine.techniques.random_state import RandomState, accelerators_of
 from memengine.techniques.slicing import Context
@@ -54,7 +55,7 @@ def run_until_it_fits(
         torch.OutOfMemoryError: When the smallest slices do not fit either, and in what could not
             be repeated: on several ranks, a block in which they exchange data (of which no rank
             knows how far the others came), and any step of a module that exchanges data in its
-            forward passes (SyncBatchNorm, FSDP).
+            forward passes (SyncBatchNorm, FSDP, DDP with ``broadcast_buffers`` and buffers).
 
     Cost: a copy of the buffers, and of the gradients where earlier iterations left some. On several
     ranks one number is reduced before each exchange, so that all of them shrink alike.
@@ -143,6 +144,11 @@ class _Ranks:
 def _exchanges_in_forward(module: nn.Module) -> bool:
     return any(
         isinstance(part, FSDPModule)
+        or (isinstance(part, DistributedDataParallel) and part.broadcast_buffers and _buffers(part))
         or (isinstance(part, _BatchNorm) and 'SyncBatchNorm' in type(part).__name__)
         for part in module.modules()
     )
+
+
+def _buffers(module: nn.Module) -> bool:
+    return next(module.buffers(), None) is not None

@@ -4,11 +4,13 @@ import pytest
 import torch
 from mmengine.model import BaseModel
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from memengine.engine.optim import AccumulationOptimWrapper, GradCacheOptimWrapper, OptimWrapper
 from memengine.engine.step import run_step
 from memengine.engine.wrappers import MMDistributedDataParallel
 from memengine.models import CLIP, Classifier, SelfCon, SigLIP, SimCLR, SupCon
+from memengine.techniques.slicing import join_slices
 from memengine.testing import assert_same_step, run_ranks, saved_bytes
 from tests.models.test_dino import build as build_dino
 from tests.models.test_dino import crops
@@ -176,6 +178,45 @@ def _whole_rank(rank, world_size, kind):
     for _ in range(2):
         run_step(wrapped, data, wrapper)
     return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def _shared_rank(rank, world_size, kind):
+    """Two steps on this rank's share of a batch."""
+    model, _ = model_and_batch(kind)
+    wrapped = MMDistributedDataParallel(model)
+    wrapper = wrap(model, AccumulationOptimWrapper, micro_batch_size=1)
+    for seed in range(2):
+        run_step(wrapped, share(big_batch(kind, seed), rank, world_size), wrapper)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def big_batch(kind, seed):
+    """Eight samples."""
+    parts = [model_and_batch(kind, 3 * seed + number)[1] for number in range(3)]
+    return take(join_slices(parts), range(8))
+
+
+def share(data, rank, world_size):
+    each = 8 // world_size
+    return take(data, range(rank * each, (rank + 1) * each))
+
+
+def take(tree, rows):
+    return pytree.tree_map(lambda x: None if x is None else x[rows.start : rows.stop], tree)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('world_size', [2, 4])
+@pytest.mark.parametrize('kind', ADDITIVE)
+def test_ranks_in_slices_follow_one_process(kind, world_size):
+    model, _ = model_and_batch(kind)
+    wrapper = wrap(model)
+    for seed in range(2):
+        run_step(model, big_batch(kind, seed), wrapper)
+    for parameters in run_ranks(world_size, _shared_rank, kind, timeout_s=300):
+        for name, expected in model.named_parameters():
+            tolerance = 1e-8 if name.endswith('pos_embed') else 1e-9
+            assert_same_step({name: parameters[name]}, {name: expected}, tolerance)
 
 
 class Unsliced(BaseModel):

@@ -50,8 +50,8 @@ def _halved(setting: str, size: Size) -> Size | None:
     if half == size:
         return None
     MMLogger.get_current_instance().warning(
-        f'Out of memory: {setting} goes from {size} to {half} and the step is repeated. The '
-        f'gradient is the same; set optim_wrapper.{setting}={half} to start with it.'
+        f'Out of memory: {setting} goes from {size} to {half}. The step is repeated, and the run '
+        f'goes on as one with optim_wrapper.{setting}={half}.'
     )
     return half
 
@@ -208,9 +208,7 @@ class GradCacheOptimWrapper(OptimWrapper):
         with self.kept_graphs.measured(model, updated):
             return run_until_it_fits(step, self._shrink, model)
 
-    def _towers(
-        self, model: nn.Module, module: Any, inputs: Any, data_samples: Any
-    ) -> list[Tower]:
+    def _towers(self, model: nn.Module, module: Any, inputs: Any, data_samples: Any) -> list[Tower]:
         pieces = module.slices(inputs, data_samples, self.chunk_size)
         return [
             Tower(

@@ -1,0 +1,269 @@
+"""A step that runs out of memory is repeated in smaller slices, and is the smaller slices' step.
+
+Running out of memory is simulated by layers that raise what CUDA raises, wherever it may happen.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from memengine.engine.optim import AccumulationOptimWrapper, GradCacheOptimWrapper
+from memengine.engine.step import run_step
+from memengine.engine.wrappers import MMDistributedDataParallel
+from memengine.models import CLIP, Classifier, SimCLR
+from memengine.techniques.out_of_memory import is_out_of_memory, run_until_it_fits
+from memengine.testing import assert_same_step, run_ranks
+from tests.engine.test_sliced import model_and_batch, wrap
+from tests.engine.test_sliced_exactness import BATCHNORM, NOISY_TOWERS, NOISY_VIT
+from tests.models.toy import build
+
+
+class Limit:
+    """Lets a layer run out of memory when it is given more than ``rows`` rows.
+
+    Args:
+        rows: The most that fit.
+        when: ``'no graph'``, ``'graph'`` (the forward that builds one) or ``'backward'``.
+    """
+
+    def __init__(self, rows, when, layer):
+        self.rows, self.when, self.failures = rows, when, 0
+        layer.register_forward_hook(self)
+
+    def __call__(self, layer, inputs, output):
+        if len(output) <= self.rows:
+            return
+        if self.when == 'backward' and output.requires_grad:
+            output.register_hook(self.fail)
+        elif self.when == ('graph' if torch.is_grad_enabled() else 'no graph'):
+            self.fail()
+
+    def fail(self, *args):
+        self.failures += 1
+        raise torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB.')
+
+
+def make(kind):
+    if kind is CLIP:
+        return build(CLIP, **NOISY_TOWERS)
+    head = BATCHNORM if kind is SimCLR else {}
+    return build(kind, **{**NOISY_VIT, **head})
+
+
+def layer_of(model):
+    towers = getattr(model, 'towers', None)
+    return (towers['image'] if towers else model).backbone.model.blocks[1]
+
+
+def train(model, wrapper, kind, seeds=range(3), run=run_step):
+    torch.manual_seed(0)
+    for seed in seeds:
+        run(model, model_and_batch(kind, seed)[1], wrapper)
+
+
+def assert_equal(model, expected):
+    wanted = expected.state_dict()
+    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize('when', ['no graph', 'graph', 'backward'])
+@pytest.mark.parametrize('kind', [SimCLR, CLIP])
+def test_gradient_cache_halves_the_chunk_and_follows_the_smaller_one(kind, when, caplog):
+    model, expected = make(kind), make(kind)
+    limit = Limit(2, when, layer_of(model))
+    wrapper = wrap(model, GradCacheOptimWrapper, chunk_size=8, keep_graph=1)
+    train(model, wrapper, kind)
+    train(expected, wrap(expected, GradCacheOptimWrapper, chunk_size=2, keep_graph=1), kind)
+    assert_equal(model, expected)  # bit for bit, with dropout and BatchNorm's buffers
+    assert wrapper.chunk_size == 2
+    assert limit.failures == 2  # 8, 4; the second step begins with 2
+
+
+@pytest.mark.parametrize('when', ['graph', 'backward'])
+@pytest.mark.parametrize('accumulative_counts', [1, 2])
+def test_accumulation_halves_the_micro_batch(when, accumulative_counts):
+    model, expected = make(Classifier), make(Classifier)
+    limit = Limit(1, when, layer_of(model))
+    settings = dict(kind=AccumulationOptimWrapper, accumulative_counts=accumulative_counts)
+    wrapper = wrap(model, micro_batch_size=2, **settings)
+    limit.rows = 2  # the first iteration fits
+    train(model, wrapper, Classifier, range(1))
+    limit.rows = 1  # the second does not, and its predecessor's gradients are to stay
+    run_step(model, model_and_batch(Classifier, 1)[1], wrapper)
+    small = wrap(expected, micro_batch_size=2, **settings)
+    train(expected, small, Classifier, range(1))
+    small.micro_batch_size = 1
+    run_step(expected, model_and_batch(Classifier, 1)[1], small)
+    assert_equal(model, expected)
+    assert wrapper.micro_batch_size == limit.failures == 1
+
+
+def test_sizes_by_tower_are_halved_together():
+    model = make(CLIP)
+    Limit(1, 'graph', layer_of(model))
+    wrapper = wrap(model, GradCacheOptimWrapper, chunk_size=dict(image=3, text=5))
+    train(model, wrapper, CLIP, range(1))
+    assert wrapper.chunk_size == dict(image=1, text=2)
+
+
+@pytest.mark.parametrize('kind', [SimCLR, Classifier])
+def test_what_never_fits_ends_with_the_error(kind):
+    model = build(kind, **NOISY_VIT)
+    Limit(0, 'graph', layer_of(model))
+    wrapper = (
+        wrap(model, GradCacheOptimWrapper, chunk_size=4)
+        if kind is SimCLR
+        else wrap(model, AccumulationOptimWrapper, micro_batch_size=4)
+    )
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(torch.OutOfMemoryError, match=r'Tried to allocate 2\.00 GiB'):
+        train(model, wrapper, kind)
+    parameters = dict(model.named_parameters())
+    assert all(torch.equal(before[name], p) for name, p in parameters.items())
+
+
+def test_other_errors_are_not_swallowed():
+    model = make(SimCLR)
+
+    def fail(*args):
+        raise RuntimeError('mat1 and mat2 shapes cannot be multiplied')
+
+    layer_of(model).register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match='mat1 and mat2'):
+        train(model, wrap(model, GradCacheOptimWrapper, chunk_size=4), SimCLR)
+
+
+def test_what_the_allocators_say():
+    with pytest.raises(RuntimeError) as real:
+        torch.empty(2**50)
+    assert is_out_of_memory(real.value)
+    assert is_out_of_memory(torch.OutOfMemoryError('CUDA out of memory.'))
+    assert is_out_of_memory(RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED'))
+    assert not is_out_of_memory(RuntimeError('shape mismatch'))
+    assert not is_out_of_memory(ValueError('out of memory'))
+
+
+def test_the_failed_step_leaves_no_tensor_behind():
+    import gc
+    import weakref
+
+    model, seen = nn.Linear(2, 2), []
+
+    def step(exchange):
+        big = model(torch.ones(4, 2))
+        seen.append(weakref.ref(big))
+        if len(seen) == 1:
+            raise torch.OutOfMemoryError('CUDA out of memory.')
+        assert seen[0]() is None  # before anything is allocated again
+        return 'done'
+
+    gc.disable()
+    try:
+        assert run_until_it_fits(step, lambda: True, model) == 'done'
+    finally:
+        gc.enable()
+
+
+def _rank(rank, world_size, kind, failing):
+    """Only the last rank runs out of memory; returns its state and size."""
+    model = make(kind)
+    if failing and rank == world_size - 1:
+        Limit(2, failing, layer_of(model))
+    wrapped = MMDistributedDataParallel(model, broadcast_buffers=False)  # as the Runner does
+    chunk_size = 4 if failing else 2
+    wrapper = (
+        wrap(model, AccumulationOptimWrapper, micro_batch_size=chunk_size)
+        if kind is Classifier
+        else wrap(model, GradCacheOptimWrapper, chunk_size=chunk_size)
+    )
+    torch.manual_seed(rank)
+    for step in range(2):
+        run_step(wrapped, model_and_batch(kind, 10 * step + rank)[1], wrapper)
+    size = getattr(wrapper, 'chunk_size', None) or wrapper.micro_batch_size
+    return size, {name: value.numpy() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('kind', 'when', 'world_size'),
+    [(SimCLR, 'no graph', 2), (CLIP, 'graph', 4), (Classifier, 'graph', 2)],
+)
+def test_all_ranks_shrink_when_one_runs_out_of_memory(kind, when, world_size):
+    recovered = run_ranks(world_size, _rank, kind, when)
+    small = run_ranks(world_size, _rank, kind, None)
+    for (size, state), (_, expected) in zip(recovered, small, strict=True):
+        assert size == 2
+        assert all((state[name] == value).all() for name, value in expected.items())
+
+
+class FakeMemory:
+    """What the machine has left, in bytes."""
+
+    def __init__(self, monkeypatch, left):
+        self.left = left
+        monkeypatch.setattr(
+            'memengine.engine.optim.kept_graphs.headroom_bytes', lambda device: self.left
+        )
+
+
+def forwards_of_three_steps(model, kind, wrapper):
+    """How often the layer ran in each."""
+    counts, calls = [], []
+    handle = layer_of(model).register_forward_hook(lambda *args: calls.append(1))
+    for seed in range(3):
+        calls.clear()
+        run_step(model, model_and_batch(kind, seed)[1], wrapper)
+        counts.append(len(calls))
+    handle.remove()
+    return counts
+
+
+def test_auto_keeps_every_graph_when_memory_allows(monkeypatch):
+    FakeMemory(monkeypatch, 2**34)
+    model, expected = make(CLIP), make(CLIP)
+    wrapper = wrap(model, GradCacheOptimWrapper, chunk_size=2, keep_graph='auto')
+    torch.manual_seed(0)
+    assert forwards_of_three_steps(model, CLIP, wrapper) == [6, 3, 3]  # then no extra forward
+    train(expected, wrap(expected, GradCacheOptimWrapper, chunk_size=2), CLIP)
+    assert_same_step(model.state_dict(), expected.state_dict())
+
+
+def test_auto_keeps_what_fits(monkeypatch):
+    memory = FakeMemory(monkeypatch, 0)
+    model = make(SimCLR)
+    wrapper = wrap(model, GradCacheOptimWrapper, chunk_size=2, keep_graph='auto')
+    run_step(model, model_and_batch(SimCLR)[1], wrapper)
+    gradients = sum(p.numel() * 8 for p in model.parameters())
+    memory.left = 2 * (
+        gradients + 2.5 * wrapper.kept_graphs._slice_bytes
+    )  # half is the CPU's share
+    run_step(model, model_and_batch(SimCLR)[1], wrapper)
+    assert wrapper.kept_graphs.number == 2
+
+
+def test_auto_gives_graphs_up_before_the_chunk(monkeypatch):
+    FakeMemory(monkeypatch, 2**34)
+    model = make(SimCLR)
+    wrapper = wrap(model, GradCacheOptimWrapper, chunk_size=2, keep_graph='auto')
+    train(model, wrapper, SimCLR, range(2))
+    number = wrapper.kept_graphs.number
+    failures = []
+
+    def fail_twice(*args):
+        if len(failures) < 2:
+            failures.append(1)
+            raise torch.OutOfMemoryError('CUDA out of memory.')
+
+    layer_of(model).register_forward_hook(fail_twice)
+    run_step(model, model_and_batch(SimCLR)[1], wrapper)
+    assert wrapper.kept_graphs.number == number // 4
+    assert wrapper.chunk_size == 2
+
+
+@pytest.mark.parametrize('keep_graph', [-1, 1.5, True, 'all'])
+def test_impossible_numbers_of_graphs_are_refused(keep_graph):
+    model = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="keep_graph must be a number of slices or 'auto'"):
+        wrap(model, GradCacheOptimWrapper, chunk_size=1, keep_graph=keep_graph)
