@@ -13,6 +13,7 @@ share the model and run in turn, in one process.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ FULL = dict(
     one_chunk_size=16,  # for the curves over keep_graph and over the batch
     kept=[2, 4, 6, 8, 10, 12, 14, 16],
     batches=[8, 16, 32, 64, 128],
-    repeats=7,
+    repeats=6,
 )
 QUICK = dict(
     pairs=8,
@@ -50,6 +51,7 @@ QUICK = dict(
     repeats=1,
 )
 PLAIN, CHUNKS, OURS = 'plain', 'in chunks', 'memengine'
+ONE_FORWARD = 'chunks with one forward'
 GRAD_CACHE, SENTENCES = 'GradCache', 'sentence-transformers'
 
 
@@ -117,17 +119,18 @@ class Task:
 
 
 def plan(task: Task, settings: Mapping[str, Any], peers: Mapping[str, Any]) -> dict[Any, Step]:
-    """All steps, by (who, chunk size, chunks whose graph is kept)."""
+    """All steps, by (who, chunk size, chunks kept); those to be compared are neighbours."""
     steps: dict[Any, Step] = {(PLAIN, None, 0): task.plain}
     for size in settings['chunk_sizes']:
+        if size in settings['peer_chunk_sizes']:
+            for name, step in peers.items():
+                steps[name, size, 0] = partial(step, size)
+        kept = settings['kept'] if size == settings['one_chunk_size'] else []
+        for number in (0, *kept[: len(kept) // 2]):
+            steps[OURS, size, number] = partial(task.ours, size, number)
         steps[CHUNKS, size, 0] = partial(task.chunks, size)
-        steps[OURS, size, 0] = partial(task.ours, size)
-    for size in settings['peer_chunk_sizes']:
-        for name, step in peers.items():
-            steps[name, size, 0] = partial(step, size)
-    size = settings['one_chunk_size']
-    for kept in settings['kept']:
-        steps[OURS, size, kept] = partial(task.ours, size, kept)
+        for number in kept[len(kept) // 2 :]:
+            steps[OURS, size, number] = partial(task.ours, size, number)
     return steps
 
 
@@ -137,6 +140,7 @@ def measure(
     """Bytes, forwards, gradient error and time of every step, and bytes against the batch."""
     task = Task(settings, device)
     peers = task.peers(folders)
+    print(f'peers that were found: {", ".join(peers) or "none"}', file=sys.stderr)
     steps = plan(task, settings, peers)
     facts = {
         key: measuring.step_facts(step, task.model, [task.images], device)
@@ -160,18 +164,14 @@ def measure(
             row['extra_forwards'] = row['forwards'] - row['chunks']
             row['time_to_chunks'] = measuring.ratio(times, seconds[CHUNKS, size, 0])
         rows.append(row)
+    packages = ['sentence_transformers'] if SENTENCES in peers else []  # GradCache has no version
     return {
-        'run': measuring.where(
-            device, [name.replace('-', '_') for name in peers if name in IMPORTS]
-        ),
+        'run': measuring.where(device, packages),
         'peers': {name: name in peers for name in (GRAD_CACHE, SENTENCES)},
         'settings': dict(settings),
         'rows': rows,
         'batches': batches(task, settings, device),
     }
-
-
-IMPORTS = (SENTENCES,)  # GradCache states no version
 
 
 def batches(task: Task, settings: Mapping[str, Any], device: torch.device) -> list[dict[str, Any]]:
@@ -192,7 +192,7 @@ def batches(task: Task, settings: Mapping[str, Any], device: torch.device) -> li
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """The tables of a page, by name."""
     heads = ['', 'chunk size', 'chunks kept', 'saved, MiB', 'extra forwards']
-    cells = [[*heads, 'time, plain = 1', 'time, chunks with one forward = 1']]
+    cells = [[*heads, 'time, plain = 1', f'time, {ONE_FORWARD} = 1']]
     for row in results['rows']:
         if row['who'] == CHUNKS:
             continue
@@ -228,14 +228,16 @@ def plot(results: Mapping[str, Any], folder: Path) -> None:
             sizes = [row['chunk_size'] for row in some]
             for axes, value in ((left, 'saved_mib'), (right, 'time_to_plain')):
                 if some:
-                    axes.plot(sizes, [row[value] for row in some], label=who, **LOOKS[who])
+                    label = ONE_FORWARD if who == CHUNKS else who
+                    axes.plot(sizes, [row[value] for row in some], label=label, **LOOKS[who])
         left.axhline(plain['saved_mib'], label=PLAIN, color=LOOKS[PLAIN]['color'])
         right.axhline(1, label=PLAIN, color=LOOKS[PLAIN]['color'])
-        left.set(yscale='log', ylabel='saved for backward at the peak, MiB')
+        left.set(ylabel='saved for backward at the peak, MiB')
         right.set(ylim=(0, None), ylabel='time of a step, plain = 1')
+        measuring.doubling(left, 'x', 'y')
+        measuring.doubling(right, 'x')
         for axes in (left, right):
-            axes.set(xscale='log', xlabel='chunk size, images')
-            measuring.plain_ticks(axes.xaxis, results['settings']['chunk_sizes'])
+            axes.set(xlabel='chunk size, images')
         right.legend(fontsize=9)
     size = results['settings']['one_chunk_size']
     ours = [row for row in rows if row['who'] == OURS and row['chunk_size'] == size]
@@ -244,11 +246,13 @@ def plot(results: Mapping[str, Any], folder: Path) -> None:
         left, right = figure.subplots(1, 2)
         left.plot(kept, [row['saved_mib'] for row in ours], **LOOKS[OURS])
         right.plot(kept, [row['time_to_chunks'] for row in ours], **LOOKS[OURS])
-        right.axhline(1, **{**LOOKS[CHUNKS], 'marker': ''}, label='chunks with one forward')
+        right.axhline(1, **{**LOOKS[CHUNKS], 'marker': ''}, label=ONE_FORWARD)
         left.set(ylim=(0, None), ylabel='saved for backward at the peak, MiB')
-        right.set(ylim=(0.9, None), ylabel='time, chunks with one forward = 1')
+        right.set(ylim=(0, None), ylabel=f'time, {ONE_FORWARD} = 1')
         for axes in (left, right):
-            axes.set(xlabel=f'keep_graph, of {ours[0]["chunks"]} chunks of {size} images')
+            axes.set(
+                xticks=kept, xlabel=f'keep_graph, of {ours[0]["chunks"]} chunks of {size} images'
+            )
         right.legend(fontsize=9)
 
 

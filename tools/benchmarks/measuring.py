@@ -19,7 +19,9 @@ from typing import Any
 
 import matplotlib as mpl
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.scale import LogScale
 from matplotlib.ticker import NullLocator
 from torch import Tensor, nn
 
@@ -29,15 +31,17 @@ ROOT = Path(__file__).parents[2]
 MIB = 2**20
 Step = Callable[[], object]
 
+HOLLOW = dict(linestyle='', markersize=11, markerfacecolor='none', markeredgewidth=2)
+
 # One colour and mark for each of the compared, in all plots.
 LOOKS: dict[str, dict[str, Any]] = {
     'memengine': dict(color='#0b6bcb', marker='o'),
     'plain': dict(color='#4d4d4d', marker='s'),
     'in chunks': dict(color='#9a9a9a', marker='.', linestyle='--'),
-    'GradCache': dict(color='#d1495b', marker='^'),
-    'sentence-transformers': dict(color='#e09f3e', marker='v'),
-    'issue #269': dict(color='#d1495b', marker='^'),
-    'one forward per crop': dict(color='#e09f3e', marker='v'),
+    'GradCache': dict(color='#d1495b', marker='^', **HOLLOW),
+    'sentence-transformers': dict(color='#e09f3e', marker='v', **HOLLOW),
+    'issue #269': dict(color='#d1495b', marker='^', **HOLLOW),
+    'one forward per crop': dict(color='#e09f3e', marker='v', **HOLLOW),
 }
 STYLE = {
     'axes.grid': True,
@@ -185,7 +189,8 @@ def origin(results: Mapping[str, Any]) -> str:
     run = results['run']
     versions = ', '.join(f'{name} {version}' for name, version in run['versions'].items())
     command = re.sub(r' (?=--)', ' \\\n    ', run['command'])
-    return f'{run["machine"]}; {versions}; {run["date"]}:\n\n```bash\n{command}\n```'
+    load = f'load average {run["load_average"]}'
+    return f'{run["machine"]}, {load}; {versions}; {run["date"]}:\n\n```bash\n{command}\n```'
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -234,7 +239,10 @@ def figure(path: Path, width: float, height: float) -> Iterator[Figure]:
         drawn.savefig(path)
 
 
-def plain_ticks(axis: Any, values: Sequence[float]) -> None:
-    """Ticks of a logarithmic axis, written as the numbers that they are."""
-    axis.set_ticks(values, [f'{value:g}' for value in values])
-    axis.set_minor_locator(NullLocator())
+def doubling(axes: Axes, *names: str) -> None:
+    """Logarithmic axes, ``'x'`` or ``'y'``, with ticks at powers of two, written as numbers."""
+    for name in names:
+        axes.set(**{f'{name}scale': LogScale(getattr(axes, f'{name}axis'), base=2)})
+        axis = getattr(axes, f'{name}axis')
+        axis.set_major_formatter('{x:g}')
+        axis.set_minor_locator(NullLocator())
