@@ -311,9 +311,9 @@ def _explicit_padding(x: Tensor, weight: Tensor, arguments: Any) -> tuple[Tensor
 def _as_convolved(x: Tensor) -> Tensor:
     """Under autocast the input in half precision, as that is what is kept."""
     device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(device))
-    return x
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return x
+    return x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(device))
 
 
 def _named(model: nn.Module, modules: str | Iterable[str] | None) -> dict[str, nn.Module]:
