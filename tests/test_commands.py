@@ -34,13 +34,13 @@ def scalars(work_dir):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def train(work_dir, *options, ranks=1):
+def train(work_dir, *options, ranks=1, config='configs/dino_vit.py'):
     launch = (
         ['torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}'] if ranks > 1 else []
     )
     launcher = ['--launcher', 'pytorch'] if ranks > 1 else []
     script = [*launch, ROOT / 'tools' / 'train.py'] if ranks > 1 else ['memengine.cli', 'train']
-    run(*script, 'configs/dino_vit.py', '--work-dir', work_dir, *launcher, *options)
+    run(*script, config, '--work-dir', work_dir, *launcher, *options)
     return scalars(work_dir)
 
 
@@ -66,6 +66,33 @@ def test_two_ranks_follow_one_process(tmp_path):
         assert theirs[0] == pytest.approx(ours[0], rel=0.05)
     knn = [[row['knn_top1'] for row in rows if 'knn_top1' in row] for rows in (one, two)]
     assert knn[0][0] == pytest.approx(knn[1][0], abs=1e-3)
+
+
+@pytest.mark.slow
+def test_two_ranks_of_disco_follow_one_process(tmp_path):
+    """CLIP on two ranks of batch 64 contrasts what one process does with batch 128."""
+    options = [
+        '--max-iters',
+        6,
+        '--cfg-options',
+        *SMALL,
+        'default_hooks.logger.interval=1',
+        'log_processor.window_size=1',
+    ]
+    half = [*options, 'train_dataloader.batch_size=64']
+    disco = 'model_wrapper_cfg.type=DisCoDistributedDataParallel'
+    clip = dict(config='configs/clip_vit.py')
+    one, two, local = (
+        [[row['loss'], row['grad_norm'], row['logit_scale']] for row in rows if 'loss' in row]
+        for rows in (
+            train(tmp_path / 'one', *options, **clip),
+            train(tmp_path / 'two', *half, disco, ranks=2, **clip),
+            train(tmp_path / 'local', *half, ranks=2, **clip),
+        )
+    )
+    assert len(one) == 6
+    assert two == [pytest.approx(row, rel=1e-3) for row in one]
+    assert all(theirs[0] < ours[0] - 0.5 for ours, theirs in zip(one, local, strict=True))
 
 
 @pytest.mark.slow

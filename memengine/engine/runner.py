@@ -125,7 +125,7 @@ class Runner(_Runner):
             )
         wrapped = super().wrap_model(model_wrapper_cfg, model)
         if self.distributed:
-            self._warn_of_local_losses(wrapped)
+            self._warn_of_local_losses(unwrap(wrapped))
         return wrapped
 
     def _warn_of_local_losses(self, model: nn.Module) -> None:
