@@ -1,0 +1,269 @@
+"""What a checkpointed module keeps and what it computes again, from the measured cost of its ops.
+
+Terms: *kept* is an op's output that stays from forward to backward; all others are computed again
+from the module's inputs, in order, until the last tensor that backward needs is there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+from torch.utils.flop_counter import flop_registry
+
+from memengine.memory.ledger import blocks_of, owned_by
+
+__all__ = ['Call', 'Kept', 'Trace', 'draws', 'measure', 'plan_by_budget', 'plan_by_ops']
+
+Call = tuple[str, int]  # an op and which of its calls within the module, from 0 on
+Kept = frozenset[Call] | None  # None: the module is not checkpointed, so all is kept
+
+# What writing a byte costs in FLOPs, so that ops without products have a price; it decides only
+# among them, as products cost some hundred FLOPs for every byte of their output.
+_FLOPS_PER_BYTE = 1.0
+
+
+@dataclass
+class _Op:
+    call: Call
+    cost: float  # FLOPs
+    nbytes: int  # of its fresh outputs
+    may_be_kept: bool
+
+
+@dataclass
+class Trace:
+    """What one forward of a module did.
+
+    Attributes:
+        ops: Ops in order, up to the last that backward waits for.
+        saved_bytes: What autograd saves of the module's own when it is not checkpointed.
+        input_bytes: Bytes of the inputs, which a checkpointed module keeps.
+        saved_input_bytes: Those of them that autograd saves when it is not checkpointed.
+    """
+
+    ops: list[_Op] = field(default_factory=list)
+    saved_bytes: int = 0
+    input_bytes: int = 0
+    saved_input_bytes: int = 0
+
+    @property
+    def plain_bytes(self) -> int:
+        """What the module keeps when it is not checkpointed."""
+        return self.saved_bytes + self.saved_input_bytes
+
+
+def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op draws random numbers.
+
+    If its output were kept, the ops after it would draw its numbers when they are repeated.
+    """
+    names = [argument.name for argument in op._schema.arguments]
+    if 'dropout_p' in names:
+        index = names.index('dropout_p')
+        p = args[index] if index < len(args) else kwargs.get('dropout_p', 0.0)
+        return p > 0
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+class _Tracer(TorchDispatchMode):
+    """Writes down ops and what autograd saves."""
+
+    def __init__(self, owned: Mapping[int, Any], inputs: Mapping[int, int]) -> None:
+        super().__init__()
+        self.trace = Trace(input_bytes=sum(inputs.values()))
+        self._owned, self._inputs = owned, inputs
+        self._made_by: dict[int, _Op] = {}  # storage to the op that wrote it first
+        self._saved: set[int] = set()
+        self._counts: Counter[str] = Counter()
+        self._ops_at_last_save = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **kwargs)
+        before = set(_storages((args, kwargs)))
+        for storage in _written(func, args, kwargs):
+            if storage in self._made_by:
+                self._made_by[storage].may_be_kept = False
+        out = func(*args, **kwargs)
+        fresh = {key: size for key, size in _storages(out).items() if key not in before}
+        flops = flop_registry.get(func._overloadpacket)
+        cost = flops(*args, **kwargs, out_val=out) if flops else 0
+        nbytes = sum(fresh.values())
+        op = _Op(
+            (str(func), self._counts[str(func)]),
+            cost + _FLOPS_PER_BYTE * nbytes,
+            nbytes,
+            nbytes > 0 and not draws(func, args, kwargs),
+        )
+        self._counts[str(func)] += 1
+        self.trace.ops.append(op)
+        for storage in fresh:
+            self._made_by[storage] = op
+            self._saved.discard(storage)  # the address of one that is gone
+        return out
+
+    def pack(self, tensor: Tensor) -> None:
+        """Autograd's: nothing is kept, as this graph is thrown away."""
+        self._ops_at_last_save = len(self.trace.ops)
+        for block in blocks_of(tensor):
+            if block.key in self._saved or block.key in self._owned:
+                continue
+            self._saved.add(block.key)
+            if block.key in self._made_by:
+                self.trace.saved_bytes += block.nbytes
+            elif block.key in self._inputs:
+                self.trace.saved_input_bytes += block.nbytes
+
+    def finish(self) -> Trace:
+        del self.trace.ops[self._ops_at_last_save :]
+        return self.trace
+
+
+def _storages(tree: Any) -> dict[int, int]:
+    """Storages of the tensors in a tree, and their bytes."""
+    leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return {block.key: block.nbytes for leaf in leaves for block in blocks_of(leaf)}
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[int]:
+    """Storages that the op writes into."""
+    if not func._schema.is_mutable:
+        return
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from _storages(value)
+
+
+@contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+def measure(module: nn.Module, run: Callable[[], Any], inputs: Iterable[Tensor]) -> Trace:
+    """Run a module once, keeping nothing, and write down what its ops cost.
+
+    Args:
+        module: Its parameters and buffers are not counted.
+        run: Its forward. Random numbers and statistics are for the caller to put back.
+        inputs: Tensors that it takes.
+
+    Cost: one forward, in the memory of a forward without gradient.
+    """
+    owned = owned_by([module])
+    given = {key: size for key, size in _storages(list(inputs)).items() if key not in owned}
+    tracer = _Tracer(owned, given)
+    with _without_autocast_cache(), saved_tensors_hooks(tracer.pack, _no_backward), tracer:
+        run()
+    return tracer.finish()
+
+
+def _no_backward(_: Any) -> Tensor:
+    raise AssertionError('a measured forward has no backward')
+
+
+def plan_by_ops(trace: Trace, ops: frozenset[str]) -> Kept:
+    """Keeps what some ops compute, where backward would need it computed again."""
+    return frozenset(
+        op.call for op in trace.ops if op.may_be_kept and op.call[0].rpartition('.')[0] in ops
+    )
+
+
+@dataclass
+class _Choice:
+    """A way to run a module."""
+
+    nbytes: int  # kept from forward to backward
+    cost: float  # FLOPs to compute again
+    kept: Kept
+
+
+def _choices(trace: Trace) -> list[_Choice]:
+    """The module's choices from fewest bytes to fewest FLOPs, each step worth less than the last.
+
+    Those on the lower convex hull, so that the best choice for any price per byte is among them.
+    """
+    worthy = sorted(
+        (op for op in trace.ops if op.may_be_kept), key=lambda op: op.cost / op.nbytes, reverse=True
+    )
+    total = sum(op.cost for op in trace.ops)
+    nbytes = accumulate((op.nbytes for op in worthy), initial=trace.input_bytes)
+    costs = accumulate((-op.cost for op in worthy), initial=total)
+    points = [
+        _Choice(size, cost, frozenset(op.call for op in worthy[:number]))
+        for number, (size, cost) in enumerate(zip(nbytes, costs, strict=True))
+    ]
+    points.append(_Choice(trace.plain_bytes, 0.0, None))
+    hull: list[_Choice] = []
+    for point in sorted(points, key=lambda point: (point.nbytes, point.cost)):
+        if hull and point.cost >= hull[-1].cost:
+            continue
+        while len(hull) > 1 and _worth(hull[-1], point) >= _worth(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def _worth(less: _Choice, more: _Choice) -> float:
+    """FLOPs that a byte saves."""
+    return (less.cost - more.cost) / max(more.nbytes - less.nbytes, 1)
+
+
+def plan_by_budget(traces: Sequence[Trace], budget: float) -> list[Kept]:
+    """The choice for each module that costs least within a fraction of the plain bytes.
+
+    The bytes are those of the peak: what all modules before one keep, and all that this one saves
+    once it is computed again. Steps along each module's choices are taken in the order of the
+    FLOPs that they save per byte, while they fit.
+
+    Args:
+        traces: Of the modules in the order of their forward.
+        budget: Fraction of the bytes that the modules keep when none is checkpointed, 0 to 1.
+            At 0 nothing is kept, not even where it would not show in the peak.
+    """
+    if budget == 0:
+        return [frozenset()] * len(traces)
+    choices = [_choices(trace) for trace in traces]
+    taken = [0] * len(traces)
+    limit = max(budget * sum(trace.plain_bytes for trace in traces), _peak(traces, choices, taken))
+    steps = sorted(
+        (
+            (_worth(options[index], options[index + 1]), module, index)
+            for module, options in enumerate(choices)
+            for index in range(len(options) - 1)
+        ),
+        reverse=True,
+    )
+    for _, module, index in steps:
+        if taken[module] != index:
+            continue  # a cheaper step before it did not fit
+        taken[module] += 1
+        if _peak(traces, choices, taken) > limit:
+            taken[module] -= 1
+    return [options[index].kept for options, index in zip(choices, taken, strict=True)]
+
+
+def _peak(traces: Sequence[Trace], choices: list[list[_Choice]], taken: list[int]) -> int:
+    kept = [options[index].nbytes for options, index in zip(choices, taken, strict=True)]
+    before = accumulate(kept, initial=0)
+    working = (max(size, trace.plain_bytes) for size, trace in zip(kept, traces, strict=True))
+    return max((sum(pair) for pair in zip(before, working, strict=False)), default=0)

@@ -1,0 +1,72 @@
+"""A module's forward, wrapped so that the module stays what it is."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any, ClassVar
+
+from torch import nn
+
+__all__ = ['WrappedForward', 'is_wrapped']
+
+
+class WrappedForward:
+    """Stands in a module's ``forward`` and calls the one it replaced.
+
+    Names, parameters, hooks and state dict are untouched. It is an object and not a function, so
+    that copies and pickles of the module are wrapped too, each around its own forward.
+
+    Args:
+        name: The module's name, for errors.
+        module: The module.
+    """
+
+    setting: ClassVar[str]  # what errors call it
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self.module = name or 'the model', module
+        self._replaced = vars(module).get('forward')  # None for the class's own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        raise NotImplementedError
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._replaced or partial(type(self.module).forward, self.module))
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward that was replaced."""
+        if self._replaced is not None:
+            return self._replaced(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def begin(self) -> None:
+        """Take the forward's place."""
+        vars(self.module)['forward'] = self
+
+    def undo(self) -> None:
+        """Put back what was replaced.
+
+        Raises:
+            ValueError: When something else has been put on top in the meantime.
+        """
+        if vars(self.module).get('forward') is not self:
+            raise ValueError(
+                f'{self.setting}: the forward of {self.name} was wrapped again afterwards; undo '
+                'that first'
+            )
+        del vars(self.module)['forward']
+        if self._replaced is not None:
+            vars(self.module)['forward'] = self._replaced
+
+
+def is_wrapped(module: nn.Module, kind: type[WrappedForward]) -> bool:
+    """Whether a wrapper of one kind is around the module's forward, at any depth."""
+    forward = vars(module).get('forward')
+    while isinstance(forward, WrappedForward):
+        if isinstance(forward, kind):
+            return True
+        forward = forward._replaced
+    return False
