@@ -376,7 +376,7 @@ def test_out_of_memory(cli):
     assert status == 1
     assert said.startswith(
         'memengine: error: out of memory: CUDA out of memory. '
-        'Lower train_dataloader.batch_size (now 4) and make up for it'
+        'Keep train_dataloader.batch_size (now 4) and run it in slices'
     )
 
 

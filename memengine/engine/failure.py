@@ -97,10 +97,17 @@ def _out_of_memory(text: str, cfg: Mapping[str, Any] | None) -> str:
     if 'shared memory' in text or 'Bus error' in text or 'killed by signal' in text:
         return f'a data-loader worker ran out of memory: lower train_dataloader.num_workers; {text}'
     first = text.partition('. ')[0] or 'no more memory'
+    optim = (cfg or {}).get('optim_wrapper')
+    if isinstance(optim, Mapping) and {'chunk_size', 'micro_batch_size'} & optim.keys():
+        return (
+            f'out of memory: {first}. Not even the smallest slice fits: use --amp bf16, or '
+            "activation_checkpointing=['blocks']"
+        )
     return (
-        f'out of memory: {first}. Lower train_dataloader.batch_size{now} and make up for it with '
-        'optim_wrapper.accumulative_counts (not for losses across samples), use --amp bf16, or '
-        "checkpoint activations (activation_checkpointing=['backbone.blocks.0', ...])"
+        f'out of memory: {first}. Keep train_dataloader.batch_size{now} and run it in slices: '
+        "optim_wrapper.type='GradCacheOptimWrapper' with chunk_size=16 where samples meet in the "
+        "loss (SimCLR, CLIP, ...), 'AccumulationOptimWrapper' with micro_batch_size=16 elsewhere; "
+        'or use --amp bf16'
     )
 
 

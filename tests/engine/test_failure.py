@@ -201,8 +201,10 @@ def test_long_texts_are_one_line_and_cut():
 def test_out_of_memory_says_what_to_do(error):
     said = explain(error, dict(train_dataloader=dict(batch_size=64)))
     assert said.startswith('out of memory: ')
-    for remedy in ('train_dataloader.batch_size (now 64)', 'accumulative_counts', '--amp bf16'):
+    for remedy in ('train_dataloader.batch_size (now 64)', 'chunk_size=16', '--amp bf16'):
         assert remedy in said
+    sliced = dict(optim_wrapper=dict(type='GradCacheOptimWrapper', chunk_size=4))
+    assert 'Not even the smallest slice fits: use --amp bf16' in explain(error, sliced)
 
 
 def test_a_worker_that_was_killed():

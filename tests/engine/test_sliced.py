@@ -103,6 +103,14 @@ def test_every_crop_goes_through_the_student_once():
     assert max(rows) < sum(rows)
 
 
+def test_the_teacher_takes_no_more_at_a_time_than_the_student():
+    model, data = model_and_batch('DINO')
+    rows = []
+    model.teacher.backbone.register_forward_hook(lambda *args: rows.append(len(args[2])))
+    run_step(model, data, wrap(model, AccumulationOptimWrapper, micro_batch_size=2))
+    assert rows == [2, 1, 2, 1]
+
+
 @pytest.mark.parametrize(
     ('kind', 'wrapper', 'setting'),
     [

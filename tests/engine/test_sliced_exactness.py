@@ -26,7 +26,7 @@ def noisy(kind):
 def plain_in_slices(model, data, wrapper, size):
     """The same slices with all their graphs at once, and one backward."""
     inputs, samples = data['inputs'], data['data_samples']
-    targets, pieces = model.targets(inputs, samples), model.slices(inputs, samples, size)
+    targets, pieces = model.targets(inputs, samples, size), model.slices(inputs, samples, size)
     embeddings = [model(piece.inputs, piece.data_samples, mode='tensor') for piece in pieces]
     if model.coupled:
         loss = model.embedding_loss(model.join(embeddings), targets, samples)

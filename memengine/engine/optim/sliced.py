@@ -109,7 +109,7 @@ class AccumulationOptimWrapper(OptimWrapper):
                 f'{self.micro_batch_size}'
             )
         with self.precision.autocast():
-            targets = module.targets(inputs, data_samples)
+            targets = module.targets(inputs, data_samples, self.micro_batch_size)
 
         def step(exchange: Context) -> Any:
             return additive_step(
@@ -189,7 +189,7 @@ class GradCacheOptimWrapper(OptimWrapper):
                 f"optim_wrapper.type='AccumulationOptimWrapper' with micro_batch_size={size}"
             )
         with self.precision.autocast():
-            targets = module.targets(inputs, data_samples)
+            targets = module.targets(inputs, data_samples, self.chunk_size)
 
         def loss(*embeddings: Any) -> dict[str, Tensor]:
             return module.embedding_loss(module.join(embeddings), targets, data_samples)

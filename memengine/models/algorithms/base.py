@@ -32,7 +32,7 @@ class Algorithm(BaseModel):
 
     How a step is carried out in slices, in the order of the calls::
 
-        targets = model.targets(inputs, data_samples)                     # once
+        targets = model.targets(inputs, data_samples, size)               # once
         for piece in model.slices(inputs, data_samples, size):
             embeddings = model(piece.inputs, piece.data_samples, mode='tensor')
             losses = model.slice_loss(embeddings, targets, piece)         # additive losses
@@ -64,8 +64,14 @@ class Algorithm(BaseModel):
         """Images [B, C, H, W] to the features [B, D] that are evaluated."""
         raise NotImplementedError
 
-    def targets(self, inputs: Any, data_samples: Any = None) -> Any:
-        """What is computed once per batch, without gradient, before any slice is embedded."""
+    def targets(self, inputs: Any, data_samples: Any = None, size: Any = None) -> Any:
+        """What is computed once per batch, without gradient, before any slice is embedded.
+
+        Args:
+            inputs: Of the batch.
+            data_samples: Of the batch.
+            size: As for :meth:`slices`; a network that is run here takes no more rows at a time.
+        """
         return None
 
     def slices(self, inputs: Any, data_samples: Any, size: Any) -> list[Slice]:

@@ -70,7 +70,7 @@ class Classifier(Algorithm):
             self.backbone.eval()
         return self
 
-    def targets(self, inputs: Any, data_samples: Any = None) -> Tensor:
+    def targets(self, inputs: Any, data_samples: Any = None, size: Any = None) -> Tensor:
         """The labels [B]; they and the inputs are checked here, once per batch."""
         if not isinstance(inputs, Tensor):
             raise ValueError(

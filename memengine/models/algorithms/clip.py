@@ -138,7 +138,7 @@ class CLIP(Algorithm):
             embeddings['text'] = self.towers['text'](data_samples['tokens'])
         return embeddings
 
-    def targets(self, inputs: Any, data_samples: Any = None) -> None:
+    def targets(self, inputs: Any, data_samples: Any = None, size: Any = None) -> None:
         """Nothing; the batch is checked here, once."""
         if not isinstance(inputs, Tensor):
             raise ValueError(

@@ -54,7 +54,7 @@ class _Projected(Algorithm):
             self.backbone.eval()
         return self
 
-    def targets(self, inputs: Any, data_samples: Any = None) -> int:
+    def targets(self, inputs: Any, data_samples: Any = None, size: Any = None) -> int:
         """Number of views; they are checked here, once per batch."""
         views = len(inputs) if isinstance(inputs, (list, tuple)) else 1
         self._check_views(views)

@@ -184,10 +184,16 @@ class DINO(Algorithm):
             )
 
     @torch.no_grad()
-    def targets(self, inputs: Sequence[Tensor], data_samples: Any = None) -> TeacherTargets:
-        """Teacher probabilities of the global crops."""
+    def targets(
+        self, inputs: Sequence[Tensor], data_samples: Any = None, size: int | None = None
+    ) -> TeacherTargets:
+        """Teacher probabilities of the global crops, ``size`` crops at a time."""
         self._check_crops(inputs)
-        _, logits = self.teacher(inputs[:GLOBAL_CROPS])
+        crops = list(inputs[:GLOBAL_CROPS])
+        pieces = [crops]
+        if size is not None:
+            pieces = [[piece] for crop in crops for piece in crop.split(check_size(size))]
+        logits = torch.cat([self.teacher(piece)[1] for piece in pieces])  # [2 * B, K]
         return TeacherTargets(self.loss.targets(logits, self.progress.epoch))
 
     def embed(self, inputs: Sequence[Tensor], data_samples: Any = None) -> tuple[Tensor, Tensor]:

@@ -75,7 +75,7 @@ class SelfCon(Algorithm):
         self.loss = build_loss(loss)
         self.use_labels = use_labels
 
-    def targets(self, inputs: Any, data_samples: Any = None) -> int:
+    def targets(self, inputs: Any, data_samples: Any = None, size: Any = None) -> int:
         """Number of views."""
         return len(inputs) if isinstance(inputs, (list, tuple)) else 1
 
