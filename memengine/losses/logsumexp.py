@@ -22,11 +22,18 @@ from memengine.losses.tiles import (
     diagonal,
     first_derivative_only,
     grid,
+    least_exponent,
     tiles,
     triangle,
 )
 
 __all__ = ['RunningLogSumExp', 'others_logsumexp', 'softmax']
+
+
+def exp_of_difference(logits: Tensor, shift: Tensor, out: Tensor) -> Tensor:
+    """``exp(logits - shift)``, in ``out``."""
+    torch.sub(logits, shift, out=out)
+    return out.clamp_min_(least_exponent(out.dtype)).exp_()
 
 
 class RunningLogSumExp:
@@ -41,7 +48,7 @@ class RunningLogSumExp:
         """Take in logits whose dimension ``dim`` is summed over."""
         before = self._largest[where]
         largest = torch.maximum(before, logits.amax(dim))
-        torch.sub(logits, largest.unsqueeze(dim), out=room).exp_()
+        exp_of_difference(logits, largest.unsqueeze(dim), room)
         self._sum[where] = self._sum[where] * (before - largest).exp_() + room.sum(dim)
         self._largest[where] = largest
 
@@ -52,8 +59,7 @@ class RunningLogSumExp:
 
 def softmax(logits: Tensor, lse: Tensor, grad: Tensor, dim: int, out: Tensor) -> Tensor:
     """Gradient of a log-sum-exp over ``dim`` with respect to the logits."""
-    torch.sub(logits, lse.unsqueeze(dim), out=out).exp_()
-    return out.mul_(grad.unsqueeze(dim))
+    return exp_of_difference(logits, lse.unsqueeze(dim), out).mul_(grad.unsqueeze(dim))
 
 
 def others_logsumexp(

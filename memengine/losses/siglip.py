@@ -17,12 +17,14 @@ from memengine.losses.clip import check_towers, pairwise_logits
 from memengine.losses.gather import Gather, all_gather_rows, rows_per_rank, sum_to_owners
 from memengine.losses.global_batch import BatchLoss, mean_over_ranks, own_rows, ranks_of
 from memengine.losses.tiles import (
+    Tile,
     accumulator,
     add_product,
     choose_tile_size,
     diagonal,
     first_derivative_only,
     grid,
+    least_exponent,
     tiles,
 )
 from memengine.techniques.precision import autocast_off
@@ -78,6 +80,13 @@ def tiled_losses(
     return _TiledLosses.apply(a, b, scale, bias, size, ranks, group)
 
 
+def wrongness(tile: Tile, bias: Tensor, first: int) -> Tensor:
+    """``-z * (logits + bias)``, in place of the tile's logits."""
+    tile.logits.add_(bias)
+    diagonal(tile, first)[0].neg_()
+    return tile.logits.clamp_min_(least_exponent(tile.logits.dtype))
+
+
 class _TiledLosses(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -97,8 +106,7 @@ class _TiledLosses(torch.autograd.Function):
         ctx.first, ctx.tile_size, ctx.ranks, ctx.group = first, tile_size, ranks, group
         losses = torch.zeros(len(a), dtype=scale.dtype, device=a.device)
         for tile in tiles(a, b, scale, grid(len(a), len(b), tile_size), tile_size):
-            wrong = tile.logits.add_(bias)
-            diagonal(tile, first)[0].neg_()
+            wrong = wrongness(tile, bias, first)
             softplus(wrong, 1, 40, out=tile.spare)  # type: ignore[call-arg]
             losses[tile.rows] += tile.spare.sum(dim=1)
         return losses
@@ -112,9 +120,8 @@ class _TiledLosses(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias)
         visits = grid(len(a), len(b), ctx.tile_size)
         for tile in tiles(a, b, scale, visits, ctx.tile_size):
-            tile.logits.add_(bias)
-            diagonal(tile, ctx.first)[0].neg_()
-            slope = tile.logits.sigmoid_().mul_(grad[tile.rows].unsqueeze(1))
+            slope = wrongness(tile, bias, ctx.first).sigmoid_()
+            slope *= grad[tile.rows].unsqueeze(1)
             diagonal(tile, ctx.first)[0].neg_()
             grad_bias += slope.sum()
             add_product(grad_a[tile.rows], slope, tile.others)

@@ -25,6 +25,7 @@ __all__ = [
     'diagonal',
     'first_derivative_only',
     'grid',
+    'least_exponent',
     'tiles',
     'triangle',
 ]
@@ -60,6 +61,14 @@ def choose_tile_size(tile_size: int | str, rows: int, like: Tensor) -> int:
 def accumulator(tensor: Tensor) -> torch.dtype:
     """The type in which the sums of such rows are taken."""
     return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def least_exponent(dtype: torch.dtype) -> float:
+    """Exponents below it count as it: -57 in fp32, far under the rounding of any sum.
+
+    CPUs take ten and more times as long for numbers near the smallest that there are.
+    """
+    return 0.65 * math.log(torch.finfo(dtype).tiny)
 
 
 class Tile(NamedTuple):
