@@ -1,0 +1,125 @@
+"""The benchmarks at their quick size; and that pages show what the committed results say."""
+
+import importlib.util
+import json
+import re
+import sys
+
+import pytest
+import torch
+
+from tests.docs_pages import ROOT
+
+PAGES = {
+    'grad_cache': ROOT / 'docs/techniques/grad_cache.md',
+    'dino_slices': ROOT / 'docs/techniques/accumulation.md',
+}
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Loads a script of tools/benchmarks/, with a function ``run`` that takes its arguments."""
+    monkeypatch.syspath_prepend(ROOT / 'tools/benchmarks')
+    threads = torch.get_num_threads()
+
+    def load(name):
+        file = ROOT / f'tools/benchmarks/{name}.py'
+        spec = importlib.util.spec_from_file_location(f'benchmark_{name}', file)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+        def run(*words):
+            monkeypatch.setattr(sys, 'argv', [str(file), *map(str, words)])
+            module.main()
+
+        module.run = run
+        return module
+
+    yield load
+    torch.set_num_threads(threads)
+
+
+def results_of(folder, name):
+    return json.loads((folder / f'{name}.json').read_text())
+
+
+def page_with(folder, *marks):
+    page = folder / 'page.md'
+    page.write_text(''.join(f'<!-- {m}:begin (x) -->\n<!-- {m}:end -->\n' for m in marks))
+    return page
+
+
+def test_grad_cache(script, tmp_path):
+    page = page_with(tmp_path, 'grad_cache', 'grad_cache_batches')
+    script('grad_cache').run('--quick', '--out', tmp_path, '--page', page)
+    results = results_of(tmp_path, 'grad_cache')
+    rows = [row for row in results['rows'] if row['chunk_size']]
+    ours = [row for row in rows if row['who'] == 'memengine']
+    for row in ours:
+        assert row['extra_forwards'] == row['chunks'] - row['kept']
+    for row in rows:
+        assert row.get('gradient_error', 0) < 1e-5
+    saved = {row['chunk_size']: row['saved_mib'] for row in ours if row['kept'] == 0}
+    assert saved[2] < saved[4] < saved[16]
+    kept = [row['saved_mib'] for row in ours if row['chunk_size'] == 4]
+    assert kept == sorted(kept) and len({*kept}) == len(kept) == 3
+    first, last = (row['saved_mib'] for row in results['batches'])
+    assert last < 1.02 * first
+    assert f'| memengine | 4 | 2 | {kept[1]:.1f} | 2 of 4 |' in page.read_text()
+    assert {path.name for path in tmp_path.glob('*.png')} == {
+        'grad_cache.png',
+        'grad_cache_keep_graph.png',
+    }
+
+
+def test_dino_slices(script, tmp_path):
+    page = page_with(tmp_path, 'dino_slices')
+    script('dino_slices').run('--quick', '--out', tmp_path, '--page', page)
+    rows = results_of(tmp_path, 'dino_slices')['rows']
+    images = 2 * 6
+    through = {name: row['rows'] / images for name, row in rows.items()}
+    assert through.pop('issue #269') == pytest.approx(10 / 6, rel=1e-4)
+    assert {*through.values()} == {1}
+    assert all(row['gradient_error'] < 1e-5 for row in rows.values())
+    bytes_in_order = ["plain, DINO's script", 'issue #269', 'slices of 2', 'slices of 1']
+    saved = [rows[name]['saved_mib'] for name in bytes_in_order]
+    assert saved == sorted(saved, reverse=True) and len({*saved}) == 4
+    assert "| plain, DINO's script |" in page.read_text()
+    assert (tmp_path / 'dino_slices.png').stat().st_size > 0
+
+
+PEER = """
+class GradCache:
+    def __init__(self, models, chunk_sizes, loss_fn):
+        self.step = lambda images: loss_fn(models[0](images)).backward()
+
+    def __call__(self, images):
+        self.step(images)
+"""
+
+
+def test_a_peer_comes_from_its_folder_and_not_from_the_script_of_its_name(script, tmp_path):
+    task = script('grad_cache').Task(dict(image_size=32, depth=1, pairs=2), torch.device('cpu'))
+    assert 'GradCache' not in task.peers([]), 'the script was taken for the peer'
+    (tmp_path / 'grad_cache.py').write_text(PEER)
+    try:
+        task.peers([str(tmp_path)])['GradCache'](2)
+    finally:
+        del sys.modules['grad_cache']
+    assert all(parameter.grad is not None for parameter in task.model.parameters())
+
+
+@pytest.mark.parametrize('name', PAGES)
+def test_page_shows_the_committed_results(script, name):
+    results = results_of(ROOT / 'docs/benchmarks', name)
+    page = PAGES[name].read_text()
+    for mark, text in script(name).tables(results).items():
+        shown = re.search(rf'<!-- {mark}:begin .*?-->\n(.*?)\n<!-- {mark}:end -->', page, re.S)
+        assert shown[1] == text, f'{mark} in {PAGES[name].name} is not what {name}.json says'
+
+
+def test_a_page_without_the_place_is_an_error(script, tmp_path):
+    measuring = script('measuring')
+    page = page_with(tmp_path, 'other')
+    with pytest.raises(ValueError, match='0 places for table'):
+        measuring.fill_page(page, 'table', 'x')
