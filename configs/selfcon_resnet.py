@@ -9,7 +9,8 @@ The ResNet is narrow, and keeps a stride of 8, because the digits are small; its
 second of four stages.
 
 The gradient of the whole batch in the memory of 16 images: add
-``_base_/techniques/grad_cache.py`` to ``_base_``.
+``_base_/techniques/grad_cache.py`` to ``_base_``. The batch of all ranks, on several: add
+``_base_/techniques/disco.py``. The matrix of similarities in tiles: ``model.loss.tile_size``.
 """
 
 _base_ = [

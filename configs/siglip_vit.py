@@ -10,7 +10,8 @@ The text is only another form of the label here: several images of a batch have 
 count as negatives of each other.
 
 The gradient of the whole batch in the memory of 16 images: add
-``_base_/techniques/grad_cache.py`` to ``_base_``.
+``_base_/techniques/grad_cache.py`` to ``_base_``. The batch of all ranks, on several: add
+``_base_/techniques/disco.py``. The matrix of similarities in tiles: ``model.loss.tile_size``.
 """
 
 _base_ = [
@@ -36,6 +37,7 @@ model = dict(
     ),
     text=dict(type='TextTransformer', vocab_size=26, context_length=12, width=64, depth=2),
     embed_dim=64,
+    loss=dict(type='SigLipLoss'),
 )
 optim_wrapper = dict(
     paramwise_cfg=dict(
