@@ -39,7 +39,7 @@ from memengine.techniques.recompute_plan import (
 )
 from memengine.techniques.wrapped_forward import WrappedForward, is_wrapped
 
-__all__ = ['Checkpointing', 'checkpoint_activations']
+__all__ = ['Checkpointing', 'checkpoint_activations', 'refuse_to_compile']
 
 _SETTING = 'activation_checkpointing'
 _ALL: Kept = frozenset()  # nothing is kept, all is computed again
@@ -117,6 +117,22 @@ def checkpoint_activations(
         if is_wrapped(module, _Forward):
             raise ValueError(f'{_SETTING}: {name or "the model"} is checkpointed already')
     return Checkpointing(chosen, ops, budget)
+
+
+def refuse_to_compile(module: nn.Module, setting: str) -> None:
+    """Refuse to compile what would run uncompiled.
+
+    Raises:
+        ValueError: When something in the module is checkpointed by a budget.
+    """
+    for part in module.modules():
+        forward = vars(part).get('forward')
+        if isinstance(forward, _Forward) and forward.owner.budget is not None:
+            raise ValueError(
+                f'{setting} and {_SETTING} with a budget do not go together, as a budget is '
+                f'measured op by op ({forward.name}); use keep, or set '
+                'torch._functorch.config.activation_memory_budget for the compiler'
+            )
 
 
 class Checkpointing:

@@ -1,0 +1,314 @@
+"""Activation offload: what autograd saves waits outside the device's memory until backward.
+
+In pinned host memory, copied on a stream of its own, or in a file. Tensors come back shortly
+before backward asks for them, in the reverse of the order in which they were saved.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from memengine.memory.ledger import owned_by
+from memengine.techniques.wrapped_forward import WrappedForward, is_wrapped
+
+__all__ = ['ActivationOffload', 'offload_activations']
+
+_SETTING = 'activation_offload'
+_STORES = ('auto', 'host', 'disk')
+
+
+def offload_activations(
+    model: nn.Module,
+    store: str = 'auto',
+    *,
+    folder: str | Path | None = None,
+    min_bytes: int = 2**20,
+    look_ahead: int = 2,
+) -> ActivationOffload:
+    """Let what a model saves for backward wait outside the device's memory. Exact.
+
+    Left where they are: parameters, buffers and the model's inputs, which live anyway; tensors
+    below ``min_bytes``; tensor subclasses and sparse tensors; what other saved-tensor hooks inside
+    the model take. A storage that is saved several times, or in several views, moves once. Under
+    activation checkpointing, applied before, the inputs of checkpointed modules move, and what
+    they keep (torch >= 2.9).
+
+    Args:
+        model: Its ``forward`` is wrapped; the model stays what it is.
+        store: ``'host'`` for host memory (pinned for a model on an accelerator), ``'disk'`` for
+            files, ``'auto'`` for host memory on an accelerator and files on a CPU.
+        folder: Where the files go; a temporary folder by default. They are removed with the graph.
+        min_bytes: Smallest storage that moves, in bytes.
+        look_ahead: How many storages are brought back before they are asked for. Each costs its
+            bytes on the device; 0 brings back what is asked for and waits.
+
+    Returns:
+        The handle: ``stored_bytes``, ``peak_stored_bytes``, ``moved_bytes``, ``undo()``.
+
+    Raises:
+        ValueError: For an unknown store, a folder without files, sizes below 0, or a model that
+            is offloaded already.
+
+    Cost: every byte once out and once back, on CUDA beside the computation. On the device are what
+    is not moved, ``look_ahead`` storages, and those in use: from the first op that asks for one to
+    the last. No computation. Autocast, BatchNorm and random state are not touched; DDP, FSDP,
+    slices and the gradient cache compose, as does ``torch.compile``, whose graphs save too.
+
+    Source: ``torch.autograd.graph.save_on_cpu`` is the plain form, without look-ahead, sharing or
+    minimum size.
+    """
+    if store not in _STORES:
+        raise ValueError(f'{_SETTING}: store is one of {", ".join(_STORES)}, got {store!r}')
+    for name, number in (('min_bytes', min_bytes), ('look_ahead', look_ahead)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise ValueError(f'{_SETTING}: {name} is a number, at least 0, got {number!r}')
+    if folder is not None and store == 'host':
+        raise ValueError(f"{_SETTING}: folder={str(folder)!r} is for store='disk', not 'host'")
+    if is_wrapped(model, ActivationOffload):
+        raise ValueError(f'{_SETTING}: {type(model).__name__} is offloaded already')
+    offload = ActivationOffload(model, store, folder, min_bytes, look_ahead)
+    offload.begin()
+    return offload
+
+
+class ActivationOffload(WrappedForward):
+    """A model's forward whose saved tensors move; made by :func:`offload_activations`.
+
+    Attributes:
+        stored_bytes: Bytes in the store now.
+        peak_stored_bytes: The most so far.
+        moved_bytes: Bytes that went out so far, and came back: a pair.
+    """
+
+    setting = _SETTING
+
+    def __init__(
+        self, module: nn.Module, store: str, folder: str | Path | None, min_bytes: int, ahead: int
+    ) -> None:
+        super().__init__('', module)
+        self.store, self.folder = store, folder
+        self.min_bytes, self.look_ahead = min_bytes, ahead
+        self.stored_bytes = self.peak_stored_bytes = 0
+        self.moved_bytes = (0, 0)
+
+    @torch.compiler.disable(recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; what it saves moves."""
+        if not torch.is_grad_enabled():
+            return self.plain(*args, **kwargs)
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        with _Offloading(self, inputs):
+            return self.plain(*args, **kwargs)
+
+    def count(self, stored: int = 0, out: int = 0, back: int = 0) -> None:
+        """Keep the books."""
+        self.stored_bytes += stored
+        self.peak_stored_bytes = max(self.peak_stored_bytes, self.stored_bytes)
+        self.moved_bytes = (self.moved_bytes[0] + out, self.moved_bytes[1] + back)
+
+
+class _Offloading(saved_tensors_hooks):
+    """The saved-tensor hooks of one forward."""
+
+    def __init__(self, offload: ActivationOffload, inputs: Iterable[Tensor]) -> None:
+        self._offload = offload
+        self._stay = owned_by([offload.module, *filter(_is_plain, inputs)])
+        self._pages: list[weakref.ref[_Page]] = []  # in the order of saving
+        self._page_of: dict[int, tuple[weakref.ref[Any], int, weakref.ref[_Page]]] = {}
+        super().__init__(self._pack, _unpack)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if not _is_plain(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._stay or storage.nbytes() < self._offload.min_bytes:
+            return _Stays(tensor)
+        return _Place(self._page(tensor, storage), tensor)
+
+    def _page(self, tensor: Tensor, storage: Any) -> _Page:
+        """The page that holds the storage as it is now."""
+        known = self._page_of.get(storage._cdata)
+        if known and known[0]() is not None and known[1] == tensor._version:
+            page = known[2]()
+            if page is not None:
+                return page
+        page = _Page(self._offload, storage, len(self._pages), self._pages)
+        self._pages.append(weakref.ref(page))
+        self._page_of[storage._cdata] = (
+            weakref.ref(storage),  # an address is used again when its memory is free
+            tensor._version,
+            self._pages[-1],
+        )
+        return page
+
+
+def _unpack(packed: Any) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed.tensor()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and tensor.device.type != 'meta'
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    )
+
+
+class _Stays:
+    """A saved tensor that is not moved. Autograd leaves the check of its version to the hooks."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor.detach(), tensor._version
+
+    def tensor(self) -> Tensor:
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                'one of the variables needed for gradient computation has been modified by an '
+                f'inplace operation: a tensor of shape {tuple(self._tensor.shape)} is at version '
+                f'{self._tensor._version}; expected version {self._version} instead'
+            )
+        return self._tensor
+
+
+class _Place:
+    """Where in a page a saved tensor is."""
+
+    def __init__(self, page: _Page, tensor: Tensor) -> None:
+        self._page, self._dtype = page, tensor.dtype
+        page.awaited.add(id(self))
+        self._layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def tensor(self) -> Tensor:
+        base = self._page.fetch(id(self))
+        return base.new_empty(0, dtype=self._dtype).set_(base.untyped_storage(), *self._layout)
+
+
+class _Page:
+    """A storage that moved out."""
+
+    def __init__(
+        self,
+        offload: ActivationOffload,
+        storage: Any,
+        index: int,
+        pages: list[weakref.ref[_Page]],
+    ) -> None:
+        self._offload, self._index, self._pages = offload, index, pages
+        self._nbytes = storage.nbytes()
+        content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        self._read = _write(offload, content)
+        self.awaited: set[int] = set()  # places that backward has not asked for
+        self._asked: set[int] = set()
+        self._arrival: Callable[[], Tensor] | None = None  # of a storage that is on its way
+        self._here: Tensor | None = None  # until backward has asked for all places
+        self._is_done = False  # backward has; there may be another through the same graph
+        offload.count(stored=self._nbytes, out=self._nbytes)
+        weakref.finalize(self, offload.count, -self._nbytes).atexit = False
+
+    def fetch(self, place: int) -> Tensor:
+        """The storage as bytes on its device; those that are asked for next are on their way."""
+        if self._here is None:
+            self.bring()
+            assert self._arrival is not None
+            self._here, self._arrival = self._arrival(), None
+            following = self._pages[max(self._index - self._offload.look_ahead, 0) : self._index]
+            for page in filter(None, (reference() for reference in reversed(following))):
+                if not page._is_done:
+                    page.bring()
+        here = self._here
+        self._asked.add(place)
+        if self._asked >= self.awaited:
+            self._here, self._asked, self._is_done = None, set(), True
+        return here
+
+    def bring(self) -> None:
+        """Start to bring the storage back, unless it is here or on its way."""
+        if self._here is None and self._arrival is None:
+            self._arrival = self._read()
+            self._offload.count(back=self._nbytes)
+
+
+# A store writes bytes away and returns how to start reading them; what that returns waits for the
+# bytes. Functions, not objects, as the meter of saved bytes looks for tensors in objects.
+_Reader = Callable[[], Callable[[], Tensor]]
+
+
+def _write(offload: ActivationOffload, content: Tensor) -> _Reader:
+    on_cpu = content.device.type == 'cpu'
+    if offload.store == 'disk' or (offload.store == 'auto' and on_cpu):
+        return _to_disk(content, offload.folder)
+    return _to_memory(content) if on_cpu else _to_pinned_memory(content)
+
+
+def _to_memory(content: Tensor) -> _Reader:
+    copy = content.clone()
+
+    def read() -> Callable[[], Tensor]:
+        back = copy.clone()
+        return lambda: back
+
+    return read
+
+
+def _to_disk(content: Tensor, folder: str | Path | None) -> _Reader:
+    file, size, device = _File(folder), content.numel(), content.device
+    torch.from_file(file.path, shared=True, size=size, dtype=torch.uint8).copy_(content)
+
+    def read() -> Callable[[], Tensor]:
+        mapped = torch.from_file(file.path, shared=True, size=size, dtype=torch.uint8)
+        back = mapped.to(device, copy=True)
+        return lambda: back
+
+    return read
+
+
+class _File:
+    """A file that is removed with this object."""
+
+    def __init__(self, folder: str | Path | None) -> None:
+        handle = tempfile.NamedTemporaryFile(  # noqa: SIM115
+            prefix='activation_', dir=folder, delete=False
+        )
+        handle.close()
+        self.path = handle.name
+        weakref.finalize(self, Path(self.path).unlink, missing_ok=True)
+
+
+_streams: dict[torch.device, Any] = {}  # one for each device, for copies in both directions
+
+
+def _to_pinned_memory(content: Tensor) -> _Reader:
+    device = content.device
+    module = torch.get_device_module(device)
+    stream = _streams.setdefault(device, module.Stream(device))
+    copy = torch.empty(content.shape, dtype=torch.uint8, pin_memory=True)
+    stream.wait_stream(module.current_stream(device))
+    with module.stream(stream):
+        copy.copy_(content, non_blocking=True)
+    content.record_stream(stream)  # its memory is not given away before it is copied
+
+    def read() -> Callable[[], Tensor]:
+        with module.stream(stream):
+            back = torch.empty(copy.shape, dtype=torch.uint8, device=device)
+            back.copy_(copy, non_blocking=True)
+            arrived = stream.record_event()
+
+        def wait() -> Tensor:
+            current = module.current_stream(device)
+            current.wait_event(arrived)
+            back.record_stream(current)
+            return back
+
+        return wait
+
+    return read

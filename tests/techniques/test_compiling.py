@@ -1,0 +1,103 @@
+"""Compiled blocks: the same step, one compilation for all blocks that are alike."""
+
+import copy
+import pickle
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from memengine.memory import saved_bytes
+from memengine.techniques.checkpointing import checkpoint_activations
+from memengine.techniques.compiling import compile_blocks
+from memengine.techniques.offload import offload_activations
+from memengine.testing import assert_same_step
+from tests.techniques.test_checkpointing import make, step_of, train, vit
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+
+
+def gradients(model):
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize('name', ['vit', 'resnet'])
+def test_same_steps(name):
+    model = make(name)
+    handle = compile_blocks(model, backend='eager')
+    assert len(handle.names) == {'vit': 3, 'resnet': 5}[name]
+    assert_same_step(train(model), train(make(name)))
+
+
+def test_blocks_share_one_compilation():
+    counter = CompileCounterWithBackend('aot_eager')
+    model, images = vit(depth=6).double(), torch.randn(2, 3, 32, 32).double()
+    plain = copy.deepcopy(model)
+    compile_blocks(model, backend=counter)
+    for each in (model, plain):
+        step_of(each, images)()
+    assert counter.frame_count == 1
+    assert_same_step(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize('options', [dict(), dict(keep=['matmuls', 'attention'])])
+def test_with_checkpointing_and_offload(options):
+    model, images = vit(depth=4).double(), torch.randn(4, 3, 32, 32).double()
+    plain = copy.deepcopy(model)
+    checkpoint_activations(model, **options)
+    compile_blocks(model, backend='aot_eager')
+    step_of(model, images)()
+    nbytes = [saved_bytes(lambda m=m: m(images), m, images) for m in (model, plain)]
+    assert nbytes[0] < (0.75 if options else 0.2) * nbytes[1]
+    handle = offload_activations(model, 'host', min_bytes=64)
+    for each in (model, plain):
+        each.zero_grad()
+        step_of(each, images)()
+    assert handle.moved_bytes[0] > 0
+    assert_same_step(gradients(model), gradients(plain))
+
+
+def test_a_budget_is_refused():
+    model = vit(depth=2)
+    checkpoint_activations(model, budget=0.5)
+    with pytest.raises(ValueError, match=r'compile_blocks and .* budget .* \(blocks\.0\)'):
+        compile_blocks(model)
+
+
+def test_names_state_copies_pickles_and_undo():
+    model, images = vit(depth=2), torch.randn(1, 3, 32, 32)
+    counter = CompileCounterWithBackend('eager')
+    keys = list(model.state_dict())
+    handle = compile_blocks(model, backend=counter)
+    assert list(model.state_dict()) == keys
+    with pytest.raises(ValueError, match=r'blocks\.0 is compiled already'):
+        compile_blocks(model)
+    pickle.loads(pickle.dumps(model))(images)
+    copy.deepcopy(model)(images)
+    handle.undo()
+    model(images)
+    assert counter.frame_count == 0
+    compile_blocks(model, backend=counter)
+    model(images)
+    assert counter.frame_count == 1
+
+
+def test_nothing_to_compile_is_an_error():
+    with pytest.raises(ValueError, match='compile_blocks: Linear has no repeated blocks'):
+        compile_blocks(nn.Linear(2, 2))
+
+
+@pytest.mark.slow
+def test_the_real_compiler():
+    model = timm.create_model('vit_tiny_patch16_224', img_size=32, depth=2, num_classes=4)
+    images = torch.randn(2, 3, 32, 32)
+    plain = copy.deepcopy(model)
+    compile_blocks(model)
+    for each in (model, plain):
+        step_of(each, images)()
+    assert_same_step(gradients(model), gradients(plain), 1e-4)

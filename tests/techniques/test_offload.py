@@ -1,0 +1,241 @@
+"""Activation offload: the same step, fewer bytes on the device, every byte out and back once."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from memengine.memory import SavedBytes
+from memengine.techniques.checkpointing import checkpoint_activations
+from memengine.techniques.offload import offload_activations
+from memengine.testing import assert_same_step, saved_bytes
+from tests.techniques.test_checkpointing import make, step_of, train, vit
+
+SMALL = dict(min_bytes=64)
+WAYS = {
+    'host': dict(store='host', **SMALL),
+    'disk': dict(store='disk', **SMALL),
+    'no look-ahead': dict(store='host', look_ahead=0, **SMALL),
+    'far look-ahead': dict(store='disk', look_ahead=50, **SMALL),
+}
+DEVICES = ['cpu', pytest.param('cuda', marks=pytest.mark.gpu)]
+
+
+def gradients(model):
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize('name', ['vit', 'resnet', 'odd'])
+@pytest.mark.parametrize('way', WAYS)
+def test_same_steps(name, way):
+    model = make(name)
+    handle = offload_activations(model, **WAYS[way])
+    assert_same_step(train(model), train(make(name)))
+    assert handle.moved_bytes[0] > 0 and handle.stored_bytes == 0
+
+
+@pytest.mark.parametrize('device', DEVICES)
+def test_bytes_that_stay_are_those_of_small_tensors_and_a_look_ahead(device):
+    model = vit(depth=6).to(device)
+    images = torch.randn(4, 3, 32, 32, device=device)
+    plain = saved_bytes(step_of(model, images), model, images)
+    handle = offload_activations(model, 'host', min_bytes=2048)
+    with SavedBytes(model, images) as saved:
+        step_of(model, images)()
+    assert saved.peak_bytes < 0.05 * plain
+    assert plain - saved.peak_bytes == pytest.approx(handle.peak_stored_bytes, rel=0.02)
+
+
+def test_every_byte_goes_out_and_comes_back_once():
+    model, images = vit(depth=6), torch.randn(4, 3, 32, 32)
+    handle = offload_activations(model, 'host', **SMALL)
+    step_of(model, images)()
+    out, back = handle.moved_bytes
+    assert out == back == handle.peak_stored_bytes
+
+
+def test_minimum_size():
+    model, images = vit(depth=2), torch.randn(4, 3, 32, 32)
+    handle = offload_activations(model, 'host', min_bytes=10**9)
+    step_of(model, images)()
+    assert handle.moved_bytes == (0, 0)
+
+
+class Shared(nn.Module):
+    """One storage, saved by several ops and as views."""
+
+    def forward(self, x):
+        y = 2 * x
+        return (y.sin() * y.cos() * y.t().exp().t() * y[:2].repeat(2, 1).tanh()).sum()
+
+
+def test_a_storage_that_is_saved_several_times_moves_once():
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), Shared())
+    x = torch.randn(4, 64, requires_grad=True)
+    handle = offload_activations(model, 'host', min_bytes=0, look_ahead=0)
+    plain = copy.deepcopy(model)
+    plain.forward.undo()
+    kept = saved_bytes(lambda: plain(x), plain, x)
+    loss = model(x)
+    assert handle.stored_bytes == kept
+    loss.backward()
+    loss = plain(x)
+    loss.backward()
+    assert_same_step(gradients(model), gradients(plain))
+
+
+def test_look_ahead_is_bounded():
+    sizes = []
+
+    class Watch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            out, back = handle.moved_bytes
+            sizes.append(back)
+            return gradient
+
+    class Chain(nn.Module):
+        def forward(self, x):
+            for _ in range(6):
+                x = Watch.apply(x.sin())
+            return x.sum()
+
+    x = torch.randn(256, requires_grad=True)
+    for look_ahead in (0, 1, 3):
+        model, sizes = nn.Sequential(nn.Linear(256, 256), Chain()), []
+        handle = offload_activations(model, 'host', min_bytes=512, look_ahead=look_ahead)
+        model(x).backward()
+        # When the k-th sine's gradient is wanted, k sines and what is ahead of them are back.
+        nbytes = 256 * 4
+        assert sizes == [nbytes * min(max(k + look_ahead, 0) if k else 0, 6) for k in range(6)]
+
+
+def test_parameters_buffers_and_inputs_stay():
+    model = nn.Sequential(nn.Linear(64, 64))
+    handle = offload_activations(model, 'host', min_bytes=0)
+    model(torch.randn(64, 64, requires_grad=True)).sum().backward()
+    assert handle.moved_bytes == (0, 0)
+
+
+def test_with_checkpointing_the_inputs_of_blocks_move():
+    model = vit(depth=6).double()
+    images = torch.randn(4, 3, 32, 32).double()
+    plain = copy.deepcopy(model)
+    checkpoint_activations(model)
+    checkpointed = copy.deepcopy(model)
+    handle = offload_activations(model, 'disk', min_bytes=2048)
+    with SavedBytes(model, images) as saved:
+        loss = model(images).square().sum()
+        live = saved.live_bytes
+    with SavedBytes(checkpointed, images) as saved:
+        other = checkpointed(images).square().sum()
+        assert live < 0.1 * saved.live_bytes
+    assert handle.stored_bytes == pytest.approx(saved.live_bytes, rel=0.1)
+    loss.backward(), other.backward()
+    step_of(plain, images)()
+    assert_same_step(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize('options', [dict(keep='matmuls'), dict(budget=0.5)])
+def test_with_selective_checkpointing(options):
+    model, images = vit().double(), torch.randn(4, 3, 32, 32).double()
+    plain = copy.deepcopy(model)
+    checkpoint_activations(model, **options)
+    offload_activations(model, 'host', **SMALL)
+    for _ in range(2):
+        for each in (model, plain):
+            each.zero_grad()
+            step_of(each, images)()
+        assert_same_step(gradients(model), gradients(plain))
+
+
+def test_files_are_removed_with_the_graph(tmp_path):
+    model, images = vit(depth=1), torch.randn(2, 3, 32, 32)
+    handle = offload_activations(model, 'disk', folder=tmp_path, **SMALL)
+    loss = model(images).sum()
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) == handle.stored_bytes > 0
+    loss.backward()
+    assert not list(tmp_path.iterdir())
+
+
+def test_backward_twice_double_backward_and_a_graph_that_is_thrown_away():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)).double()
+    x = torch.randn(8, 32, dtype=torch.float64, requires_grad=True)
+    plain = copy.deepcopy(model)
+    handle = offload_activations(model, 'host', min_bytes=0)
+    model(x)
+    assert handle.stored_bytes == 0
+    for each in (model, plain):
+        loss = each(x).sum()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        gradient.square().sum().backward(retain_graph=True)
+        loss.backward()
+    assert_same_step(gradients(model), gradients(plain))
+
+
+def test_a_saved_tensor_that_stays_and_is_overwritten_is_an_error():
+    class Overwriting(nn.Module):
+        def forward(self, x):
+            y = x.sin()
+            z = y.exp()
+            z.mul_(2)
+            return z.sum()
+
+    model = Overwriting()
+    offload_activations(model, 'host')
+    with pytest.raises(RuntimeError, match='modified by an inplace operation'):
+        model(torch.ones(3, requires_grad=True)).backward()
+
+
+def test_autocast():
+    model, x = vit(), torch.randn(4, 3, 32, 32)
+    plain = copy.deepcopy(model)
+    offload_activations(model, 'disk', **SMALL)
+    for each in (model, plain):
+        with torch.autocast('cpu', torch.bfloat16):
+            loss = F.cross_entropy(each(x), torch.tensor([0, 1, 2, 3]))
+        loss.backward()
+    assert_same_step(gradients(model), gradients(plain))
+
+
+def test_copies_pickles_and_undo():
+    model, images = vit(depth=1), torch.randn(2, 3, 32, 32)
+    handle = offload_activations(model, 'host', **SMALL)
+    with pytest.raises(ValueError, match='VisionTransformer is offloaded already'):
+        offload_activations(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        step_of(other, images)()
+        assert other.forward.moved_bytes[0] > 0 == handle.moved_bytes[0]
+    handle.undo()
+    assert 'forward' not in vars(model)
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (dict(store='gpu'), "one of auto, host, disk, got 'gpu'"),
+        (dict(min_bytes=-1), 'min_bytes is a number, at least 0'),
+        (dict(look_ahead=1.5), 'look_ahead is a number, at least 0'),
+        (dict(store='host', folder='x'), "is for store='disk'"),
+    ],
+)
+def test_wrong_settings(options, message):
+    with pytest.raises(ValueError, match=message):
+        offload_activations(vit(depth=1), **options)
+
+
+def test_under_compile():
+    model, images = vit(depth=1).double(), torch.randn(2, 3, 32, 32).double()
+    plain = copy.deepcopy(model)
+    handle = offload_activations(model, 'host', **SMALL)
+    torch.compile(model, backend='aot_eager')(images).square().sum().backward()
+    step_of(plain, images)()
+    assert_same_step(gradients(model), gradients(plain))
+    assert handle.moved_bytes[0] > 0
