@@ -35,6 +35,7 @@ class ReceivedBytes:
         'irecv',
         'recv',
         'reduce_scatter_tensor',
+        'scatter',
     )
 
     def __init__(self) -> None:
@@ -66,6 +67,9 @@ class ReceivedBytes:
         ranks = dist.get_world_size(kwargs.get('group'))
         if name in ('recv', 'irecv'):
             return _size(tensor)
+        if name == 'scatter':
+            source = args[1] if len(args) > 1 else kwargs.get('src', 0)
+            return _size(tensor) if source != dist.get_rank() else 0.0
         if name == 'all_reduce':
             return 2 * _size(tensor) * (ranks - 1) / ranks
         if name == 'reduce_scatter_tensor':
