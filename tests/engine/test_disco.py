@@ -144,7 +144,12 @@ def with_penalty():
     return model
 
 
+FROZEN = {f'frozen {tower}': dict(embed_dim=None, frozen=[tower]) for tower in ('image', 'text')}
 BATCH_NORM = dict(head={**HEAD, 'use_bn': True})
+
+
+def frozen_clip(tile_size, **changes):
+    return build(CLIP, loss=dict(type='ClipLoss', tile_size=tile_size), **changes)
 
 
 def _variants(rank, world_size):
@@ -154,15 +159,26 @@ def _variants(rank, world_size):
     model = build(SimCLR, **BATCH_NORM)
     convert_sync_batchnorm(model)
     batch_norm = train(DisCoDistributedDataParallel(model), SimCLR, rows)
-    return dict(own=own, penalty=penalty, batch_norm=batch_norm)
+    frozen = {
+        f'{name} {tile_size}': train(
+            DisCoDistributedDataParallel(frozen_clip(tile_size, **changes)), CLIP, rows
+        )
+        for name, changes in FROZEN.items()
+        for tile_size in (None, 3)
+    }
+    return dict(own=own, penalty=penalty, batch_norm=batch_norm, **frozen)
 
 
-def test_ones_own_loss_another_loss_and_batchnorm():
+def test_ones_own_loss_another_loss_batchnorm_and_frozen_towers():
     expected = dict(
         own=train(build(SimCLR, loss=OwnLoss()), SimCLR, ALL),
         penalty=train(with_penalty(), SimCLR, ALL),
         batch_norm=train(build(SimCLR, **BATCH_NORM), SimCLR, ALL),
     )
+    for name, changes in FROZEN.items():
+        for tile_size in (None, 3):
+            plain = train(frozen_clip(None, **changes), CLIP, ALL)
+            expected[f'{name} {tile_size}'] = plain
     del expected['batch_norm'][1]['backbone.model.norm.bias']
     for results in run_ranks(2, _variants):
         for name, (losses, state) in expected.items():
