@@ -91,5 +91,52 @@ def test_config_is_checked_builds_and_steps(name, tmp_path, monkeypatch):
         assert f'val/{FIGURES[metric.type]}' in runner.message_hub.log_scalars
 
 
+def losses_of(name, work_dir, options):
+    """The loss of each iteration of the shrunken run."""
+    cfg = Config.fromfile(ROOT / name)
+    cfg.merge_from_dict(options)
+    cfg = shrink(cfg)
+    cfg.train_dataloader.batch_size = 4
+    cfg.train_dataloader.dataset.indices = 12
+    cfg.default_hooks.logger.interval = 1
+    check_config(cfg)
+    cfg.work_dir, cfg.experiment_name = str(work_dir), f'{work_dir.name}_{Path(name).stem}'
+    runner = Runner.from_cfg(cfg)
+    seen = []
+    run_step = runner.model.train_step
+    runner.model.train_step = lambda *args, **kwargs: (
+        seen.append(run_step(*args, **kwargs)) or seen[-1]
+    )
+    runner.train()
+    return [log['loss'].item() for log in seen]
+
+
+GRAD_CACHE = {'type': 'GradCacheOptimWrapper', 'chunk_size': 3}
+ACCUMULATION = {'type': 'AccumulationOptimWrapper', 'micro_batch_size': 2}
+
+
+@pytest.mark.parametrize(
+    ('name', 'wrapper'),
+    [
+        ('simclr_vit', GRAD_CACHE),
+        ('supcon_vit', GRAD_CACHE),
+        ('selfcon_resnet', {**GRAD_CACHE, 'chunk_size': 8}),  # BatchNorm: the whole batch
+        ('clip_vit', GRAD_CACHE),
+        ('siglip_vit', GRAD_CACHE),
+        ('dino_vit', ACCUMULATION),  # without BatchNorm, too
+        ('classify_vit', ACCUMULATION),
+    ],
+)
+def test_slices_are_an_option_of_every_quick_start(name, wrapper, tmp_path):
+    """Two options on the command line, and the run is the same."""
+    options = {f'optim_wrapper.{key}': value for key, value in wrapper.items()}
+    others = {'model.head.use_bn': False} if name == 'dino_vit' else {}
+    plain = losses_of(f'configs/{name}.py', tmp_path / 'plain', others)
+    sliced = losses_of(f'configs/{name}.py', tmp_path / 'sliced', {**options, **others})
+    assert len(plain) == 3
+    assert sliced == pytest.approx(plain, rel=1e-4)
+    assert plain[0] != plain[-1]
+
+
 def test_there_are_configs():
     assert 'configs/dino_vit.py' in CONFIGS

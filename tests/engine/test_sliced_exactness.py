@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from mmengine.logging import MMLogger
 
 from memengine.engine.optim import AccumulationOptimWrapper, GradCacheOptimWrapper, OptimWrapper
 from memengine.engine.step import run_step
@@ -88,6 +89,18 @@ def test_batchnorm_counts_each_sample_once(kind, keep_graph):
     # SGD, as Adam would blow up the rounding of a bias before BatchNorm, whose gradient is zero
     settings = dict(chunk_size=4, keep_graph=keep_graph, optimizer='SGD')
     assert_follows(lambda kind: build(kind, **BATCHNORM), kind, size=4, **settings)
+
+
+@pytest.mark.parametrize(('head', 'lines'), [({}, 0), (BATCHNORM, 1)])
+def test_batchnorm_in_slices_is_said_once(head, lines, monkeypatch):
+    said = []
+    monkeypatch.setattr(MMLogger.get_current_instance(), 'warning', said.append)
+    model = build(SimCLR, **head)
+    wrapper = wrap(model, GradCacheOptimWrapper, chunk_size=4)
+    for seed in range(2):
+        run_step(model, model_and_batch(SimCLR, seed)[1], wrapper)
+    assert len(said) == lines
+    assert all('BatchNorm layers (head.mlp.1, ...)' in line for line in said)
 
 
 class TwoLosses(SimCLR):

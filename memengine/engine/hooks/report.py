@@ -52,7 +52,10 @@ class ReportHook(Hook):
     def _write_curves(self, runner: Any) -> None:
         from memengine.visualization.report import write_report
 
-        runner.logger.info(f'Report: {write_report(runner.work_dir)}')
+        try:
+            runner.logger.info(f'Report: {write_report(runner.work_dir)}')
+        except FileNotFoundError as error:  # a run shorter than the interval of the log
+            runner.logger.info(f'Report: no curves. {error}')
 
     def _write_attention(self, runner: Any) -> None:
         from memengine.visualization.attention import (

@@ -22,6 +22,7 @@ from memengine.engine.step import unwrap
 from memengine.registry import OPTIM_WRAPPERS
 from memengine.techniques.grad_cache import Tower, cached_step
 from memengine.techniques.out_of_memory import run_until_it_fits
+from memengine.techniques.running_statistics import layers_with_batch_statistics
 from memengine.techniques.slicing import Context, additive_step
 
 __all__ = ['AccumulationOptimWrapper', 'GradCacheOptimWrapper']
@@ -67,6 +68,16 @@ def _sliceable(model: nn.Module, wrapper: OptimWrapper) -> Any:
     return module
 
 
+def _tell_of_batch_statistics(module: nn.Module) -> None:
+    layers = layers_with_batch_statistics(module)
+    if layers:
+        MMLogger.get_current_instance().warning(
+            f'{len(layers)} BatchNorm layers ({layers[0]}, ...) normalise by the statistics of '
+            'each slice and not of the batch, as they would on as many ranks: the size of the '
+            'slices has a part in what is learned. Layers in eval mode or other norms have not.'
+        )
+
+
 def _encode(model: nn.Module, piece: Any) -> Any:
     return model(piece.inputs, piece.data_samples, mode='tensor')
 
@@ -95,6 +106,7 @@ class AccumulationOptimWrapper(OptimWrapper):
         _check_size('micro_batch_size', micro_batch_size)
         super().__init__(optimizer, **kwargs)
         self.micro_batch_size = micro_batch_size
+        self._is_first_step = True
 
     def carry_out(
         self, model: nn.Module, inputs: Any, data_samples: Any = None
@@ -108,6 +120,9 @@ class AccumulationOptimWrapper(OptimWrapper):
                 "optim_wrapper.type='GradCacheOptimWrapper' with chunk_size="
                 f'{self.micro_batch_size}'
             )
+        if self._is_first_step:
+            _tell_of_batch_statistics(module)
+            self._is_first_step = False
         with self.precision.autocast():
             targets = module.targets(inputs, data_samples, self.micro_batch_size)
 
@@ -173,6 +188,7 @@ class GradCacheOptimWrapper(OptimWrapper):
                 )
         super().__init__(optimizer, **kwargs)
         self.chunk_size: Size = chunk_size
+        self._is_first_step = True
         self.forward_chunk_size = forward_chunk_size
         self.kept_graphs = KeptGraphs(keep_graph)
 
@@ -188,6 +204,9 @@ class GradCacheOptimWrapper(OptimWrapper):
                 'slices need no second forward; use '
                 f"optim_wrapper.type='AccumulationOptimWrapper' with micro_batch_size={size}"
             )
+        if self._is_first_step:
+            _tell_of_batch_statistics(module)
+            self._is_first_step = False
         with self.precision.autocast():
             targets = module.targets(inputs, data_samples, self.chunk_size)
 
