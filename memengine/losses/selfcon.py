@@ -95,8 +95,8 @@ class ConLoss(BatchLoss):
         group = ranks_of(self.process_group)
         with autocast_off(features.device.type):
             contrasts = views.flatten(0, 1)  # [N, D], in blocks of B samples
-            samples = contrasts.view(-1, batch_size, contrasts.shape[1]).sum(dim=0)
-            positives = positives_of(samples, labels, mask, group)
+            blocks = contrasts.view(-1, batch_size, contrasts.shape[1])
+            positives = positives_of(blocks, labels, mask, group)
             losses, has_positive = contrastive_rows(
                 contrasts, anchors, positives, self.temperature, self.tile_size, group
             )

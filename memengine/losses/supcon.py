@@ -72,7 +72,7 @@ class Positives(NamedTuple):
 
 
 def positives_of(
-    samples: Tensor,
+    blocks: Tensor,
     labels: Tensor | None,
     mask: Tensor | None,
     group: dist.ProcessGroup | None = None,
@@ -80,7 +80,7 @@ def positives_of(
     """Sum each sample's positives in feature space, from labels or a mask as given.
 
     Args:
-        samples: [B, D], the sum of each sample's contrasts.
+        blocks: [N / B, B, D], the contrasts in blocks of B samples.
         labels: [B] or [B, 1]; equal labels are positives.
         mask: [B, B], or with ranks [B, all ranks' B]: weights. Without both, each is its own.
         group: The ranks among whose samples the positives are.
@@ -88,7 +88,8 @@ def positives_of(
     Raises:
         ValueError: When both are given, or either has another shape.
     """
-    own = own_rows(samples, group)
+    own = own_rows(blocks.transpose(0, 1), group)
+    samples = blocks.sum(dim=0)
     ones = samples.new_ones(len(samples))
     if labels is not None and mask is not None:
         raise ValueError('give labels or mask, not both')
@@ -245,7 +246,7 @@ class SupConLoss(BatchLoss):
         views = views_first(features)  # [V, B, D]
         group = ranks_of(self.process_group)
         with autocast_off(features.device.type):
-            positives = positives_of(views.sum(dim=0), labels, mask, group)
+            positives = positives_of(views, labels, mask, group)
             contrasts = views.flatten(0, 1)  # [V * B, D]
             anchors = len(contrasts) if self.contrast_mode == 'all' else views.shape[1]
             losses, _ = contrastive_rows(

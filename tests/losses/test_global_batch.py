@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from memengine.losses import ClipLoss, SupConLoss
 from memengine.testing import assert_same_step, run_ranks
 
 from .cases import CASES, learned, step
@@ -53,3 +54,60 @@ def test_ranks_equal_one_process(world_size, cut):
                 parts = [rank[key] / world_size for rank in ranks]
                 mean[key] = torch.cat(parts) if tensors[key].dim() else sum(parts)
             assert_same_step(mean, expected, 1e-10)
+
+
+def _groups(rank, world_size):
+    """The gradient of CLIP's loss within pairs of ranks, and with a group of one."""
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    alone = [dist.new_group([single]) for single in range(world_size)]
+    tensors = part(whole('clip'), [2, 2, 2, 2], rank)
+    loss = ClipLoss(tile_size=3)
+    results = []
+    for group in (pairs[rank % 2], alone[rank], None):
+        loss.process_group = group
+        results.append(step(lambda t: loss(*t.values()), tensors))
+    return results
+
+
+def test_a_group_is_a_batch_of_its_own():
+    case, parts = CASES['clip'], [part(whole('clip'), [2, 2, 2, 2], rank) for rank in range(4)]
+    results = run_ranks(4, _groups)
+    for first, second in ((0, 2), (1, 3)):
+        pair = {k: torch.cat([parts[first][k], parts[second][k]]) for k in ('images', 'texts')}
+        expected = step(case.formula, {**pair, 'scale': parts[0]['scale']})
+        ranks = results[first][0], results[second][0]
+        mean = {k: torch.cat([rank[k] / 2 for rank in ranks]) for k in ('images', 'texts')}
+        mean |= {'loss': ranks[0]['loss'], 'scale': (ranks[0]['scale'] + ranks[1]['scale']) / 2}
+        assert_same_step(mean, expected, 1e-10)
+    for rank in range(4):
+        expected = step(case.formula, parts[rank])
+        assert_same_step(results[rank][1], expected, 1e-10)
+        assert_same_step(results[rank][2], expected, 1e-10)
+
+
+def _mismatched(rank, world_size):
+    """What is said of ranks whose rows do not fit together; the loss works afterwards."""
+    said = []
+    for tile_size in (None, 3):
+        clip, supcon = ClipLoss(tile_size=tile_size), SupConLoss(tile_size=tile_size)
+        clip.process_group = supcon.process_group = dist.group.WORLD
+        calls = [
+            lambda clip=clip: clip(torch.ones(2, 3 + rank), torch.ones(2, 3 + rank), 1.0),
+            lambda supcon=supcon: supcon(torch.ones(2, 2 + rank, 3)),
+            lambda supcon=supcon: supcon(torch.ones(2, 2, 3), mask=torch.ones(2, 2)),
+        ]
+        for call in calls:
+            with pytest.raises(ValueError, match='must') as error:
+                call()
+            said.append(str(error.value))
+        assert clip(torch.eye(2), torch.eye(2), 1.0) > 0
+    return said
+
+
+def test_what_does_not_fit_is_refused_on_every_rank():
+    first, second = run_ranks(2, _mismatched, timeout_s=60.0)
+    assert first == second
+    for features, views, mask in (first[:3], first[3:]):
+        assert '(2, 3)' in features and '(2, 4)' in features
+        assert '(2, 2, 3)' in views and '(2, 3, 3)' in views
+        assert '[2, 4], got (2, 2)' in mask
