@@ -20,14 +20,19 @@ from torch.autograd.function import once_differentiable
 
 __all__ = ['WeightNormLinear', 'shared_weights']
 
+# The weight's gradient is as large as the weight: adding to it row by row would take longer than
+# the products. So many rows of logits wait for one another.
+_ROWS_AT_ONCE = 16
+
 
 class _Step:
     """What the forwards of one step share: they all see the same weight."""
 
     def __init__(self, last: bool) -> None:
         self.last = last  # whether the next forward's backward hands the gradient over
-        self.total: Tensor | None = None  # gradient of the normalised weight so far, [K, D]
+        self._total: Tensor | None = None  # gradient of the normalised weight so far, [K, D]
         self.stand_in = torch.empty(0, requires_grad=True)
+        self._waiting: list[tuple[Tensor, Tensor]] = []  # gradients of logits, with their inputs
         self._lengths: Tensor | None = None
         self._weights: dict[torch.dtype, Tensor] = {}
 
@@ -43,13 +48,34 @@ class _Step:
             self._weights[dtype] = weight_v.detach().to(dtype)
         return self._weights[dtype]
 
-    def add(self, grad_logits: Tensor, x: Tensor, weight_v: Tensor) -> None:
-        """Add ``grad_logits.T @ x`` to the gradient, in place."""
-        left, right = grad_logits.to(weight_v.dtype).T, x.to(weight_v.dtype)
-        if self.total is None:
-            self.total = left @ right
+    def add(self, grad_logits: Tensor, x: Tensor, dtype: torch.dtype) -> None:
+        """Add ``grad_logits.T @ x`` to the gradient; a few rows wait for others."""
+        self._waiting.append((grad_logits, x))
+        if sum(len(rows) for _, rows in self._waiting) >= _ROWS_AT_ONCE:
+            self._add_waiting(dtype)
+
+    def take_gradient(self, dtype: torch.dtype) -> Tensor | None:
+        """That of all slices so far, [K, D], or None; it begins anew."""
+        self._add_waiting(dtype)
+        total, self._total = self._total, None
+        return total
+
+    def is_left(self) -> bool:
+        """Whether there is a gradient that nobody has taken."""
+        return self._total is not None or bool(self._waiting)
+
+    def _add_waiting(self, dtype: torch.dtype) -> None:
+        if not self._waiting:
+            return
+        columns = zip(*self._waiting, strict=True)
+        grad_logits, x = (
+            (rows[0] if len(rows) == 1 else torch.cat(rows)).to(dtype) for rows in columns
+        )
+        self._waiting.clear()
+        if self._total is None:
+            self._total = grad_logits.T @ x
         else:
-            self.total.addmm_(left, right)
+            self._total.addmm_(grad_logits.T, x)
 
 
 class _WeightNormLinear(torch.autograd.Function):
@@ -77,11 +103,11 @@ class _WeightNormLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = (grad_logits * scale).to(x.dtype) @ step.weight(weight_v, x.dtype)
         if any(ctx.needs_input_grad[4:]):
-            step.add(grad_logits, x, weight_v)
-        if not ctx.hands_over or step.total is None:
+            step.add(grad_logits, x, weight_v.dtype)
+        grad_v = step.take_gradient(weight_v.dtype) if ctx.hands_over else None
+        if grad_v is None:
             return grad_x, None, None, None, *[None for _ in ctx.needs_input_grad[4:]]
         # From the normalised weight's gradient to those of the rows' directions and lengths.
-        grad_v, step.total = step.total, None
         along = torch.linalg.vecdot(weight_v, grad_v) / lengths  # [K]
         grad_v.addcmul_(weight_v, (-along / lengths)[:, None]).mul_(scale[:, None])
         return grad_x, None, None, None, grad_v, along[:, None]
@@ -129,7 +155,7 @@ def shared_weights(modules: Iterable[nn.Module]) -> Iterator[Any]:
     """Let the slices of one step share the work on the weights of WeightNormLinear layers.
 
     Inside, the weights must not change. Lengths are computed once, and backward passes add to one
-    buffer in place; the gradient reaches the parameters (and their hooks, and DDP) in the backward
+    buffer in place, 16 rows of logits or more at a time (fewer wait, 64K bytes at most); the gradient reaches the parameters (and their hooks, and DDP) in the backward
     passes after the yielded function has been called, which is to be before the last slice.
 
     Args:
@@ -161,7 +187,7 @@ def shared_weights(modules: Iterable[nn.Module]) -> Iterator[Any]:
     finally:
         for layer in layers:
             layer._step = None
-    if any(step.total is not None for step in steps.values()):
+    if any(step.is_left() for step in steps.values()):
         raise RuntimeError(
             'a WeightNormLinear layer took part in some slices but not in the last one, so its '
             'gradient was not handed over; put a slice that uses it last'
