@@ -7,17 +7,31 @@ and backward are carried out and leaves names and parameters alone.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterable, Mapping
 from logging import Logger
 from typing import Any
 
-from mmengine.runner.activation_checkpointing import turn_on_activation_checkpointing
+from mmengine.hooks import Hook
 from torch import nn
 
+from memengine.engine.hooks import (
+    ActivationCheckpointingHook,
+    ActivationOffloadHook,
+    CompileBlocksHook,
+)
 from memengine.techniques.conv_bn_eval import efficient_conv_bn_eval
 from memengine.techniques.sync_batchnorm import convert_sync_batchnorm
 
-__all__ = ['apply_before_wrapping', 'apply_to_model']
+__all__ = ['apply_before_wrapping', 'apply_to_model', 'hooks_of_keys']
+
+# Hooks that act on the model, by the config's key for them, in the order in which they are
+# applied: what is computed again, then where that which is left to save goes; compiled is a block
+# with all that is in its forward.
+_MODEL_HOOKS: dict[str, Any] = {
+    'activation_checkpointing': ActivationCheckpointingHook,
+    'activation_offload': ActivationOffloadHook,
+    'compile_blocks': CompileBlocksHook,
+}
 
 
 def apply_before_wrapping(model: nn.Module, cfg: Any, distributed: bool) -> None:
@@ -30,19 +44,40 @@ def apply_before_wrapping(model: nn.Module, cfg: Any, distributed: bool) -> None
         cfg.pop('sync_bn')
 
 
-def apply_to_model(model: nn.Module, cfg: Any, logger: Logger) -> None:
-    """Apply the model techniques that the config's own keys name, in order.
+def hooks_of_keys(cfg: Any) -> dict[str, dict[str, Any]]:
+    """Hooks that keys of the config are short for, by key.
+
+    A key's value is the hook's arguments, its ``modules``, or True for the hook as it is.
+    """
+    hooks = {}
+    for key, hook in _MODEL_HOOKS.items():
+        value = cfg.get(key)
+        if isinstance(value, str) and value[:1] == '[':  # as a shell may pass a list
+            value = [name.strip() for name in value.strip('[]').split(',')]
+        if isinstance(value, Mapping):
+            hooks[key] = {'type': hook, **value}
+        elif value:
+            hooks[key] = {'type': hook} if value is True else {'type': hook, 'modules': value}
+    return hooks
+
+
+def apply_to_model(model: nn.Module, cfg: Any, logger: Logger, hooks: Iterable[Hook] = ()) -> None:
+    """Apply the model techniques that the config's own keys and the hooks name, in order.
 
     Args:
         model: The bare model.
-        cfg: The run's config; keys ``efficient_conv_bn_eval`` and ``activation_checkpointing``.
+        cfg: The run's config; keys ``efficient_conv_bn_eval`` and ``compile``.
         logger: Told what was applied.
+        hooks: The run's hooks, with those that keys are short for.
     """
-    for key, turn_on in (
-        ('efficient_conv_bn_eval', partial(efficient_conv_bn_eval, report=logger.info)),
-        ('activation_checkpointing', turn_on_activation_checkpointing),
-    ):
-        modules = cfg.get(key)
-        if modules:
-            logger.info(f'Applying {key} to {modules}')
-            turn_on(model, modules)
+    modules = cfg.get('efficient_conv_bn_eval')
+    if modules:
+        logger.info(f'Applying efficient_conv_bn_eval to {modules}')
+        efficient_conv_bn_eval(model, modules, report=logger.info)
+    hooks = list(hooks)
+    for kind in _MODEL_HOOKS.values():
+        for hook in hooks:
+            if isinstance(hook, kind):
+                hook.apply(model, logger)
+    if cfg.get('compile') and any(isinstance(hook, CompileBlocksHook) for hook in hooks):
+        raise ValueError('compile compiles the whole step and compile_blocks its blocks; set one')

@@ -12,7 +12,7 @@ from mmengine.runner import find_latest_checkpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
-from memengine.engine.apply import apply_before_wrapping, apply_to_model
+from memengine.engine.apply import apply_before_wrapping, apply_to_model, hooks_of_keys
 from memengine.engine.checkpoint import safe_loading, write_whole
 from memengine.engine.config_schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
@@ -146,6 +146,7 @@ class Runner(_Runner):
             random_state=dict(type=RandomStateHook),
             algorithm=dict(type=AlgorithmHook),
             finite_loss=dict(type=FiniteLossHook),
+            **hooks_of_keys(self.cfg),
         )
         chosen = {**ours, **(hooks or {})}
         for name, hook in chosen.items():
@@ -169,7 +170,7 @@ class Runner(_Runner):
             self._val_loop = self.build_val_loop(self._val_loop)
         self.call_hook('before_run')
         self._init_model_weights()
-        apply_to_model(unwrap(self.model), self.cfg, self.logger)
+        apply_to_model(unwrap(self.model), self.cfg, self.logger, self.hooks)
         self.load_or_resume()
         self.optim_wrapper.initialize_count_status(
             self.model, self.train_loop.iter, self.train_loop.max_iters

@@ -119,19 +119,27 @@ def checkpoint_activations(
     return Checkpointing(chosen, ops, budget)
 
 
-def refuse_to_compile(module: nn.Module, setting: str) -> None:
-    """Refuse to compile what would run uncompiled.
+def refuse_to_compile(module: nn.Module, setting: str, backend: object) -> None:
+    """Refuse what a compiler would leave uncompiled, or compute again inexactly.
 
     Raises:
-        ValueError: When something in the module is checkpointed by a budget.
+        ValueError: When something in the module is checkpointed by a budget, or at all and the
+            backend is ``'eager'``, which runs what it traced twice, statistics with it.
     """
     for part in module.modules():
         forward = vars(part).get('forward')
-        if isinstance(forward, _Forward) and forward.owner.budget is not None:
+        if not isinstance(forward, _Forward):
+            continue
+        if forward.owner.budget is not None:
             raise ValueError(
                 f'{setting} and {_SETTING} with a budget do not go together, as a budget is '
                 f'measured op by op ({forward.name}); use keep, or set '
                 'torch._functorch.config.activation_memory_budget for the compiler'
+            )
+        if backend == 'eager':
+            raise ValueError(
+                f"{setting}: backend='eager' and {_SETTING} do not go together "
+                f"({forward.name}); to try without a compiler use backend='aot_eager'"
             )
 
 
@@ -266,6 +274,7 @@ class _Forward(WrappedForward):
             )
 
     def _traced_by_compile(self, *args: Any, **kwargs: Any) -> Any:
+        self.checkpointed = 1  # a constant, so that it is no reason to compile again
         options: dict[str, Any] = {}
         if self.owner.ops:
             policy = partial(_policy_by_ops, self.owner.ops)

@@ -35,7 +35,7 @@ def compile_blocks(
 
     Raises:
         ValueError: When a selector matches nothing, a module is compiled already, or is
-            checkpointed by a budget, which is measured op by op.
+            checkpointed by a budget, which is measured op by op, or for ``backend='eager'``.
 
     Cost: a compilation at the first call for each class, training mode and kind of input. Bytes
     saved are those that the compiler chooses. Results differ from the plain step's by rounding,
@@ -47,7 +47,7 @@ def compile_blocks(
     for name, module in chosen.items():
         if module._compiled_call_impl is not None:
             raise ValueError(f'{_SETTING}: {name or "the model"} is compiled already')
-        refuse_to_compile(module, _SETTING)
+        refuse_to_compile(module, _SETTING, options.get('backend'))
     for module in chosen.values():
         module.compile(**options)
     return CompiledBlocks(chosen)

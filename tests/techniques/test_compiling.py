@@ -34,10 +34,13 @@ def test_same_steps(name):
     assert_same_step(train(model), train(make(name)))
 
 
-def test_blocks_share_one_compilation():
+@pytest.mark.parametrize('checkpointed', [False, True])
+def test_blocks_share_one_compilation(checkpointed):
     counter = CompileCounterWithBackend('aot_eager')
     model, images = vit(depth=6).double(), torch.randn(2, 3, 32, 32).double()
     plain = copy.deepcopy(model)
+    if checkpointed:
+        checkpoint_activations(model)
     compile_blocks(model, backend=counter)
     for each in (model, plain):
         step_of(each, images)()
@@ -62,11 +65,24 @@ def test_with_checkpointing_and_offload(options):
     assert_same_step(gradients(model), gradients(plain))
 
 
-def test_a_budget_is_refused():
+@pytest.mark.parametrize('options', [dict(), dict(keep='matmuls')])
+def test_statistics_count_once_with_checkpointing(options):
+    model = make('resnet')
+    checkpoint_activations(model, **options)
+    compile_blocks(model, backend='aot_eager')
+    offload_activations(model, 'host', min_bytes=64)
+    assert_same_step(train(model), train(make('resnet')))
+
+
+def test_what_does_not_go_together_is_refused():
     model = vit(depth=2)
-    checkpoint_activations(model, budget=0.5)
+    handle = checkpoint_activations(model, budget=0.5)
     with pytest.raises(ValueError, match=r'compile_blocks and .* budget .* \(blocks\.0\)'):
         compile_blocks(model)
+    handle.undo()
+    checkpoint_activations(model)
+    with pytest.raises(ValueError, match=r"backend='eager' and activation_checkpointing"):
+        compile_blocks(model, backend='eager')
 
 
 def test_names_state_copies_pickles_and_undo():

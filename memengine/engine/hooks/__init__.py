@@ -1,7 +1,10 @@
 """Hooks: what happens around a step."""
 
+from memengine.engine.hooks.activation_checkpointing import ActivationCheckpointingHook
+from memengine.engine.hooks.activation_offload import ActivationOffloadHook
 from memengine.engine.hooks.algorithm import AlgorithmHook
 from memengine.engine.hooks.collapse import CollapseHook
+from memengine.engine.hooks.compile_blocks import CompileBlocksHook
 from memengine.engine.hooks.conv_bn_eval import EfficientConvBNEvalHook
 from memengine.engine.hooks.evaluate_first import EvaluateFirstHook
 from memengine.engine.hooks.finite_loss import FiniteLossHook, NonFiniteLossError
@@ -11,8 +14,11 @@ from memengine.engine.hooks.random_state import RandomStateHook
 from memengine.engine.hooks.report import ReportHook
 
 __all__ = [
+    'ActivationCheckpointingHook',
+    'ActivationOffloadHook',
     'AlgorithmHook',
     'CollapseHook',
+    'CompileBlocksHook',
     'EfficientConvBNEvalHook',
     'EvaluateFirstHook',
     'FiniteLossHook',
