@@ -3,6 +3,7 @@
 from timm.optim import Lars
 
 from memengine.engine.optim.constructor import DefaultOptimWrapperConstructor
+from memengine.engine.optim.in_backward import OptimizerInBackwardOptimWrapper
 from memengine.engine.optim.optim_wrapper import AmpOptimWrapper, OptimWrapper
 from memengine.engine.optim.precision import Precision
 from memengine.engine.optim.schedulers import CosineWeightDecay
@@ -18,5 +19,6 @@ __all__ = [
     'DefaultOptimWrapperConstructor',
     'GradCacheOptimWrapper',
     'OptimWrapper',
+    'OptimizerInBackwardOptimWrapper',
     'Precision',
 ]

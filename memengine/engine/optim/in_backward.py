@@ -1,0 +1,96 @@
+"""The optimiser's step inside backward, by config.
+
+The technique is :mod:`memengine.techniques.optimizer_in_backward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from memengine.engine.optim.optim_wrapper import OptimWrapper
+from memengine.registry import OPTIM_WRAPPERS
+from memengine.techniques.optimizer_in_backward import check_steps_alone, step_in_backward
+
+__all__ = ['OptimizerInBackwardOptimWrapper', 'refuse_ddp']
+
+
+def refuse_ddp(model: nn.Module, what: str) -> None:
+    """Refuse a model whose gradients are reduced only after ``what`` has taken them.
+
+    Raises:
+        ValueError: When there is a DistributedDataParallel in the model.
+    """
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            f'{what} takes gradients before DistributedDataParallel has reduced them over ranks, '
+            "and DDP's buckets hold all of them anyway; use optim_wrapper.type='OptimWrapper' with "
+            "an optimiser such as AdamW8bit or AdamWBf16, or shard the model (FSDP's fully_shard)"
+        )
+
+
+@OPTIM_WRAPPERS.register_module()
+class OptimizerInBackwardOptimWrapper(OptimWrapper):
+    """Updates each parameter inside backward and frees its gradient.
+
+    Args:
+        optimizer: The optimiser.
+        **kwargs: As :class:`OptimWrapper`'s, as far as no setting needs whole gradients:
+            ``precision`` ``'fp32'`` or ``'bf16'``, ``clip_grad`` of type ``'each_norm'`` or
+            ``'value'``, no ``accumulative_counts``.
+
+    Raises:
+        ValueError: For such a setting; in a step, when the model is wrapped by DDP.
+        TypeError: For an optimiser that cannot update one parameter alone.
+
+    See :func:`memengine.techniques.optimizer_in_backward.step_in_backward` for what it costs and
+    for hooks of the optimiser.
+    """
+
+    def __init__(self, optimizer: Optimizer, **kwargs: Any) -> None:
+        super().__init__(optimizer, **kwargs)
+        name = type(self).__name__
+        if self._accumulative_counts != 1:
+            raise ValueError(
+                f'{name}: accumulative_counts={self._accumulative_counts} adds gradients up over '
+                "iterations, but here none outlives its update; use optim_wrapper.type='OptimWrapper'"
+            )
+        if self.clip_grad_kwargs and self.clip_func is torch.nn.utils.clip_grad_norm_:
+            raise ValueError(
+                f'{name}: clip_grad={self.clip_grad_kwargs} needs the norm of all gradients '
+                "together, but here they are never there at once; set clip_grad.type='each_norm' "
+                "(each parameter's own norm, as DINO does) or 'value', or clip_grad=None, or use "
+                "optim_wrapper.type='OptimWrapper'"
+            )
+        if self.precision.scaler is not None:
+            raise ValueError(
+                f"{name}: precision='fp16' skips a step in which any gradient overflowed, which is "
+                "known only after backward; use precision='bf16', or "
+                "optim_wrapper.type='OptimWrapper'"
+            )
+        check_steps_alone(optimizer)
+
+    @contextmanager
+    def sync_context(self, model: nn.Module) -> Iterator[None]:
+        """Refuses DDP; there are no iterations without synchronisation."""
+        refuse_ddp(model, type(self).__name__)
+        yield
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Backward of the loss, in which the parameters are clipped and updated one by one."""
+        norms: list[Tensor] = []
+
+        def clip(parameter: nn.Parameter) -> None:
+            norm = self.clip_func([parameter], **self.clip_grad_kwargs)
+            if norm is not None:
+                norms.append(norm)
+
+        with step_in_backward(self.optimizer, clip if self.clip_grad_kwargs else None):
+            super().backward(loss, **kwargs)
+        if norms:
+            self.message_hub.update_scalar(f'train/{self.grad_name}', torch.stack(norms).norm())

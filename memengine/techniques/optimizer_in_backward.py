@@ -1,0 +1,132 @@
+"""The optimiser's step inside backward: a gradient lives no longer than its parameter's update.
+
+A plain step holds the gradients of all parameters at once, as many bytes as the parameters. Here::
+
+    backward ──► gradient of p whole ──► step of p alone ──► gradient freed ──► backward goes on
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = ['check_steps_alone', 'step_in_backward']
+
+
+def check_steps_alone(optimizer: Optimizer) -> None:
+    """Refuse optimisers that cannot update one parameter without the others.
+
+    Raises:
+        TypeError: When the optimiser does not keep its parameters in ``param_groups``.
+        ValueError: When it clips the norm of all gradients together.
+    """
+    name = type(optimizer).__name__
+    if 'param_groups' not in vars(optimizer):
+        raise TypeError(
+            f'{name} spreads its parameters over optimisers of its own, so it cannot step inside '
+            'backward; use AdamW or another optimiser that holds them itself'
+        )
+    for group in optimizer.param_groups:
+        if group.get('max_grad_norm'):
+            raise ValueError(
+                f'{name}: max_grad_norm={group["max_grad_norm"]} needs all gradients at once, '
+                'which a step inside backward never has; set max_grad_norm=None'
+            )
+
+
+@contextmanager
+def step_in_backward(
+    optimizer: Optimizer, before: Callable[[nn.Parameter], Any] | None = None
+) -> Iterator[None]:
+    """Backward inside this context updates each parameter once its gradient is whole, and frees it.
+
+    ``optimizer.step()`` goes on being called after it: it runs the optimiser's post hooks and
+    updates what has got its gradient elsewhere::
+
+        with step_in_backward(optimizer):
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    Args:
+        optimizer: Any that updates each parameter by its own gradient and state. Groups, schedules
+            and ``state_dict`` are those of the plain step, so a run may go on with or without.
+        before: Called with each parameter before its update, e.g. to clip its gradient.
+
+    Raises:
+        TypeError, ValueError: See :func:`check_steps_alone`.
+        RuntimeError: In backward, when a parameter gets a second gradient (accumulation, two
+            losses, reentrant checkpointing), or the optimiser turns out to keep state of its whole
+            groups.
+
+    Cost: gradients alive at once are those of the largest parameter, or of as many as autograd
+    makes in one operation, instead of all. The optimiser runs once per parameter, without its
+    multi-tensor kernels. Nothing is computed twice.
+
+    The update is that of the plain step, bit for bit where the optimiser's kernels for one and
+    for many tensors are: no parameter is changed before all of its uses are behind backward, a
+    shared one not either. The optimiser's own pre hooks run before each parameter's update, when
+    only its gradient is there, and again in the final ``step``; post hooks in the latter only.
+
+    AMP: autocast as always; a gradient scaler needs whole gradients to find overflows, so fp16
+    cannot. DDP's reduction comes after this hook, on gradients that are gone: not for DDP, whose
+    buckets hold all gradients anyway. ``fully_shard`` calls these hooks on reduced gradients.
+    BatchNorm and random state are not touched. A compiled graph hands its gradients over all at
+    once, so fewer are freed early.
+
+    Source: torch.Tensor.register_post_accumulate_grad_hook; Lv et al., Full Parameter Fine-tuning
+    for Large Language Models with Limited Resources (2023), who fuse SGD so.
+    """
+    check_steps_alone(optimizer)
+    updated: set[Tensor] = set()
+    one_at_a_time = threading.Lock()  # autograd has a thread per device
+
+    def update(group: dict[str, Any], parameter: nn.Parameter) -> None:
+        with one_at_a_time:
+            if parameter in updated:
+                raise RuntimeError(
+                    f'a parameter of shape {tuple(parameter.shape)} got a second gradient after '
+                    'its update inside backward: run one backward per step, without accumulation '
+                    'and with use_reentrant=False, or step after backward'
+                )
+            updated.add(parameter)
+            if before is not None:
+                before(parameter)
+            _step_alone(optimizer, group, parameter)
+            parameter.grad = None
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(partial(update, group))
+        for group in optimizer.param_groups
+        for parameter in group['params']
+        if parameter.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _step_alone(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> None:
+    """The optimiser's step as if it held this parameter only; without its post hooks."""
+    alone = {**group, 'params': [parameter]}
+    groups, hooks = optimizer.param_groups, optimizer._optimizer_step_post_hooks
+    optimizer.param_groups, optimizer._optimizer_step_post_hooks = [alone], OrderedDict()
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups, optimizer._optimizer_step_post_hooks = groups, hooks
+    changed = [key for key in alone if key != 'params' and alone[key] is not group.get(key)]
+    if changed:
+        raise RuntimeError(
+            f'{type(optimizer).__name__} keeps state of a whole parameter group '
+            f'({", ".join(changed)}), so it cannot step inside backward; step after backward'
+        )
