@@ -64,11 +64,13 @@ class ConvBNEval:
     Attributes:
         pairs: Every (convolution, BatchNorm) that met in a forward pass with gradients, by their
             names; None where BatchNorm kept nothing in the latest such call, else why it did.
+        has_run: Whether a layer was called with gradients.
+        is_checked: Whether :meth:`check` was called, by the model's first such pass or by hand.
     """
 
     def __init__(self, strict: bool, report: Callable[[str], Any]) -> None:
         self.pairs: dict[Pair, str | None] = {}
-        self.is_checked = False
+        self.has_run = self.is_checked = False
         self._strict, self._report = strict, report
         self._handles: list[Any] = []
         self._has_other_user: dict[Pair, int] = {}  # and the backward pass in which this was seen
@@ -250,6 +252,7 @@ class _Enter:
         self.found, self.name = found, name
 
     def __call__(self, layer: nn.Module, args: Any) -> None:
+        self.found.has_run |= torch.is_grad_enabled()
         mode = _Mode(self.found, layer, self.name)
         mode.__enter__()
         _modes().append(mode)
@@ -270,7 +273,7 @@ class _Check:
         self.found = found
 
     def __call__(self, model: nn.Module, args: Any, output: Any) -> None:
-        if not self.found.is_checked and torch.is_grad_enabled():
+        if self.found.has_run and not self.found.is_checked:
             self.found.check()
 
 

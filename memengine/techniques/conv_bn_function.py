@@ -50,11 +50,12 @@ class Geometry(NamedTuple):
         grouped = weight.unflatten(0, (self.groups, -1))  # [G, C/G, K/G, R]
         return (grouped * scale.view(self.groups, 1, -1, *kernel)).flatten(0, 1)
 
-    def per_output(self, weight: Tensor) -> Tensor:
-        """Sums of a tensor like the weight over all axes but that of the output channels, [K]."""
+    def products(self, one: Tensor, other: Tensor) -> Tensor:
+        """Scalar products of the output channels of two tensors like the weight, [K]."""
         if not self.transposed:
-            return weight.flatten(1).sum(1)
-        return weight.unflatten(0, (self.groups, -1)).flatten(3).sum((1, 3)).flatten()
+            return torch.linalg.vecdot(one.flatten(1), other.flatten(1))
+        grouped = (one * other).unflatten(0, (self.groups, -1))  # [G, C/G, K/G, R]
+        return grouped.flatten(3).sum((1, 3)).flatten()
 
 
 class _ConvBNEval(torch.autograd.Function):
@@ -105,14 +106,14 @@ class _ConvBNEval(torch.autograd.Function):
         grad_weight = grad_bias = grad_gamma = None
         axes = [axis for axis in range(grad.dim()) if axis != 1]
         total = grad.sum(axes, dtype=torch.promote_types(grad.dtype, torch.float32))  # [K]
-        if needs_weight:
-            grad_weight = geometry.scaled(grad_fused.to(scale.dtype), scale)
         if needs_bias:
             grad_bias = scale * total
         if needs_gamma:
             offset = -mean if bias is None else bias - mean
-            along = geometry.per_output(grad_fused.to(scale.dtype) * weight)
+            along = geometry.products(grad_fused.to(weight.dtype), weight)
             grad_gamma = inv_std * (along + offset * total)
+        if needs_weight:
+            grad_weight = geometry.scaled(grad_fused.to(weight.dtype), scale)
         grad_beta = total if needs_beta else None
         return grad_x, grad_weight, grad_bias, grad_gamma, grad_beta, *[None] * 8
 

@@ -334,6 +334,16 @@ def test_it_says_what_it_did():
     assert f'left alone as {PLAIN}: 2 → 3' in line
 
 
+def test_passes_through_other_parts_are_not_judged():
+    model = nn.ModuleDict({'image': pair(nn.Conv2d(3, 4, 3)), 'text': nn.Linear(2, 2)})
+    model.forward = lambda x, part: model[part](x)
+    found = efficient_conv_bn_eval(model)
+    model(torch.ones(1, 2), 'text')
+    assert not found.is_checked
+    model(images(), 'image')
+    assert found.is_checked
+
+
 class Apart(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.BatchNorm2d(4))
