@@ -39,22 +39,21 @@ class CropSlice:
         parts = [crops[index][self._rows] for index in self.crops]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def targets(self, combined: Tensor) -> Tensor:
-        """The slice's targets, to be broadcast over its crops.
+    def targets(self, probabilities: Tensor) -> Tensor:
+        """What the slice's crops are compared with, to be broadcast over them.
 
         Args:
-            combined: What each kind of crop is compared with, from
-                :func:`~memengine.losses.dino.combine_targets`, [G + 1, B, K].
+            probabilities: Of the teacher's views, [G, B, K].
 
         Returns:
-            [crops or 1, samples, K]; a view unless the slice mixes global with several local crops.
+            [crops or 1, samples, K], as :func:`~memengine.losses.dino.combine_targets` gives it:
+            computed for the slice, so that autograd keeps no other slice's.
         """
-        local = len(combined) - 1
-        if self.crops.start >= local:
-            return combined[local:, self._rows]
-        if self.crops.stop <= len(combined):
-            return combined[self.crops.start : self.crops.stop, self._rows]
-        return combined[[min(crop, local) for crop in self.crops], self._rows]
+        views = probabilities[:, self._rows]  # [G, samples, K]
+        if self.crops.start >= len(views):
+            return views.sum(dim=0, keepdim=True)
+        combined = combine_targets(views)  # [G + 1, samples, K]
+        return combined[[min(crop, len(views)) for crop in self.crops]]
 
     @property
     def _rows(self) -> slice:
@@ -157,7 +156,7 @@ def dino_step(
         ValueError: When the number of crops is not the loss's, or the teacher's output does not
             hold two views of as many samples.
 
-    Cost: bytes saved for backward are those of one slice, and the targets; no extra forward. A head
+    Cost: bytes saved for backward are those of one slice; no extra forward. A head
     that ends in :class:`~memengine.techniques.weight_norm.WeightNormLinear` adds K numbers to
     that; one with a parametrised weight adds the weight, and computes it for every slice.
 
@@ -170,7 +169,7 @@ def dino_step(
             f'[2B, K], got {len(crops)} crops of {batch_size} samples and '
             f'{tuple(teacher_output.shape)}'
         )
-    targets = combine_targets(loss.targets(teacher_output, epoch))  # [3, B, K]
+    targets = loss.targets(teacher_output, epoch)  # [2, B, K]
     slices = plan_slices(
         [(crop.shape[-2], crop.shape[-1]) for crop in crops],
         batch_size,

@@ -250,12 +250,20 @@ def test_what_cannot_be_is_refused_with_the_remedy():
         )
 
 
-@pytest.mark.parametrize('size', [0, -1, 2.5, True, dict(image=0, text=2)])
+@pytest.mark.parametrize('size', [0, -1, 0.5, True, dict(image=0, text=2)])
 def test_impossible_sizes_are_refused(size):
     model = nn.Linear(1, 1)
     with pytest.raises(ValueError, match='chunk_size'):
         wrap(model, GradCacheOptimWrapper, chunk_size=size)
     with pytest.raises(ValueError, match='micro_batch_size'):
         wrap(model, AccumulationOptimWrapper, micro_batch_size=size)
-    with pytest.raises(ValueError, match='keep_graph'):
-        wrap(model, GradCacheOptimWrapper, chunk_size=1, keep_graph=-1)
+
+
+def test_a_fraction_of_an_image_is_for_smaller_crops_only():
+    model, data = model_and_batch('DINO')
+    run_step(model, data, wrap(model, AccumulationOptimWrapper, micro_batch_size=1.5))
+    model, data = model_and_batch(Classifier)
+    with pytest.raises(ValueError, match='whole number of at least 1 row, got 1.5'):
+        run_step(model, data, wrap(model, AccumulationOptimWrapper, micro_batch_size=1.5))
+    with pytest.raises(ValueError, match='chunk_size'):
+        wrap(model, GradCacheOptimWrapper, chunk_size=1.5)

@@ -27,18 +27,19 @@ from memengine.techniques.slicing import Context, additive_step
 
 __all__ = ['AccumulationOptimWrapper', 'GradCacheOptimWrapper']
 
-Size: TypeAlias = int | Mapping[str, int]
+Size: TypeAlias = float | Mapping[str, int]
 
 
-def _check_size(setting: str, size: Any) -> None:
+def _check_size(setting: str, size: Any, fractions: bool = False) -> None:
     sizes = size.values() if isinstance(size, Mapping) else [size]
+    kinds = (int, float) if fractions else int
     for number in sizes:
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        if not isinstance(number, kinds) or isinstance(number, bool) or number < 1:
             raise ValueError(f'{setting} must be a number of images, at least 1, got {size!r}')
 
 
 def _of_tower(size: Size, name: str | None) -> int:
-    return size[name or ''] if isinstance(size, Mapping) else size
+    return size[name or ''] if isinstance(size, Mapping) else int(size)
 
 
 def _halved(setting: str, size: Size) -> Size | None:
@@ -46,7 +47,7 @@ def _halved(setting: str, size: Size) -> Size | None:
     half: Size = (
         {tower: max(number // 2, 1) for tower, number in size.items()}
         if isinstance(size, Mapping)
-        else max(size // 2, 1)
+        else max(int(size / 2), 1)
     )
     if half == size:
         return None
@@ -89,7 +90,8 @@ class AccumulationOptimWrapper(OptimWrapper):
     Args:
         optimizer: The optimiser.
         micro_batch_size: Most images in a slice; for multi-crop, most crops of the largest size,
-            or as many smaller ones as have no more pixels. Halved when a step runs out of memory;
+            or as many smaller ones as have no more pixels (there 1.5 makes room for more of the
+            smaller ones). Halved when a step runs out of memory;
             see :func:`memengine.techniques.out_of_memory.run_until_it_fits`.
         **kwargs: As :class:`OptimWrapper`'s; ``accumulative_counts`` goes on meaning iterations.
 
@@ -102,8 +104,8 @@ class AccumulationOptimWrapper(OptimWrapper):
     :func:`memengine.techniques.slicing.additive_step`.
     """
 
-    def __init__(self, optimizer: Optimizer, micro_batch_size: int, **kwargs: Any) -> None:
-        _check_size('micro_batch_size', micro_batch_size)
+    def __init__(self, optimizer: Optimizer, micro_batch_size: float, **kwargs: Any) -> None:
+        _check_size('micro_batch_size', micro_batch_size, fractions=True)
         super().__init__(optimizer, **kwargs)
         self.micro_batch_size = micro_batch_size
         self._is_first_step = True
@@ -140,7 +142,7 @@ class AccumulationOptimWrapper(OptimWrapper):
 
     def _shrink(self) -> bool:
         half = _halved('micro_batch_size', self.micro_batch_size)
-        if isinstance(half, int):
+        if isinstance(half, (int, float)):
             self.micro_batch_size = half
         return half is not None
 

@@ -9,16 +9,15 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from memengine.engine.step import Progress
-from memengine.losses.dino import DINOLoss, combine_targets
+from memengine.losses.dino import DINOLoss
 from memengine.models.algorithms.base import Algorithm
-from memengine.models.algorithms.slices import Slice, check_size
+from memengine.models.algorithms.slices import Slice
 from memengine.models.algorithms.spread import moments, spread
 from memengine.registry import MODELS
 from memengine.techniques.multi_crop import CropSlice, plan_slices
@@ -37,11 +36,6 @@ class TeacherTargets:
     """
 
     probabilities: Tensor
-
-    @cached_property
-    def combined(self) -> Tensor:
-        """What each kind of crop is compared with, [3, B, K]; computed once."""
-        return combine_targets(self.probabilities)
 
     def scalars(self) -> dict[str, Tensor]:
         """The entropies that tell whether the teacher has collapsed, in nats."""
@@ -185,14 +179,14 @@ class DINO(Algorithm):
 
     @torch.no_grad()
     def targets(
-        self, inputs: Sequence[Tensor], data_samples: Any = None, size: int | None = None
+        self, inputs: Sequence[Tensor], data_samples: Any = None, size: float | None = None
     ) -> TeacherTargets:
         """Teacher probabilities of the global crops, ``size`` crops at a time."""
         self._check_crops(inputs)
         crops = list(inputs[:GLOBAL_CROPS])
         pieces = [crops]
         if size is not None:
-            pieces = [[piece] for crop in crops for piece in crop.split(check_size(size))]
+            pieces = [[piece] for crop in crops for piece in crop.split(int(size))]
         logits = torch.cat([self.teacher(piece)[1] for piece in pieces])  # [2 * B, K]
         return TeacherTargets(self.loss.targets(logits, self.progress.epoch))
 
@@ -214,11 +208,11 @@ class DINO(Algorithm):
         }
         return self.batch_losses(sums, targets)
 
-    def slices(self, inputs: Sequence[Tensor], data_samples: Any, size: int) -> list[Slice]:
+    def slices(self, inputs: Sequence[Tensor], data_samples: Any, size: float) -> list[Slice]:
         """Sets of (crop, sample) of one resolution, as even as can be.
 
         A slice holds at most ``size`` crops of the largest size, or as many smaller ones as have
-        no more pixels.
+        no more pixels; a fraction of one more makes room for smaller ones only.
         """
         self._check_crops(inputs)
         sizes = [(crop.shape[-2], crop.shape[-1]) for crop in inputs]
@@ -230,7 +224,7 @@ class DINO(Algorithm):
                 piece,
                 len(inputs) * batch_size,
             )
-            for piece in plan_slices(sizes, batch_size, check_size(size))
+            for piece in plan_slices(sizes, batch_size, size)
         ]
 
     def slice_loss(
@@ -241,9 +235,9 @@ class DINO(Algorithm):
         assert isinstance(piece.rows, CropSlice)
         loss = self.loss.crop_loss(
             logits.unflatten(0, (len(piece.rows.crops), -1)),  # [crops, samples, K]
-            piece.rows.targets(targets.combined),
+            piece.rows.targets(targets.probabilities),
         )
-        return {'loss': loss / targets.combined.shape[1], **moments(features)}
+        return {'loss': loss / targets.probabilities.shape[1], **moments(features)}
 
     @torch.no_grad()
     def batch_losses(self, sums: dict[str, Tensor], targets: TeacherTargets) -> dict[str, Tensor]:
