@@ -94,6 +94,8 @@ def tiled_losses(
     rank's rows go to the owners of the columns, and these sums and the upstream gradients come
     back in backward; then the gradient of the images is complete, and that of the texts is summed.
     """
+    if images.dtype != texts.dtype:
+        images, texts = at_least_fp32(images, texts)
     scale = torch.as_tensor(scale, dtype=accumulator(images), device=images.device).reshape(())
     ranks = None if group is None else rows_per_rank(texts, group)
     size = choose_tile_size(tile_size, len(images), images)
@@ -134,6 +136,7 @@ class _TiledLosses(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         images, texts, scale, row_lse, col_lse = ctx.saved_tensors
+        for_images, for_texts, for_scale = ctx.needs_input_grad[:3]
         half = of_columns = grad / 2
         if ctx.ranks is not None:
             of_columns = torch.stack([col_lse, half], dim=1)
@@ -147,15 +150,18 @@ class _TiledLosses(torch.autograd.Function):
             slope += softmax(tile.logits, col_lse[cols], of_columns[cols], 0, tile.logits)
             on_diagonal, true_rows = diagonal(tile._replace(logits=slope), ctx.first)
             on_diagonal -= grad[true_rows]
-            add_product(grad_images[rows], slope, tile.others)
-            add_product(grad_texts[cols], slope.T, tile.scaled)
+            if for_images or for_scale:
+                add_product(grad_images[rows], slope, tile.others)
+            if for_texts:
+                add_product(grad_texts[cols], slope.T, tile.scaled)
         grad_scale = torch.zeros_like(scale)
         for rows, _ in visits:
             grad_scale += (images[rows] * grad_images[rows]).sum()
-        if ctx.ranks is not None:
+        if ctx.ranks is not None and for_texts:
             grad_texts = sum_to_owners(grad_texts, ctx.ranks, ctx.group)
-        grad_images = grad_images.mul_(scale).to(images.dtype)
-        return grad_images, grad_texts.to(texts.dtype), grad_scale, None, None, None
+        gradients = grad_images.mul_(scale).to(images.dtype), grad_texts.to(texts.dtype), grad_scale
+        needed = zip(gradients, ctx.needs_input_grad, strict=False)
+        return *(gradient if need else None for gradient, need in needed), None, None, None
 
 
 class ClipLoss(BatchLoss):

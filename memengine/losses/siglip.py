@@ -27,7 +27,7 @@ from memengine.losses.tiles import (
     least_exponent,
     tiles,
 )
-from memengine.techniques.precision import autocast_off
+from memengine.techniques.precision import at_least_fp32, autocast_off
 
 __all__ = ['SigLipLoss', 'tiled_losses', 'untiled_losses']
 
@@ -71,6 +71,8 @@ def tiled_losses(
 
     With ranks, the gradient of ``a`` is complete on its rank, and that of ``b`` is summed.
     """
+    if a.dtype != b.dtype:
+        a, b = at_least_fp32(a, b)
     dtype = accumulator(a)
     scale, bias = (
         torch.as_tensor(value, dtype=dtype, device=a.device).reshape(()) for value in (scale, bias)
@@ -115,6 +117,7 @@ class _TiledLosses(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b, scale, bias = ctx.saved_tensors
+        for_a, for_b, for_scale = ctx.needs_input_grad[:3]
         grad_a = torch.zeros(a.shape, dtype=grad.dtype, device=a.device)
         grad_b = torch.zeros(b.shape, dtype=grad.dtype, device=a.device)
         grad_bias = torch.zeros_like(bias)
@@ -124,15 +127,18 @@ class _TiledLosses(torch.autograd.Function):
             slope *= grad[tile.rows].unsqueeze(1)
             diagonal(tile, ctx.first)[0].neg_()
             grad_bias += slope.sum()
-            add_product(grad_a[tile.rows], slope, tile.others)
-            add_product(grad_b[tile.cols], slope.T, tile.scaled)
+            if for_a or for_scale:
+                add_product(grad_a[tile.rows], slope, tile.others)
+            if for_b:
+                add_product(grad_b[tile.cols], slope.T, tile.scaled)
         grad_scale = torch.zeros_like(scale)
         for rows, _ in visits:
             grad_scale += (a[rows] * grad_a[rows]).sum()
-        if ctx.ranks is not None:
+        if ctx.ranks is not None and for_b:
             grad_b = sum_to_owners(grad_b, ctx.ranks, ctx.group)
-        grad_a = grad_a.mul_(scale).to(a.dtype)
-        return grad_a, grad_b.to(b.dtype), grad_scale, grad_bias, None, None, None
+        gradients = grad_a.mul_(scale).to(a.dtype), grad_b.to(b.dtype), grad_scale, grad_bias
+        needed = zip(gradients, ctx.needs_input_grad, strict=False)
+        return *(gradient if need else None for gradient, need in needed), None, None, None
 
 
 class SigLipLoss(BatchLoss):

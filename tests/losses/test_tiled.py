@@ -80,6 +80,17 @@ def test_plain_numbers_frozen_towers_and_shapes_of_the_scale(loss):
     assert relative_error(tiled, dense) < 1e-12
 
 
+@pytest.mark.parametrize('loss', [ClipLoss, SigLipLoss])
+def test_towers_of_two_types(loss):
+    tensors = two_towers(7, 10.0)
+    pair = tensors['images'].float().requires_grad_(), tensors['texts'].requires_grad_()
+    tiled = torch.autograd.grad(loss(tile_size=3)(*pair, 10.0), pair)
+    dense = torch.autograd.grad(loss()(*pair, 10.0), pair)
+    for actual, expected in zip(tiled, dense, strict=True):
+        assert actual.dtype == expected.dtype
+        assert relative_error(actual, expected) < 2 * torch.finfo(expected.dtype).eps * 10
+
+
 @pytest.mark.parametrize('name', ['clip', 'siglip', 'ntxent', 'supcon with labels', 'selfcon'])
 def test_a_second_derivative_is_refused(name):
     case = CASES[name]

@@ -50,6 +50,14 @@ def test_flops(name):
     assert (untiled, flops(loss.backward)[0]) == (2 * rows**2 * D, 4 * rows**2 * D)
 
 
+@pytest.mark.parametrize('name', TWO_TOWERS)
+def test_a_frozen_tower_costs_no_product(name):
+    images, texts = leaves(name, 64)[:2]
+    for towers in ((images.detach(), texts), (images, texts.detach())):
+        loss = LOSSES[name](tile_size=16)(*towers, 10.0)
+        assert flops(loss.backward)[0] == 4 * 64**2 * D
+
+
 @pytest.mark.parametrize('name', LOSSES)
 def test_saved_bytes_hold_no_similarities(name):
     size = 1024
