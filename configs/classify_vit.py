@@ -5,8 +5,9 @@ MiB saved for backward at the peak (torch 2.15, 2026-11-21):
 
     python tools/train.py configs/classify_vit.py
 
-The loss is additive, so that its memory technique is accumulation
-(``_base_/techniques/accumulation.py``). ``model.freeze_backbone=True`` makes it a linear probe.
+The loss is additive, so that its memory technique is accumulation:
+``_base_/techniques/accumulation.py`` in the place of the schedule. ``model.freeze_backbone=True``
+makes it a linear probe.
 """
 
 _base_ = [

@@ -8,9 +8,9 @@ saved for backward at the peak, 97 s of processor time (torch 2.15, 2026-11-21):
 The ResNet is narrow, and keeps a stride of 8, because the digits are small; its exit is after the
 second of four stages.
 
-The gradient of the whole batch in the memory of 16 images: add
-``_base_/techniques/grad_cache.py`` to ``_base_``. The batch of all ranks, on several: add
-``_base_/techniques/disco.py``. The matrix of similarities in tiles: ``model.loss.tile_size``.
+The gradient of the whole batch in the memory of 16 images: ``_base_/techniques/grad_cache.py`` in
+the place of the schedule. The batch of all ranks, on several: add ``_base_/techniques/disco.py``.
+The matrix of similarities in tiles: ``model.loss.tile_size``.
 """
 
 _base_ = [

@@ -9,9 +9,9 @@ backward at the peak, 91 s of processor time (torch 2.15, 2026-11-21):
 The text is only another form of the label here: several images of a batch have the same one, and
 count as negatives of each other.
 
-The gradient of the whole batch in the memory of 16 images: add
-``_base_/techniques/grad_cache.py`` to ``_base_``. The batch of all ranks, on several: add
-``_base_/techniques/disco.py``. The matrix of similarities in tiles: ``model.loss.tile_size``.
+The gradient of the whole batch in the memory of 16 images: ``_base_/techniques/grad_cache.py`` in
+the place of the schedule. The batch of all ranks, on several: add ``_base_/techniques/disco.py``.
+The matrix of similarities in tiles: ``model.loss.tile_size``.
 """
 
 _base_ = [

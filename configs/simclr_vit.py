@@ -5,9 +5,9 @@
 
     python tools/train.py configs/simclr_vit.py
 
-The gradient of the whole batch in the memory of 16 images: add
-``_base_/techniques/grad_cache.py`` to ``_base_``. The batch of all ranks, on several: add
-``_base_/techniques/disco.py``. The matrix of similarities in tiles: ``model.loss.tile_size``.
+The gradient of the whole batch in the memory of 16 images: ``_base_/techniques/grad_cache.py`` in
+the place of the schedule. The batch of all ranks, on several: add ``_base_/techniques/disco.py``.
+The matrix of similarities in tiles: ``model.loss.tile_size``.
 """
 
 _base_ = [

@@ -138,5 +138,24 @@ def test_slices_are_an_option_of_every_quick_start(name, wrapper, tmp_path):
     assert plain[0] != plain[-1]
 
 
+@pytest.mark.parametrize('technique', ['grad_cache', 'accumulation'])
+@pytest.mark.parametrize('name', [name for name in CONFIGS if name.count('/') == 1])
+def test_slices_are_one_line_of_base(name, technique, tmp_path):
+    """The technique's file in the place of the schedule's changes the wrapper and nothing else."""
+    source = (ROOT / name).read_text()
+    base = (ROOT / 'configs/_base_').as_posix()
+    line = "'_base_/schedules/adamw_cosine.py'"
+    assert source.count(line) == 1
+    changed = source.replace(line, f"'{base}/techniques/{technique}.py'")
+    (tmp_path / 'mine.py').write_text(changed.replace("'_base_/", f"'{base}/"))
+    plain, mine = Config.fromfile(ROOT / name), Config.fromfile(tmp_path / 'mine.py')
+    check_config(mine)
+    assert mine.optim_wrapper.type in ('GradCacheOptimWrapper', 'AccumulationOptimWrapper')
+    for key in ('chunk_size', 'micro_batch_size'):
+        mine.optim_wrapper.pop(key, None)
+    mine.optim_wrapper.type = plain.optim_wrapper.type
+    assert mine.to_dict() == plain.to_dict()
+
+
 def test_there_are_configs():
     assert 'configs/dino_vit.py' in CONFIGS

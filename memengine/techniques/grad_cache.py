@@ -172,9 +172,10 @@ def cached_step(
     for run in runs:
         for inputs, state in zip(run.repeated, run.states, strict=True):
             with sync.graph(run.module) as last, exchange() if last else nullcontext():
-                with state.replay(), frozen_statistics(run.module), context():
-                    outputs = run.embed_again(inputs)
-                run.push(outputs, _awaited(run.module) if last else [])
+                with frozen_statistics(run.module):  # in backward for checkpointed layers
+                    with state.replay(), context():
+                        outputs = run.embed_again(inputs)
+                    run.push(outputs, _awaited(run.module) if last else [])
     return losses
 
 
