@@ -8,13 +8,20 @@ from memengine.engine.optim.optim_wrapper import AmpOptimWrapper, OptimWrapper
 from memengine.engine.optim.precision import Precision
 from memengine.engine.optim.schedulers import CosineWeightDecay
 from memengine.engine.optim.sliced import AccumulationOptimWrapper, GradCacheOptimWrapper
+from memengine.engine.optim.torchao_optimizers import AdamW4bit, AdamW8bit, CPUOffloadOptimizer
 from memengine.registry import OPTIMIZERS
+from memengine.techniques.adamw_bf16 import AdamWBf16
 
 OPTIMIZERS.register_module(name='LARS', module=Lars)
+OPTIMIZERS.register_module(module=AdamWBf16)
 
 __all__ = [
     'AccumulationOptimWrapper',
+    'AdamW4bit',
+    'AdamW8bit',
+    'AdamWBf16',
     'AmpOptimWrapper',
+    'CPUOffloadOptimizer',
     'CosineWeightDecay',
     'DefaultOptimWrapperConstructor',
     'GradCacheOptimWrapper',

@@ -57,8 +57,9 @@ class OptimizerInBackwardOptimWrapper(OptimWrapper):
         name = type(self).__name__
         if self._accumulative_counts != 1:
             raise ValueError(
-                f'{name}: accumulative_counts={self._accumulative_counts} adds gradients up over '
-                "iterations, but here none outlives its update; use optim_wrapper.type='OptimWrapper'"
+                f'{name}: accumulative_counts={self._accumulative_counts} adds up gradients of '
+                'several iterations, but here none outlives its update; use '
+                "optim_wrapper.type='OptimWrapper'"
             )
         if self.clip_grad_kwargs and self.clip_func is torch.nn.utils.clip_grad_norm_:
             raise ValueError(
@@ -84,9 +85,10 @@ class OptimizerInBackwardOptimWrapper(OptimWrapper):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backward of the loss, in which the parameters are clipped and updated one by one."""
         norms: list[Tensor] = []
+        clip_func: Any = getattr(self, 'clip_func', None)
 
         def clip(parameter: nn.Parameter) -> None:
-            norm = self.clip_func([parameter], **self.clip_grad_kwargs)
+            norm: Tensor | None = clip_func([parameter], **self.clip_grad_kwargs)
             if norm is not None:
                 norms.append(norm)
 

@@ -1,0 +1,156 @@
+"""AdamW whose two averages are kept in bfloat16: half the bytes of optimiser state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+__all__ = ['AdamWBf16', 'stochastically_rounded']
+
+_AVERAGES = ('exp_avg', 'exp_avg_sq')
+_LOW_BITS = 16  # of float32, which bfloat16 lacks
+
+
+def stochastically_rounded(value: Tensor, generator: torch.Generator) -> Tensor:
+    """Round to one of the two neighbours in bfloat16, the nearer one more often.
+
+    The mean over roundings is the value itself (of float32 numbers exactly).
+
+    Args:
+        value: Any floating-point tensor.
+        generator: Draws the noise, on the tensor's device.
+    """
+    bits = value.float().view(torch.int32)
+    noise = torch.randint(
+        2**_LOW_BITS, value.shape, generator=generator, dtype=torch.int32, device=value.device
+    )
+    return (bits + noise).bitwise_and_(-(2**_LOW_BITS)).view(torch.float32).bfloat16()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """A rank's own part of a sharded tensor, or the tensor."""
+    return tensor.to_local() if hasattr(tensor, 'to_local') else tensor
+
+
+class AdamWBf16(torch.optim.AdamW):
+    """AdamW with ``exp_avg`` and ``exp_avg_sq`` in bfloat16, rounded stochastically.
+
+    An update takes the averages up to the parameter's precision, is torch's AdamW, and rounds them
+    back. To the nearest they would stop: with beta2 = 0.999 the second average changes by 1/1000
+    of itself, and neighbours in bfloat16 lie 1/256 to 1/128 apart.
+
+    Args:
+        params: Parameters or groups, in float32 or float64.
+        lr: Learning rate.
+        betas: Decay of the two averages.
+        eps: Added to the root of the second average.
+        weight_decay: Decoupled weight decay.
+
+    Raises:
+        TypeError: For parameters in half precision, whose averages torch's AdamW keeps in it.
+
+    Cost: 4 bytes of state per parameter instead of 8. While it runs, 12 bytes for each number of
+    the parameter that it is at; no multi-tensor kernels.
+
+    Lossy: forward and gradients are untouched; each average is off by less than 1/128 of itself,
+    with mean zero, in every step. The page ``docs/techniques/optimizer_memory.md`` says how far
+    that leads from AdamW.
+
+    The noise follows from the step's number alone: ranks that hold the same parameter round alike,
+    a resumed run goes on exactly, and the random state of the training is not touched. DDP,
+    ``fully_shard`` (each rank rounds its shard), autocast and gradient scaling are as for AdamW.
+    Checkpoints have AdamW's names: either loads the other's, and rounds or widens the averages.
+
+    Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019); Gupta et al., Deep
+    Learning with Limited Numerical Precision (2015), for stochastic rounding.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with settings of their own."""
+        super().add_param_group(param_group)
+        dtypes = {parameter.dtype for parameter in self.param_groups[-1]['params']}
+        for dtype in dtypes - {torch.float32, torch.float64}:
+            raise TypeError(
+                f'AdamWBf16 is for parameters in float32, got {dtype}; use AdamW, which keeps its '
+                "averages in the parameters' precision"
+            )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: Computes the loss again, with gradients, and returns it.
+
+        Returns:
+            What the closure returned, if there is one.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group['params']:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state['step'] = torch.tensor(0.0, dtype=torch.float32)
+            for name in _AVERAGES:
+                state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+        assert parameter.grad is not None
+        averages = [_local(state[name]) for name in _AVERAGES]
+        first, second = (average.to(parameter.dtype) for average in averages)
+        adamw(
+            [_local(parameter)],
+            [_local(parameter.grad)],
+            [first],
+            [second],
+            [],
+            [state['step']],
+            amsgrad=False,
+            beta1=group['betas'][0],
+            beta2=group['betas'][1],
+            lr=group['lr'],
+            weight_decay=group['weight_decay'],
+            eps=group['eps'],
+            maximize=False,
+        )
+        generator = torch.Generator(parameter.device).manual_seed(int(state['step']))
+        for average, exact in zip(averages, (first, second), strict=True):
+            average.copy_(stochastically_rounded(exact, generator))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this optimiser or of AdamW.
+
+        Raises:
+            ValueError: When it is that of an AdamW with ``amsgrad`` or ``maximize``.
+        """
+        for group in state_dict['param_groups']:
+            for setting in ('amsgrad', 'maximize'):
+                if group.get(setting):
+                    raise ValueError(
+                        f'the checkpoint is of an optimiser with {setting}=True, which AdamWBf16 '
+                        'has not; go on with AdamW'
+                    )
+        super().load_state_dict(state_dict)
+        for state in self.state.values():  # torch has cast them to the parameter's precision
+            for name in _AVERAGES:
+                state[name] = state[name].bfloat16()
