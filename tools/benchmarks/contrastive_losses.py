@@ -219,7 +219,7 @@ def largest_batches(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             used = [MIB * (row['live_mib'] + row['features_mib']) for row in some]
             per_row = [nbytes / row['batch_size'] for nbytes, row in zip(used, some, strict=True)]
             square = (per_row[1] - per_row[0]) / (size - some[0]['batch_size'])
-            if abs(square) * size**2 < 0.02 * used[1]:
+            if square * size**2 < 0.02 * used[1]:  # tiles, which do not grow, make it negative
                 square = 0.0
             linear = per_row[1] - square * size
             row = {'who': who, 'ranks': ranks}
