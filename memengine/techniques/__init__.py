@@ -1,14 +1,21 @@
 """How a step spends less memory; plain torch, one file each."""
 
+from memengine.techniques.blocks import find_blocks, select_modules
+from memengine.techniques.checkpointing import Checkpointing, checkpoint_activations
+from memengine.techniques.compiling import CompiledBlocks, compile_blocks
 from memengine.techniques.conv_bn_eval import ConvBNEval, efficient_conv_bn_eval
 from memengine.techniques.grad_cache import Tower, cached_step
 from memengine.techniques.grad_cache_call import GradCache
 from memengine.techniques.multi_crop import CropSlice, dino_step, plan_slices
+from memengine.techniques.offload import ActivationOffload, offload_activations
 from memengine.techniques.random_state import RandomState
 from memengine.techniques.slicing import additive_step, split_batch
 from memengine.techniques.weight_norm import WeightNormLinear
 
 __all__ = [
+    'ActivationOffload',
+    'Checkpointing',
+    'CompiledBlocks',
     'ConvBNEval',
     'CropSlice',
     'GradCache',
@@ -17,8 +24,13 @@ __all__ = [
     'WeightNormLinear',
     'additive_step',
     'cached_step',
+    'checkpoint_activations',
+    'compile_blocks',
     'dino_step',
     'efficient_conv_bn_eval',
+    'find_blocks',
+    'offload_activations',
     'plan_slices',
+    'select_modules',
     'split_batch',
 ]

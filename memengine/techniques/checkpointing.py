@@ -304,13 +304,18 @@ class _Again:
     """The context of a repeated forward; entered once for each backward through the graph."""
 
     def __init__(self, state: RandomState, module: nn.Module, *more: Any) -> None:
-        self._state, self._module, self._more = state, module, more
+        self._state, self._more = state, more
+        self._norms = [  # how they count now; slices and schedules change it before backward
+            (layer, dict(training=layer.training, track_running_stats=layer.track_running_stats))
+            for layer in module.modules()
+            if isinstance(layer, _NormBase)
+        ]
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
             stack.enter_context(self._state.replay())
-            stack.enter_context(_spared_statistics(self._module))
+            stack.enter_context(_spared_statistics(self._norms))
             for context in self._more:
                 stack.enter_context(context)
             self._stack = stack.pop_all()
@@ -320,20 +325,23 @@ class _Again:
 
 
 @contextmanager
-def _spared_statistics(module: nn.Module) -> Iterator[None]:
-    """Let norm layers count into copies. (Without statistics they would save other tensors.)"""
-    layers = [
-        layer
-        for layer in module.modules()
-        if isinstance(layer, _NormBase) and layer.training and layer.track_running_stats
-    ]
-    buffers = [dict(layer._buffers) for layer in layers]
-    for layer in layers:
-        layer._buffers.update({k: b.clone() for k, b in layer._buffers.items() if b is not None})
+def _spared_statistics(norms: list[tuple[_NormBase, dict[str, bool]]]) -> Iterator[None]:
+    """Let norm layers run as they did, and count into copies of their statistics.
+
+    (Without statistics they would save other tensors than in the first forward.)
+    """
+    before = [{key: getattr(layer, key) for key in flags} for layer, flags in norms]
+    buffers = [dict(layer._buffers) for layer, _ in norms]
+    for layer, flags in norms:
+        vars(layer).update(flags)
+        if layer.training and layer.track_running_stats:
+            own = layer._buffers.items()
+            layer._buffers.update({key: b.clone() for key, b in own if b is not None})
     try:
         yield
     finally:
-        for layer, own in zip(layers, buffers, strict=True):
+        for (layer, _), flags, own in zip(norms, before, buffers, strict=True):
+            vars(layer).update(flags)
             layer._buffers.update(own)
 
 

@@ -130,7 +130,8 @@ class _Offloading(saved_tensors_hooks):
         if not _is_plain(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        if storage._cdata in self._stay or storage.nbytes() < self._offload.min_bytes:
+        stays = storage._cdata in self._stay or _is_parameter(tensor)
+        if stays or storage.nbytes() < self._offload.min_bytes:
             return _Stays(tensor)
         return _Place(self._page(tensor, storage), tensor)
 
@@ -162,6 +163,11 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.device.type != 'meta'
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
     )
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """Also one that FSDP has put together for this forward, or a view of it."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
 class _Stays:

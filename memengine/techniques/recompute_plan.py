@@ -217,7 +217,8 @@ def _choices(trace: Trace) -> list[_Choice]:
     for point in sorted(points, key=lambda point: (point.nbytes, point.cost)):
         if hull and point.cost >= hull[-1].cost:
             continue
-        while len(hull) > 1 and _worth(hull[-1], point) >= _worth(hull[-2], hull[-1]):
+        # Steps of one worth stay apart, as small steps fill a budget better.
+        while len(hull) > 1 and _worth(hull[-1], point) > 1.001 * _worth(hull[-2], hull[-1]):
             hull.pop()
         hull.append(point)
     return hull
