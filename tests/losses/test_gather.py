@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from memengine.losses import Gather
+from memengine.memory.wire import ReceivedBytes
 from memengine.testing import relative_error, run_ranks
 
 D = 3
@@ -33,11 +34,16 @@ def _values(rank, world_size, cut):
     """Values, and gradients of a weighted sum, for several kinds of tensors."""
     rows = cut[world_size]
     x = part(whole(rows), rows, rank).clone().requires_grad_()
-    everything = Gather(x)
     weights = whole(rows, seed=10 + rank)
     kept = weights.clone()
-    everything.backward(weights)
+    with ReceivedBytes() as forward:
+        everything = Gather(x)
+    with ReceivedBytes() as backward:
+        everything.backward(weights)
     assert torch.equal(weights, kept), 'the incoming gradient was edited'
+    row, others = D * x.itemsize, world_size - 1
+    assert forward.nbytes == others * (max(rows) * row + 2 * 8)
+    assert backward.nbytes == others * rows[rank] * row
     y = part(whole(rows), rows, rank).clone().requires_grad_()
     Gather(y).sum().backward()  # an expanded gradient
     z = part(whole(rows), rows, rank).clone().requires_grad_()
