@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from typing import Any
 
@@ -246,20 +247,17 @@ def plan_by_budget(traces: Sequence[Trace], budget: float) -> list[Kept]:
     choices = [_choices(trace) for trace in traces]
     taken = [0] * len(traces)
     limit = max(budget * sum(trace.plain_bytes for trace in traces), _peak(traces, choices, taken))
-    steps = sorted(
-        (
-            (_worth(options[index], options[index + 1]), module, index)
-            for module, options in enumerate(choices)
-            for index in range(len(options) - 1)
-        ),
-        reverse=True,
-    )
-    for _, module, index in steps:
-        if taken[module] != index:
-            continue  # a cheaper step before it did not fit
+    steps = [(-_worth(*pair[:2]), module) for module, pair in enumerate(choices) if len(pair) > 1]
+    heapify(steps)
+    while steps:
+        _, module = heappop(steps)
         taken[module] += 1
         if _peak(traces, choices, taken) > limit:
-            taken[module] -= 1
+            taken[module] -= 1  # and no more of this module; others may have smaller steps
+            continue
+        rest = choices[module][taken[module] :]
+        if len(rest) > 1:
+            heappush(steps, (-_worth(*rest[:2]), module))
     return [options[index].kept for options, index in zip(choices, taken, strict=True)]
 
 

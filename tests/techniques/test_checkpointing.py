@@ -236,7 +236,7 @@ def test_a_budget_is_kept_and_costs_less_than_its_share():
     measured = [facts(budget=budget) for budget in budgets]
     whole_share, whole = facts()
     for budget, (share, extra) in zip(budgets, measured, strict=True):
-        assert share <= budget + 0.01
+        assert budget - 0.12 < share <= budget + 0.01  # it is used, too
         # The line from the plain step to everything checkpointed is what every k-th block gives.
         assert extra < whole * (1 - share) / (1 - whole_share)
     assert all(more[1] <= less[1] for more, less in pairwise(measured))

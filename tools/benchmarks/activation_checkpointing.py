@@ -1,10 +1,9 @@
 """Activation checkpointing: bytes saved for backward against FLOPs computed again.
 
 Bytes and FLOPs are counted, not timed, on fake tensors: no load of the machine matters, and any
-size runs anywhere. MMEngine's own function is measured on real tensors of one image, and so is
-torch's budget under torch.compile (with ``--compiled``); both scale with the batch.
+size runs anywhere. MMEngine's own function is measured on a real image; it scales with the batch.
 
-    python tools/benchmarks/activation_checkpointing.py --compiled --out docs/benchmarks
+    python tools/benchmarks/activation_checkpointing.py --out docs/benchmarks
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ OURS: dict[str, dict[str, Any]] = {
     "keep 'attention'": dict(keep='attention'),
     **{f'budget {tenth / 10:g}': dict(budget=tenth / 10) for tenth in range(11)},
 }
-COMPILED = (1.0, 0.5, 0.0)
 
 
 def step(model: nn.Module, images: torch.Tensor) -> None:
@@ -75,8 +73,8 @@ def measure(arch: str, batch_size: int, prepare: Prepare, fake: bool = True) -> 
     if fake:
         model, images = faked(model, mode), mode.from_tensor(images)
     with mode if fake else contextlib.nullcontext():
-        prepared = prepare(model)
-        return count(prepared if isinstance(prepared, nn.Module) else model, images)
+        prepare(model)
+        return count(model, images)
 
 
 def as_mmengine(model: nn.Module) -> None:
@@ -84,7 +82,7 @@ def as_mmengine(model: nn.Module) -> None:
     turn_on_activation_checkpointing(model, [f'blocks.{i}' for i in range(len(model.blocks))])
 
 
-def run(arch: str, batch_size: int, compiled: bool) -> dict[str, Any]:
+def run(arch: str, batch_size: int) -> dict[str, Any]:
     """All ways of one model."""
     results = {'plain': measure(arch, batch_size, lambda model: None)}
     for name, options in OURS.items():
@@ -93,12 +91,6 @@ def run(arch: str, batch_size: int, compiled: bool) -> dict[str, Any]:
         )
     if arch.startswith('vit'):
         results['MMEngine, every block'] = measure(arch, 1, as_mmengine, fake=False)
-    for budget in COMPILED if compiled else ():
-        torch._dynamo.reset()
-        with torch._functorch.config.patch(activation_memory_budget=budget):
-            results[f'torch.compile, budget {budget:g}'] = measure(
-                arch, 1, lambda model: torch.compile(model, backend='aot_eager'), fake=False
-            )
     plain = results['plain']
     for figures in results.values():
         figures['share'] = figures['mib'] / plain['mib']
@@ -106,16 +98,18 @@ def run(arch: str, batch_size: int, compiled: bool) -> dict[str, Any]:
     return {'arch': arch, 'batch_size': batch_size, 'ways': results}
 
 
-def rows(ways: dict[str, dict[str, float]], batch_size: int) -> list[list[str]]:
-    """A table of the ways."""
-    head = ['way', 'saved MiB', 'of plain', 'FLOPs computed again, of a step']
-    return [
-        head,
-        *(
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    """The page's table of ways, with where it comes from."""
+    parts = []
+    for result in results['models']:
+        batch_size = result['batch_size']
+        rows = [['way', 'saved MiB', 'of plain', 'FLOPs computed again, of a step']]
+        rows += [
             [name, f'{f["mib"] * batch_size:.0f}', f'{f["share"]:.3f}', f'{100 * f["extra"]:.1f} %']
-            for name, f in ways.items()
-        ),
-    ]
+            for name, f in result['ways'].items()
+        ]
+        parts.append(f'`{result["arch"]}`, batch {batch_size}, fp32:\n\n{measuring.table(rows)}')
+    return {'checkpointing': '\n\n'.join([*parts, measuring.origin(results)])}
 
 
 LOOKS = {
@@ -123,7 +117,6 @@ LOOKS = {
     'every': dict(color='#4d4d4d', marker='s', linestyle=':', label='every k-th block'),
     'keep': dict(color='#2a9d8f', marker='D', linestyle='', label='memengine, keep'),
     'MMEngine': dict(color='#d1495b', marker='^', linestyle='', label='MMEngine, every block'),
-    'torch.compile': dict(color='#e09f3e', marker='v', label="torch.compile's budget"),
 }
 
 
@@ -152,19 +145,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--models', nargs='+', default=['vit_small_patch16_224'])
     parser.add_argument('--batch-size', type=int, default=16)
-    parser.add_argument('--compiled', action='store_true', help="torch.compile's budgets, too")
-    parser.add_argument('--out', type=Path, help='folder for the figures and the plot')
+    parser.add_argument('--out', type=Path, required=True, help='folder for figures and plot')
+    parser.add_argument('--page', type=Path, help='page whose table is filled')
     args = parser.parse_args()
     torch.manual_seed(0)
-    results = [run(arch, args.batch_size, args.compiled) for arch in args.models]
-    for result in results:
-        print(f'{result["arch"]}, batch {result["batch_size"]}\n')
-        print(measuring.table(rows(result['ways'], result['batch_size'])), '\n')
-    if args.out:
-        where = measuring.where(torch.device('cpu'), ['mmengine'])
-        name = 'activation_checkpointing'
-        measuring.write_json({'run': where, 'models': results}, args.out / f'{name}.json')
-        plot(results, args.out / f'{name}.png')
+    results = {
+        'run': measuring.where(torch.device('cpu'), ['mmengine']),
+        'models': [run(arch, args.batch_size) for arch in args.models],
+    }
+    measuring.publish(results, 'activation_checkpointing', tables, args.out, args.page)
+    plot(results['models'], args.out / 'activation_checkpointing.png')
 
 
 if __name__ == '__main__':
