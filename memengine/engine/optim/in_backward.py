@@ -17,21 +17,7 @@ from memengine.engine.optim.optim_wrapper import OptimWrapper
 from memengine.registry import OPTIM_WRAPPERS
 from memengine.techniques.optimizer_in_backward import check_steps_alone, step_in_backward
 
-__all__ = ['OptimizerInBackwardOptimWrapper', 'refuse_ddp']
-
-
-def refuse_ddp(model: nn.Module, what: str) -> None:
-    """Refuse a model whose gradients are reduced only after ``what`` has taken them.
-
-    Raises:
-        ValueError: When there is a DistributedDataParallel in the model.
-    """
-    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
-        raise ValueError(
-            f'{what} takes gradients before DistributedDataParallel has reduced them over ranks, '
-            "and DDP's buckets hold all of them anyway; use optim_wrapper.type='OptimWrapper' with "
-            "an optimiser such as AdamW8bit or AdamWBf16, or shard the model (FSDP's fully_shard)"
-        )
+__all__ = ['OptimizerInBackwardOptimWrapper']
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -61,9 +47,10 @@ class OptimizerInBackwardOptimWrapper(OptimWrapper):
                 'several iterations, but here none outlives its update; use '
                 "optim_wrapper.type='OptimWrapper'"
             )
-        if self.clip_grad_kwargs and self.clip_func is torch.nn.utils.clip_grad_norm_:
+        clip_grad = kwargs.get('clip_grad')
+        if clip_grad and clip_grad.get('type', 'norm') == 'norm':
             raise ValueError(
-                f'{name}: clip_grad={self.clip_grad_kwargs} needs the norm of all gradients '
+                f'{name}: clip_grad={dict(clip_grad)} needs the norm of all gradients '
                 "together, but here they are never there at once; set clip_grad.type='each_norm' "
                 "(each parameter's own norm, as DINO does) or 'value', or clip_grad=None, or use "
                 "optim_wrapper.type='OptimWrapper'"
@@ -78,21 +65,28 @@ class OptimizerInBackwardOptimWrapper(OptimWrapper):
 
     @contextmanager
     def sync_context(self, model: nn.Module) -> Iterator[None]:
-        """Refuses DDP; there are no iterations without synchronisation."""
-        refuse_ddp(model, type(self).__name__)
+        """Refuse DDP; there are no iterations without synchronisation."""
+        ddp = nn.parallel.DistributedDataParallel
+        if any(isinstance(module, ddp) for module in model.modules()):
+            raise ValueError(
+                f'{type(self).__name__} takes gradients before DistributedDataParallel has reduced '
+                'them over ranks, and DDP holds all of them in its buckets anyway; use '
+                "optim_wrapper.type='OptimWrapper' with an optimiser such as AdamW8bit or "
+                'AdamWBf16, or shard the model (fully_shard)'
+            )
         yield
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backward of the loss, in which the parameters are clipped and updated one by one."""
         norms: list[Tensor] = []
-        clip_func: Any = getattr(self, 'clip_func', None)
+        clip_func: Any = self.clip_func if self.clip_grad_kwargs else None
 
         def clip(parameter: nn.Parameter) -> None:
-            norm: Tensor | None = clip_func([parameter], **self.clip_grad_kwargs)
+            norm = clip_func([parameter], **self.clip_grad_kwargs)
             if norm is not None:
                 norms.append(norm)
 
-        with step_in_backward(self.optimizer, clip if self.clip_grad_kwargs else None):
+        with step_in_backward(self.optimizer, clip if clip_func else None):
             super().backward(loss, **kwargs)
         if norms:
             self.message_hub.update_scalar(f'train/{self.grad_name}', torch.stack(norms).norm())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -136,25 +136,50 @@ def AdamW4bit(  # noqa: N802 (a type name of the config language)
 # ------------------------------------------------------------------ host memory
 
 
+def _listed(params: Any) -> list[Tensor]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != 'params'}
+
+
 @functools.cache
 def _offloading() -> Any:
     base: Any = _torchao('CPUOffloadOptimizer')
 
     class Offloading(base):
-        def __init__(self, params: Any, optimizer_class: Any, **kwargs: Any) -> None:
-            super().__init__(params, optimizer_class, **kwargs)
-            parts = [*self.optim_dict.values(), *([self.d_opt] if self.d_opt else [])]
-            # what Optimizer's constructor would have made: defaults, and hooks of the step
-            Optimizer.__setstate__(self, {'defaults': dict(parts[0].defaults)})
+        def __init__(self, groups: list[Any], optimizer_class: Any, **kwargs: Any) -> None:
+            super().__init__([dict(group) for group in groups], optimizer_class, **kwargs)
+            part = next(iter(self.optim_dict.values()), self.d_opt)
+            # What Optimizer's constructor would have made: defaults, and hooks of the step.
+            Optimizer.__setstate__(self, {'defaults': dict(part.defaults)})
+            self._groups = [{**self.defaults, **group} for group in groups]
             self._host_has_weights = False
+
+        @property
+        def param_groups(self) -> list[dict[str, Any]]:
+            """The parameters on the device; torchao's own are those on the host, one a group."""
+            return self._groups
+
+        def _parts(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+            """Each group with those of the optimisers that carry it out."""
+            parts = {p: part.param_groups[0] for p, part in self.optim_dict.items()}
+            for part in self.d_opt.param_groups if self.d_opt else ():
+                parts.update(dict.fromkeys(part['params'], part))
+            for group in self._groups:
+                for parameter in parts.keys() & set(group['params']):
+                    yield group, parts[parameter]
 
         @torch.no_grad()
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
-            """torchao's step, from the gradients and, at first, the weights as they are now.
+            """torchao's step, from the gradients, settings and, at first, weights as they are now.
 
             torchao copies gradients within backward, before clipping, unscaling and DDP's
             reduction, and weights when it is built, before they are initialised or loaded.
             """
+            for group, part in self._parts():
+                part.update(_settings(group))
             for on_device, on_host in self.param_d2h_map.items():
                 if not self._host_has_weights:
                     on_host.copy_(on_device)
@@ -168,6 +193,8 @@ def _offloading() -> Any:
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             """Load what ``state_dict`` gave; the weights are taken from the device again."""
             super().load_state_dict(state_dict)
+            for group, part in self._parts():
+                group.update(_settings(part))
             self._host_has_weights = False
 
     Offloading.__name__ = Offloading.__qualname__ = 'CPUOffloadOptimizer'
@@ -202,8 +229,10 @@ def CPUOffloadOptimizer(  # noqa: N802 (a type name of the config language)
     other optimisers cannot load.
     """
     params = list(params)
-    devices = {p.device.type for p in _parameters_of(params) if p.requires_grad}
-    if devices - {'cuda', 'xpu'}:
+    groups = params if isinstance(params[0], dict) else [{'params': params}]
+    groups = [{**group, 'params': _listed(group['params'])} for group in groups]
+    trained = [p for group in groups for p in group['params'] if p.requires_grad]
+    if {p.device.type for p in trained} - {'cuda', 'xpu'}:
         raise ValueError(
             "optimizer.type='CPUOffloadOptimizer' moves the state of parameters on a GPU to host "
             'memory, but these are there already; use '
@@ -216,13 +245,4 @@ def CPUOffloadOptimizer(  # noqa: N802 (a type name of the config language)
             raise ValueError(
                 f"CPUOffloadOptimizer: there is no optimizer_class '{optimizer_class}'"
             )
-    return _offloading()(params, kind, minimal_size=minimal_size, **kwargs)
-
-
-def _parameters_of(params: list[Any]) -> list[Tensor]:
-    groups = params if params and isinstance(params[0], dict) else [{'params': params}]
-    return [
-        p
-        for group in groups
-        for p in ([group['params']] if isinstance(group['params'], Tensor) else group['params'])
-    ]
+    return _offloading()(groups, kind, minimal_size=minimal_size, **kwargs)
