@@ -23,7 +23,7 @@ import torch
 from mmengine.logging import HistoryBuffer
 from mmengine.runner import checkpoint as mm_checkpoint
 
-__all__ = ['CheckpointError', 'safe_loading', 'write_whole']
+__all__ = ['CheckpointError', 'find_latest', 'previous', 'safe_loading', 'write_whole']
 
 
 class CheckpointError(ValueError):
@@ -114,3 +114,28 @@ def write_whole(path: Path) -> Iterator[Path]:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def previous(path: Path) -> Path:
+    """Where a folder lies while another one takes its place."""
+    return path.with_name(f'.{path.name}.previous')
+
+
+def find_latest(work_dir: str | Path) -> Path | None:
+    """The checkpoint that ``last_checkpoint`` in the work dir names, wherever the dir is now.
+
+    Raises:
+        CheckpointError: When that checkpoint is not there.
+    """
+    pointer = Path(work_dir) / 'last_checkpoint'
+    if not pointer.is_file():
+        return None
+    named = Path(pointer.read_text().strip())
+    for path in (named, Path(work_dir) / named.name):
+        for found in (path, previous(path)):  # the latter, of a job killed while it replaced it
+            if found.exists():
+                return found
+    raise CheckpointError(
+        f'{pointer} names {named}, which is not there; name another one with --resume PATH, or '
+        'remove last_checkpoint to train from scratch'
+    )

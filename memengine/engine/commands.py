@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mmengine.config import Config
-from mmengine.runner import find_latest_checkpoint
 
+from memengine.engine.checkpoint import find_latest
 from memengine.engine.config import ConfigError, check_config
 from memengine.engine.config_file import load_config, near_files
 from memengine.engine.config_types import arguments_of, find_type
@@ -114,7 +114,7 @@ def _resume_latest(cfg: Config) -> None:
     """Go on from the work dir; what ``load_from`` names is for the first start only."""
     cfg.resume = True
     if cfg.get('load_from') is not None:
-        if find_latest_checkpoint(cfg.work_dir) is not None:
+        if find_latest(cfg.work_dir) is not None:
             cfg.load_from = None
         else:
             cfg.resume = False

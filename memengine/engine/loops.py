@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from mmengine.dataset import InfiniteSampler
@@ -57,10 +59,11 @@ class _StopRequest:
 def _save_and_stop(loop: EpochBasedTrainLoop | IterBasedTrainLoop) -> None:
     """Save a checkpoint from which training goes on as if it had not stopped."""
     loop.stop_training = True
-    runner, name = loop.runner, f'iter_{loop.iter}.pth'
+    runner = loop.runner
+    name = f'iter_{loop.iter}{runner.checkpoint_suffix}'
     meta = dict(epoch=loop.epoch, iter=loop.iter)
-    runner.save_checkpoint(runner.work_dir, name, meta=meta)
-    runner.mark_last_checkpoint(name)
+    mark = partial(runner.mark_last_checkpoint, Path(runner.work_dir) / name)
+    runner.save_checkpoint(runner.work_dir, name, meta=meta, then=mark)
     runner.logger.info(f'Stopped after iteration {loop.iter}; saved {name}, go on with --resume.')
 
 

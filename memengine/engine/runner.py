@@ -7,17 +7,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mmengine.fileio import join_path
 from mmengine.runner import Runner as _Runner
-from mmengine.runner import find_latest_checkpoint
+from mmengine.runner import save_checkpoint
+from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import nn
 from torch.utils.data import DataLoader
 
 from memengine.engine.apply import apply_before_wrapping, apply_to_model, hooks_of_keys
-from memengine.engine.checkpoint import safe_loading, write_whole
+from memengine.engine.checkpoint import find_latest, safe_loading, write_whole
+from memengine.engine.checkpoint_state import (
+    Layout,
+    by_name,
+    check_samples_per_step,
+    is_spread,
+    read_checkpoint,
+    run_state,
+    samples_per_step,
+    whole,
+)
 from memengine.engine.config_schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
 from memengine.engine.distributed import init_process_group, local_device_ids
 from memengine.engine.hooks import AlgorithmHook, FiniteLossHook, RandomStateHook
+from memengine.engine.sharded_checkpoint import SUFFIX, ShardedWriter, is_sharded
 from memengine.engine.step import unwrap
 from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
 from memengine.registry import LOOPS, MODEL_WRAPPERS, RUNNERS
@@ -44,12 +57,14 @@ class Runner(_Runner):
         ValueError: For settings that contradict each other or the machine, naming the setting.
     """
 
+    _load_from: Any
     _train_loop: Any
     _val_loop: Any
     optim_wrapper: Any
     param_schedulers: Any
 
     def __init__(self, *args: Any, default_scope: str = 'memengine', **kwargs: Any) -> None:
+        self._sharded_writer = ShardedWriter()
         super().__init__(*args, default_scope=default_scope, **kwargs)
 
     @classmethod
@@ -177,7 +192,9 @@ class Runner(_Runner):
         )
         self._maybe_compile('train_step')
         try:
-            return self.train_loop.run()
+            model = self.train_loop.run()
+            self.wait_for_checkpoint()
+            return model
         finally:
             self.call_hook('after_run')
 
@@ -200,12 +217,20 @@ class Runner(_Runner):
 
     def load_or_resume(self) -> None:
         """Load weights or resume, as the config says; say so when there is nothing to resume."""
-        if self._resume and self._load_from is None and not find_latest_checkpoint(self.work_dir):
-            self.logger.info(
-                f'No checkpoint to resume in {self.work_dir}: training starts from scratch.'
-            )
-            return
+        if self._resume and self._load_from is None:
+            latest = find_latest(self.work_dir)
+            if latest is None:
+                self.logger.info(
+                    f'No checkpoint to resume in {self.work_dir}: training starts from scratch.'
+                )
+                return
+            self._load_from = str(latest)
         super().load_or_resume()
+
+    def resume(self, filename: str, *args: Any, **kwargs: Any) -> None:
+        """Go on from a checkpoint, on any number of ranks that see as many samples together."""
+        self._resume = True  # loading is strict, and reads the optimiser's state too
+        super().resume(filename, *args, **kwargs)
 
     def load_checkpoint(
         self,
@@ -214,7 +239,9 @@ class Runner(_Runner):
         strict: bool = False,
         revise_keys: list[tuple[str, str]] = [(r'^module.', '')],  # noqa: B006 (MMEngine's own)
     ) -> dict[str, Any]:
-        """Load a checkpoint with torch's safe unpickler.
+        """Load a checkpoint: a file of MMEngine's, a sharded one or a safetensors file.
+
+        Files of MMEngine's are read with torch's safe unpickler.
 
         Args:
             filename: A path, or a URL as MMEngine takes it.
@@ -225,22 +252,93 @@ class Runner(_Runner):
         Raises:
             CheckpointError: When the file is damaged, or wants to run code that is not allowed.
             FileNotFoundError: When it is not there.
+            ValueError: When resuming with another number of samples in a step.
         """
-        with safe_loading(filename, self.cfg.get('trusted_globals', ())):
-            return super().load_checkpoint(
-                filename, map_location, strict or self._resume, revise_keys
+        strict = strict or self._resume
+        trusted = self.cfg.get('trusted_globals', ())
+        kind = Path(filename).suffix
+        if not is_spread(self.model) and not is_sharded(filename) and kind != '.safetensors':
+            with safe_loading(filename, trusted):
+                checkpoint = super().load_checkpoint(filename, map_location, strict, revise_keys)
+        else:
+            optim_wrapper = self.optim_wrapper if self._resume else None
+            layout = Layout(self.model, optim_wrapper, revise_keys)
+            checkpoint = read_checkpoint(filename, trusted, layout, with_optimizer=self._resume)
+            self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
+            _load_checkpoint_to_model(
+                unwrap(self.model), checkpoint, strict, revise_keys=revise_keys
             )
+            self._has_loaded = True
+            self.logger.info(f'Load checkpoint from {filename}')
+        if self._resume:
+            check_samples_per_step(self, checkpoint)
+        return checkpoint
 
-    def save_checkpoint(self, out_dir: str, filename: str, *args: Any, **kwargs: Any) -> None:
-        """Save a checkpoint as MMEngine does, but whole or not at all (for local folders)."""
-        if '://' in str(out_dir):
-            super().save_checkpoint(out_dir, filename, *args, **kwargs)
-        elif self.rank == 0:
-            with write_whole(Path(out_dir) / filename) as partial:
-                super().save_checkpoint(out_dir, partial.name, *args, **kwargs)
+    def save_checkpoint(
+        self,
+        out_dir: str,
+        filename: str,
+        file_client_args: dict[str, Any] | None = None,
+        save_optimizer: bool = True,
+        save_param_scheduler: bool = True,
+        meta: dict[str, Any] | None = None,
+        by_epoch: bool = True,
+        backend_args: dict[str, Any] | None = None,
+        asynchronous: bool = False,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Save a checkpoint, whole or not at all (in local folders). Every rank must call it.
 
-    def mark_last_checkpoint(self, filename: str) -> None:
-        """Make ``filename`` (in the work dir) what ``--resume`` goes on from."""
+        Args:
+            out_dir: The folder to write to.
+            filename: ``'x.pth'`` is a file as MMEngine writes it; ``'x.dcp'`` is a sharded one.
+            file_client_args: MMEngine's old name for ``backend_args``.
+            save_optimizer: Whether the optimiser's state is in it.
+            save_param_scheduler: Whether the schedules' state is in it.
+            meta: What else to note; ``epoch`` and ``iter`` are those done.
+            by_epoch: Whether this is after an epoch or after an iteration, where ``meta`` does
+                not say it.
+            backend_args: Of MMEngine's storage, for remote folders.
+            asynchronous: Write a sharded checkpoint in the background.
+            then: Called on rank 0 once the checkpoint is whole.
+        """
+        done = dict(epoch=self.epoch + by_epoch, iter=self.iter + (not by_epoch))
+        samples = dict(samples_per_step=samples_per_step(self))
+        meta = {**done, **samples, **(meta or {})}
+        path, remote = Path(out_dir) / filename, '://' in str(out_dir)
+        if is_sharded(filename):
+            if remote:
+                raise ValueError(f'sharded checkpoints need a folder to write to, got {out_dir}')
+            state = run_state(self, meta, save_optimizer, save_param_scheduler)
+            if save_optimizer:
+                state['optimizer'] = by_name(state['optimizer'], self.model, self.optim_wrapper)
+            self._sharded_writer.save(path, state, asynchronous, then)
+            return
+        if self.rank == 0 or is_spread(self.model):  # whose shards all ranks put together
+            state = whole(run_state(self, meta, save_optimizer, save_param_scheduler))
         if self.rank == 0:
-            with write_whole(Path(self.work_dir) / 'last_checkpoint') as partial:
-                partial.write_text(str(Path(self.work_dir) / filename))
+            arguments = dict(file_client_args=file_client_args, backend_args=backend_args)
+            if remote:
+                url = join_path(out_dir, filename, backend_args=backend_args)
+                save_checkpoint(state, url, **arguments)
+            else:
+                with write_whole(path) as unfinished:
+                    save_checkpoint(state, str(unfinished), **arguments)
+            if then is not None:
+                then()
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until a checkpoint that is written in the background is whole."""
+        self._sharded_writer.wait()
+
+    @property
+    def checkpoint_suffix(self) -> str:
+        """``'.dcp'`` if the run's CheckpointHook writes sharded checkpoints, else ``'.pth'``."""
+        sharded = any(getattr(hook, 'sharded', False) for hook in self.hooks)
+        return SUFFIX if sharded else '.pth'
+
+    def mark_last_checkpoint(self, path: str | Path) -> None:
+        """Make ``path`` what ``--resume`` goes on from."""
+        if self.rank == 0:
+            with write_whole(Path(self.work_dir) / 'last_checkpoint') as unfinished:
+                unfinished.write_text(str(path))

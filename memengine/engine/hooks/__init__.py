@@ -3,6 +3,7 @@
 from memengine.engine.hooks.activation_checkpointing import ActivationCheckpointingHook
 from memengine.engine.hooks.activation_offload import ActivationOffloadHook
 from memengine.engine.hooks.algorithm import AlgorithmHook
+from memengine.engine.hooks.checkpoint import CheckpointHook
 from memengine.engine.hooks.collapse import CollapseHook
 from memengine.engine.hooks.compile_blocks import CompileBlocksHook
 from memengine.engine.hooks.conv_bn_eval import EfficientConvBNEvalHook
@@ -17,6 +18,7 @@ __all__ = [
     'ActivationCheckpointingHook',
     'ActivationOffloadHook',
     'AlgorithmHook',
+    'CheckpointHook',
     'CollapseHook',
     'CompileBlocksHook',
     'EfficientConvBNEvalHook',

@@ -1,0 +1,98 @@
+"""When checkpoints are written and removed, and in which form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mmengine.dist import master_only
+from mmengine.hooks import CheckpointHook as _CheckpointHook
+
+from memengine.engine.checkpoint import safe_loading
+from memengine.registry import HOOKS
+
+__all__ = ['CheckpointHook']
+
+
+@HOOKS.register_module()
+class CheckpointHook(_CheckpointHook):
+    """MMEngine's CheckpointHook, which can also write sharded checkpoints, and in the background.
+
+    Old checkpoints are removed only once the new one is whole.
+
+    Args:
+        sharded: Write folders ``epoch_3.dcp``, each rank its share, instead of files
+            ``epoch_3.pth``, for which rank 0 gathers all. The work dir has to be a folder that
+            all ranks share. It can be resumed from on another number of ranks.
+        asynchronous: With ``sharded``: only copy the tensors to host memory, and write while
+            training goes on. The best checkpoint (``save_best``) is not written so.
+        **kwargs: As of MMEngine's hook.
+
+    Raises:
+        ValueError: For settings that do not go together.
+
+    Cost: a copy of what a rank writes, in host memory, while it is being written in the
+    background; on the wire only the list of what is written, or all shards for ``epoch_3.pth``.
+    """
+
+    filename_tmpl: str
+
+    def __init__(
+        self, *args: Any, sharded: bool = False, asynchronous: bool = False, **kwargs: Any
+    ):
+        if asynchronous and not sharded:
+            raise ValueError('asynchronous=True writes sharded checkpoints only: set sharded=True')
+        if sharded and kwargs.get('published_keys') is not None:
+            raise ValueError(
+                'published_keys picks entries of a .pth file; with sharded=True leave it out, and '
+                'turn a checkpoint into one file with: memengine convert'
+            )
+        super().__init__(*args, **kwargs)
+        if sharded:
+            self.filename_tmpl = str(Path(self.filename_tmpl).with_suffix('.dcp'))
+        if asynchronous:
+            self.args['asynchronous'] = True
+        self.sharded = sharded
+
+    def _save_checkpoint_with_step(self, runner: Any, step: int, meta: dict[str, Any]) -> None:
+        """Write a checkpoint, then point to it, and then remove the one that is outdated."""
+        outdated = None
+        if self.max_keep_ckpts > 0 and step not in list(self.keep_ckpt_ids)[-1:]:
+            if len(self.keep_ckpt_ids) == self.max_keep_ckpts:
+                outdated = self._path(self.keep_ckpt_ids.popleft())
+            self.keep_ckpt_ids.append(step)
+            runner.message_hub.update_info('keep_ckpt_ids', list(self.keep_ckpt_ids))
+        self.last_ckpt = path = self._path(step)
+        runner.message_hub.update_info('last_ckpt', path)
+
+        def once_whole() -> None:
+            runner.mark_last_checkpoint(path)
+            if outdated is not None:
+                self._remove(outdated)
+
+        runner.save_checkpoint(
+            self.out_dir,
+            self.filename_tmpl.format(step),
+            self.file_client_args,
+            save_optimizer=self.save_optimizer,
+            save_param_scheduler=self.save_param_scheduler,
+            meta=meta,
+            by_epoch=self.by_epoch,
+            backend_args=self.backend_args,
+            then=once_whole,
+            **self.args,
+        )
+
+    def _path(self, step: int) -> str:
+        return self.file_backend.join_path(self.out_dir, self.filename_tmpl.format(step))
+
+    def _remove(self, path: str) -> None:
+        if self.file_backend.isdir(path):
+            self.file_backend.rmtree(path)
+        elif self.file_backend.isfile(path):
+            self.file_backend.remove(path)
+
+    @master_only
+    def _publish_model(self, runner: Any, ckpt_path: str) -> None:
+        with safe_loading(ckpt_path, runner.cfg.get('trusted_globals', ())):
+            super()._publish_model(runner, ckpt_path)
