@@ -335,8 +335,8 @@ def _spared_statistics(norms: list[tuple[_NormBase, dict[str, bool]]]) -> Iterat
     for layer, flags in norms:
         vars(layer).update(flags)
         if layer.training and layer.track_running_stats:
-            own = layer._buffers.items()
-            layer._buffers.update({key: b.clone() for key, b in own if b is not None})
+            present = {key: b for key, b in layer._buffers.items() if b is not None}
+            layer._buffers.update({key: b.clone() for key, b in present.items()})
     try:
         yield
     finally:

@@ -128,7 +128,7 @@ def plot(results: Sequence[dict[str, Any]], path: Path) -> None:
             for start, look in LOOKS.items():
                 points = [f for name, f in result['ways'].items() if name.startswith(start)]
                 points += [result['ways']['plain']] if start == 'every' else []
-                points.sort(key=lambda f: f['extra'])
+                points.sort(key=lambda f: (f['extra'], -f['share']))
                 if points:
                     extra = [100 * f['extra'] for f in points]
                     axes.plot(extra, [f['share'] for f in points], **look)
