@@ -6,6 +6,7 @@ before backward asks for them, in the reverse of the order in which they were sa
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable
@@ -121,7 +122,9 @@ class _Offloading(saved_tensors_hooks):
 
     def __init__(self, offload: ActivationOffload, inputs: Iterable[Tensor]) -> None:
         self._offload = offload
-        self._stay = owned_by([offload.module, *filter(_is_plain, inputs)])
+        module = offload.module
+        live = itertools.chain(module.parameters(), module.buffers(), inputs)
+        self._stay = owned_by(tensor for tensor in live if _is_plain(tensor))
         self._pages: list[weakref.ref[_Page]] = []  # in the order of saving
         self._page_of: dict[int, tuple[weakref.ref[Any], int, weakref.ref[_Page]]] = {}
         super().__init__(self._pack, _unpack)
