@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from mmengine.fileio import join_path
 from mmengine.runner import Runner as _Runner
 from mmengine.runner import save_checkpoint
@@ -33,6 +35,7 @@ from memengine.engine.hooks import AlgorithmHook, FiniteLossHook, RandomStateHoo
 from memengine.engine.sharded_checkpoint import SUFFIX, ShardedWriter, is_sharded
 from memengine.engine.step import unwrap
 from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
+from memengine.engine.wrappers.fsdp import FullyShardedDataParallel, refuse_beside_sharding
 from memengine.registry import LOOPS, MODEL_WRAPPERS, RUNNERS
 
 __all__ = ['Runner']
@@ -99,6 +102,12 @@ class Runner(_Runner):
             loop['type'] = LOOPS.get('EpochBasedTrainLoop' if by_epoch else 'IterBasedTrainLoop')
         return super().build_train_loop(loop)
 
+    def build_model(self, model: nn.Module | dict[str, Any]) -> nn.Module:
+        """Build the model, without values (on the meta device) if its wrapper will give them."""
+        is_meta = (self.cfg.get('model_wrapper_cfg') or {}).get('meta', False)
+        with torch.device('meta') if is_meta else nullcontext():
+            return super().build_model(model)
+
     def wrap_model(self, model_wrapper_cfg: dict[str, Any] | None, model: nn.Module) -> nn.Module:
         """Put the model on its device and into its wrapper; nothing is ignored silently."""
         apply_before_wrapping(model, self.cfg, self.distributed)
@@ -114,6 +123,10 @@ class Runner(_Runner):
                 f"model_wrapper_cfg.type: there is no model wrapper '{config['type']}'"
             )
         is_ddp = issubclass(wrapper, nn.parallel.DistributedDataParallel)
+        if self.distributed and issubclass(wrapper, FullyShardedDataParallel):
+            wrapped = self._shard_model(config, wrapper, model)
+            self._warn_of_local_losses(unwrap(wrapped))
+            return wrapped
         if self.distributed and is_ddp:
             if model_wrapper_cfg is None:
                 config.update(broadcast_buffers=False)
@@ -128,8 +141,8 @@ class Runner(_Runner):
             if not is_ddp:
                 raise ValueError(
                     f"model_wrapper_cfg: '{config['type']}' needs several processes, but "
-                    "launcher='none' starts one; start with torchrun and --launcher pytorch, or "
-                    'remove model_wrapper_cfg'
+                    "launcher='none' starts one; start with torchrun and --launcher pytorch (to "
+                    'offload on one GPU with --nproc_per_node 1), or remove model_wrapper_cfg'
                 )
             why = 'there is nothing to synchronise'
             if issubclass(wrapper, DisCoDistributedDataParallel):
@@ -142,6 +155,22 @@ class Runner(_Runner):
         if self.distributed:
             self._warn_of_local_losses(unwrap(wrapped))
         return wrapped
+
+    def _shard_model(self, config: dict[str, Any], wrapper: Any, model: Any) -> nn.Module:
+        """Initialise a model while it is whole, and spread it over the ranks."""
+        refuse_beside_sharding(model, self.cfg)
+        options = {key: value for key, value in config.items() if key != 'type'}
+        if not options.get('meta') and hasattr(model, 'init_weights'):
+            model.init_weights()
+        wrapped = wrapper(module=model, **options)
+        if options.get('meta') and hasattr(model, 'after_init'):
+            model.after_init()
+        return wrapped
+
+    def _init_model_weights(self) -> None:
+        """Initialise the model, unless that was done before it was spread over the ranks."""
+        if not isinstance(self.model, FullyShardedDataParallel):
+            super()._init_model_weights()
 
     def _warn_of_local_losses(self, model: nn.Module) -> None:
         """Say which losses contrast only the samples of their own rank."""
@@ -178,6 +207,8 @@ class Runner(_Runner):
             )
         self._train_loop = self.build_train_loop(self._train_loop)
         self.optim_wrapper = self.build_optim_wrapper(self.optim_wrapper)
+        if isinstance(self.model, FullyShardedDataParallel):
+            refuse_beside_sharding(self.model, self.cfg, self.hooks, self.optim_wrapper)
         self.scale_lr(self.optim_wrapper, self.auto_scale_lr)
         if self.param_schedulers is not None:
             self.param_schedulers = self.build_param_scheduler(self.param_schedulers)

@@ -13,6 +13,7 @@ wrappers never call the wrapped model's own ``train_step``.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -73,5 +74,7 @@ def run_step(model: nn.Module, data: Any, optim_wrapper: OptimWrapper) -> dict[s
             model(**batch, mode='loss') if isinstance(batch, dict) else model(*batch, mode='loss')
         )
     loss, log_vars = module.parse_losses(losses)
-    optim_wrapper.update_params(loss)
+    # DDP asks in forward whether gradients are to be reduced, FSDP in backward.
+    with getattr(optim_wrapper, 'sync_context', nullcontext)(model):
+        optim_wrapper.update_params(loss)
     return log_vars

@@ -8,8 +8,8 @@ from mmengine.config import ConfigDict
 from torch import nn
 
 from memengine.engine.optim import CosineWeightDecay, DefaultOptimWrapperConstructor, OptimWrapper
-from memengine.engine.optim.optim_wrapper import clip_each_grad_norm_
 from memengine.registry import OPTIMIZERS
+from memengine.techniques.sharded_gradients import clip_each_grad_norm_
 
 
 def test_each_norm_clips_every_parameter_on_its_own():

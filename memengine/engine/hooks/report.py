@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +38,11 @@ class ReportHook(Hook):
         self.num_images = num_images
 
     def after_train(self, runner: Any) -> None:
-        """Write the report, on the first rank."""
-        if runner.rank != 0:
-            return
+        """Write the report, on the first rank; a sharded model runs on all of them."""
+        everywhere = () if _gathered(runner.model) is None else (self._write_attention,)
         for write in (self._write_curves, self._write_attention):
+            if runner.rank != 0 and write not in everywhere:
+                continue
             try:
                 write(runner)
             except Exception as error:  # a picture is not worth a training
@@ -73,11 +76,14 @@ class ReportHook(Hook):
             return
         images = self._images(runner)
         try:
-            maps = attention_maps(backbone, images)
+            with (_gathered(runner.model) or nullcontext)():
+                maps = attention_maps(backbone, images)
         except NoAttentionError as error:
             runner.logger.info(f'Report: no attention maps. {error}')
             return
-        save_attention_figure(images, maps, Path(runner.work_dir) / 'report' / 'attention.png')
+        if runner.rank == 0:
+            path = Path(runner.work_dir) / 'report' / 'attention.png'
+            save_attention_figure(images, maps, path)
 
     def _images(self, runner: Any) -> Tensor:
         """Images as the model takes them, [num_images, C, H, W]."""
@@ -88,6 +94,11 @@ class ReportHook(Hook):
         batch = loader.collate_fn([loader.dataset[int(place)] for place in places.round()])
         model: Any = unwrap(runner.model)
         return model.data_preprocessor(batch, False)['inputs']
+
+
+def _gathered(model: nn.Module) -> Callable[[], AbstractContextManager[Any]] | None:
+    """The context in which all ranks may run the model, if its parameters are spread over them."""
+    return getattr(model, 'gathered', None)
 
 
 def _backbone(model: nn.Module) -> nn.Module | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,24 +13,20 @@ from torch.optim import Optimizer
 
 from memengine.engine.optim.precision import Precision
 from memengine.registry import OPTIM_WRAPPERS
+from memengine.techniques.sharded_gradients import (
+    clip_each_grad_norm_,
+    clip_grad_norm_,
+    clip_grad_value_,
+)
 
-__all__ = ['AmpOptimWrapper', 'OptimWrapper', 'clip_each_grad_norm_']
+__all__ = ['AmpOptimWrapper', 'OptimWrapper']
 
-
-def clip_each_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale every parameter's gradient on its own to a norm of at most ``max_norm``.
-
-    This is the clipping of DINO's training script; ``torch.nn.utils.clip_grad_norm_`` scales all
-    gradients by one factor instead.
-
-    Returns:
-        Norm of all gradients together before clipping, scalar.
-    """
-    grads = [p.grad for p in parameters if p.grad is not None]
-    norms = torch._foreach_norm(grads)
-    scales = [(max_norm / (norm + 1e-6)).clamp(max=1.0) for norm in norms]
-    torch._foreach_mul_(grads, scales)
-    return torch.stack(norms).norm()
+# In place of torch's own, which refuse sharded gradients beside plain ones.
+_CLIP_FUNCTIONS = {
+    'norm': clip_grad_norm_,
+    'value': clip_grad_value_,
+    'each_norm': clip_each_grad_norm_,
+}
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -63,13 +59,11 @@ class OptimWrapper(_OptimWrapper):
         if accumulative_counts < 1:
             raise ValueError(f'accumulative_counts must be at least 1, got {accumulative_counts}')
         clip_grad = dict(clip_grad) if clip_grad else None
-        each_norm = clip_grad is not None and clip_grad.get('type') == 'each_norm'
-        if each_norm:
-            assert clip_grad is not None
+        kind = clip_grad.get('type', 'norm') if clip_grad else 'norm'
+        if clip_grad and kind == 'each_norm':
             del clip_grad['type']
         super().__init__(optimizer, accumulative_counts, clip_grad)
-        if each_norm:
-            self.clip_func = clip_each_grad_norm_
+        self.clip_func = _CLIP_FUNCTIONS[kind]
         self.precision = Precision(precision, loss_scale)
 
     @contextmanager

@@ -2,5 +2,11 @@
 
 from memengine.engine.wrappers.ddp import MMDistributedDataParallel
 from memengine.engine.wrappers.disco import DisCoDistributedDataParallel
+from memengine.engine.wrappers.fsdp import FullyShardedDataParallel, MMFullyShardedDataParallel
 
-__all__ = ['DisCoDistributedDataParallel', 'MMDistributedDataParallel']
+__all__ = [
+    'DisCoDistributedDataParallel',
+    'FullyShardedDataParallel',
+    'MMDistributedDataParallel',
+    'MMFullyShardedDataParallel',
+]

@@ -157,6 +157,9 @@ class Algorithm(BaseModel):
         """Carry out one training step; see :func:`memengine.engine.step.run_step`."""
         return run_step(self, data, optim_wrapper)
 
+    def after_init(self) -> None:
+        """Called when a model that was built without values (on ``meta``) has been given them."""
+
     def init_weights(self) -> None:
         """Initialise as ``init_cfg`` says; the parts have initialised themselves."""
         if self.init_cfg:

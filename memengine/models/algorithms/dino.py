@@ -135,7 +135,7 @@ class DINO(Algorithm):
         if 'drop_path_rate' in calm:
             calm['drop_path_rate'] = 0.0
         self.teacher = self._build(calm, head)
-        self.teacher.load_state_dict(self.student.state_dict())
+        self.after_init()
         self.teacher.requires_grad_(False)
         self.loss = DINOLoss(
             out_dim=head['out_dim'],
@@ -164,6 +164,10 @@ class DINO(Algorithm):
         done = self.progress.iter / self.progress.max_iters
         first, last = self.momentum_teacher, self.momentum_teacher_end
         return last + (first - last) * (1 + math.cos(math.pi * done)) / 2
+
+    def after_init(self) -> None:
+        """Let the teacher begin as the student."""
+        self.teacher.load_state_dict(self.student.state_dict())
 
     def set_progress(self, progress: Progress) -> None:
         """Take note of where training stands."""

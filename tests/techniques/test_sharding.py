@@ -1,0 +1,337 @@
+"""What is sharded, what a rank holds, and what goes over the wire."""
+
+from collections import Counter
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memengine.techniques.sharded_gradients import (
+    clip_each_grad_norm_,
+    clip_grad_norm_,
+    clip_grad_value_,
+)
+from memengine.techniques.sharding import choose_units, shard_model
+from memengine.techniques.weight_norm import WeightNormLinear, shared_weights
+from memengine.testing import assert_same_step, run_ranks
+
+WIDTH = 64
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, 4 * WIDTH)
+        self.outer = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.outer(self.inner(x).tanh())
+
+
+class Model(nn.Module):
+    """Blocks, a scalar, a frozen layer and a weight-normed head."""
+
+    def __init__(self, depth=3):
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(depth)))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.head = WeightNormLinear(WIDTH, 8)
+
+    def forward(self, x):
+        return self.scale * self.head(self.frozen(self.blocks(x)))
+
+
+def build(**options):
+    torch.manual_seed(0)
+    return Model(**options).double()
+
+
+def data(rank=0, world_size=1):
+    generator = torch.Generator().manual_seed(7)
+    rows = torch.randn(12, WIDTH, generator=generator, dtype=torch.float64)
+    return rows.chunk(world_size)[rank]
+
+
+def step(model, run, rows, slices=3, no_sync=nullcontext):
+    """The gradient of the mean over rows, in slices."""
+    pieces = rows.chunk(slices)
+    with shared_weights([model]) as before_the_last:
+        for number, piece in enumerate(pieces, start=1):
+            if number == slices:
+                before_the_last()
+            with no_sync() if number < slices else nullcontext():
+                (run(piece).square().mean(1).sum() / len(rows)).backward()
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients(model):
+    return {n: None if p.grad is None else whole(p.grad) for n, p in model.named_parameters()}
+
+
+@pytest.fixture(scope='module')
+def expected():
+    model = build()
+    step(model, model, data(), slices=1)
+    return gradients(model)
+
+
+# ------------------------------------------------------------------ which modules
+
+
+def test_units_are_the_blocks_or_what_is_named():
+    vit = timm.create_model('vit_tiny_patch16_224', depth=3, embed_dim=12, num_heads=2)
+    blocks = [f'blocks.{number}' for number in range(3)]
+    assert choose_units(vit) == blocks
+    assert choose_units(vit, ['blocks.0', 'head']) == ['blocks.0', 'head']
+    assert choose_units(vit, type(vit.blocks[0])) == blocks
+    assert choose_units(vit, []) == []
+    assert choose_units(nn.Linear(2, 2)) == []
+    with pytest.raises(ValueError, match="units: .* no module 'block.0'; did you mean 'blocks.0'"):
+        choose_units(vit, 'block.0')
+    with pytest.raises(ValueError, match='at least 1 parameter, got 0'):
+        choose_units(vit, 0)
+
+
+def test_units_by_size_and_by_policies_of_fsdp1():
+    model = build()
+    linear = 4 * WIDTH * (WIDTH + 1)
+    # The outer layers are smaller than that, but not all of them together.
+    inner = [*(f'blocks.{number}.inner' for number in range(3)), 'blocks']
+    assert choose_units(model, linear) == inner
+    assert choose_units(model, linear + 1) == [f'blocks.{number}' for number in range(3)]
+    policy = partial(size_based_auto_wrap_policy, min_num_params=linear)
+    assert choose_units(model, policy) == inner
+    assert choose_units(model, ModuleWrapPolicy({WeightNormLinear})) == ['head']
+
+
+# ------------------------------------------------------------------ the same gradient
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what goes over the wire, by the name of the operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == 'c10d':
+            self.calls[func._opname.strip('_')] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _gradients(rank, world_size):
+    results = {}
+    ways = {
+        **{
+            free_after: dict(free_after=free_after)
+            for free_after in ('forward', 'backward', 'step')
+        },
+        'reduced by each slice': dict(reduce_once=False),
+        'offloaded': dict(offload=True),
+        'head by itself': dict(units=['blocks', 'head']),
+        'one unit': dict(units=[]),
+        'copies': dict(replicas=world_size // 2 or 1),
+        'small': dict(units=1000, free_after='step'),
+    }
+    for way, settings in ways.items():
+        model = build()
+        sharded = shard_model(model, **settings)
+        with Collectives() as wire, sharded.gathered():
+            step(model, sharded, data(rank, world_size), no_sync=sharded.no_sync)
+        results[way] = gradients(model), wire.calls
+    return results
+
+
+@pytest.mark.parametrize('world_size', [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_slices_on_ranks_give_the_gradient_of_one_process(world_size, expected):
+    wrong = {**expected, 'scale': expected['scale'] / world_size}
+    for results in run_ranks(world_size, _gradients, timeout_s=300):
+        for actual, _ in results.values():
+            assert_same_step(actual, expected)
+            with pytest.raises(AssertionError, match='scale'):
+                assert_same_step(actual, wrong)
+    # three units in three slices, and the rest once
+    calls = {way: calls for way, (_, calls) in results.items()}
+    gathers = {way: c['allgather_base'] for way, c in calls.items()}
+    reduces = {way: c['reduce_scatter_base'] for way, c in calls.items()}
+    assert gathers['forward'] == 3 * 2 * 3 + 1
+    assert gathers['backward'] == 3 * 3 + 1
+    assert gathers['step'] == 3 + 1
+    assert reduces['forward'] == reduces['backward'] == reduces['step'] == 3 + 1
+    assert reduces['reduced by each slice'] > 3 * 3
+    assert gathers['one unit'] == reduces['one unit'] == 1
+    for way in ('forward', 'backward', 'step'):
+        assert calls[way]['allreduce'] == 1  # of the scalar
+
+
+# ------------------------------------------------------------------ what a rank holds
+
+
+def held_bytes(model, optimizer):
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    for state in optimizer.state.values():
+        tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+
+
+class GatheredBytes:
+    """The most bytes of gathered parameters, and of them and their gradients, at any module's turn
+    in forward and in backward."""
+
+    def __init__(self, model):
+        self.model, self.parameters, self.everything = model, 0, 0
+        for module in model.modules():
+            module.register_forward_hook(self.after_forward)
+
+    def after_forward(self, module, args, output):
+        self.look()
+        output.register_hook(self.look)
+
+    def look(self, *args):
+        plain = [p for p in self.model.parameters() if not isinstance(p, DTensor)]
+        nbytes = sum(p.untyped_storage().nbytes() for p in plain)
+        self.parameters = max(self.parameters, nbytes)
+        nbytes += sum(p.grad.nbytes for p in plain if p.grad is not None)
+        self.everything = max(self.everything, nbytes)
+
+
+def vit():
+    torch.manual_seed(0)
+    return timm.create_model(
+        'vit_tiny_patch16_224',
+        img_size=8,
+        patch_size=4,
+        depth=8,
+        embed_dim=WIDTH,
+        num_heads=2,
+        num_classes=8,
+    )
+
+
+def _bytes(rank, world_size):
+    results = {}
+    for offload in (False, True):
+        model = vit()
+        sharded = shard_model(model, offload=offload, reduce_once=False)
+        optimizer = torch.optim.AdamW(model.parameters())
+        seen = GatheredBytes(model)
+        with sharded.gathered():
+            sharded(torch.randn(2, 3, 8, 8)).sum().backward()
+            optimizer.step()
+        results[offload] = held_bytes(model, optimizer), seen.parameters, seen.everything
+    return results
+
+
+@pytest.mark.parametrize('world_size', [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_rank_holds_its_share_and_one_unit(world_size):
+    model = vit()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    total = held_bytes(model, optimizer)
+    block = sum(p.nbytes for p in model.blocks[0].parameters())
+    rest = sum(p.nbytes for p in model.parameters()) - 8 * block
+    for results in run_ranks(world_size, _bytes, timeout_s=300):
+        for held, parameters, everything in results.values():
+            assert total / world_size <= held <= 1.05 * total / world_size
+            assert parameters == block + rest <= 2 * block
+            assert block + rest < everything <= 2 * (block + rest)
+
+
+# ------------------------------------------------------------------ clipping
+
+
+def _clipped(rank, world_size):
+    clips = {
+        'norm': partial(clip_grad_norm_, max_norm=0.01),
+        'norm 3': partial(clip_grad_norm_, max_norm=0.01, norm_type=3.0),
+        'largest': partial(clip_grad_norm_, max_norm=0.01, norm_type=float('inf')),
+        'each': partial(clip_each_grad_norm_, max_norm=0.002),
+        'value': partial(clip_grad_value_, clip_value=1e-4),
+    }
+    results = {}
+    for name, clip in clips.items():
+        model = build()
+        if world_size > 1:
+            sharded = shard_model(model)
+            with sharded.gathered():
+                step(model, sharded, data(rank, world_size), slices=1)
+        else:
+            step(model, model, data(), slices=1)
+        norm = clip(list(model.parameters()))
+        assert not isinstance(norm, DTensor)
+        results[name] = dict(gradients(model), total=norm)
+    return results
+
+
+def test_clipping_is_by_the_norm_of_the_whole_gradient():
+    plain = _clipped(0, 1)
+    unclipped = build()
+    step(unclipped, unclipped, data(), slices=1)
+    for results in run_ranks(2, _clipped):
+        for name, expected in plain.items():
+            assert_same_step(results[name], expected)
+            with pytest.raises(AssertionError, match='blocks'):
+                assert_same_step({**gradients(unclipped), 'total': expected['total']}, expected)
+
+
+# ------------------------------------------------------------------ without values
+
+
+class OwnTensor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(2, 4))
+
+
+def _from_meta(rank, world_size):
+    torch.manual_seed(rank)
+    with torch.device('meta'):
+        model = nn.Sequential(*(Block() for _ in range(3)), nn.BatchNorm1d(WIDTH))
+        own = OwnTensor()
+    sharded = shard_model(model)
+    with sharded.gathered():
+        sharded(torch.randn(4, WIDTH)).sum().backward()
+    with pytest.raises(ValueError, match='1 tensors of OwnTensor .* token; pass init_fn'):
+        shard_model(own)
+    with torch.device('meta'):
+        own = OwnTensor()
+    shard_model(own, init_fn=lambda module: nn.init.constant_(module.token, 3.0))
+    return {k: whole(v) for k, v in [*model.state_dict().items(), ('token', own.token.data)]}
+
+
+def test_a_model_without_values_gets_them_unit_by_unit():
+    first, second = run_ranks(2, _from_meta)
+    torch.manual_seed(0)
+    block = Block()
+    assert torch.equal(first['0.inner.weight'], block.inner.weight)
+    assert torch.equal(first['token'], torch.full((2, 4), 3.0))
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]) or name.startswith('3.running'), name
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def _refused(rank, world_size):
+    with pytest.raises(ValueError, match='replicas must divide .* replicas=3 for 2 ranks'):
+        shard_model(build(), replicas=3)
+    with pytest.raises(ValueError, match="free_after must be one of .*, got 'never'"):
+        shard_model(build(), free_after='never')
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(ValueError, match='needs a process group.*torchrun'):
+        shard_model(build())
+    run_ranks(2, _refused)
