@@ -22,6 +22,10 @@ _HOME = {
     'SavedBytes': 'memory',
     'SigLipLoss': 'losses',
     'SupConLoss': 'losses',
+    'checkpoint_activations': 'techniques',
+    'compile_blocks': 'techniques',
+    'efficient_conv_bn_eval': 'techniques',
+    'offload_activations': 'techniques',
     'run_step': 'engine',
 }
 

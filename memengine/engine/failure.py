@@ -107,7 +107,7 @@ def _out_of_memory(text: str, cfg: Mapping[str, Any] | None) -> str:
         f'out of memory: {first}. Keep train_dataloader.batch_size{now} and run it in slices: '
         "optim_wrapper.type='GradCacheOptimWrapper' with chunk_size=16 where samples meet in the "
         "loss (SimCLR, CLIP, ...), 'AccumulationOptimWrapper' with micro_batch_size=16 elsewhere; "
-        'or use --amp bf16'
+        "or use --amp bf16, or activation_checkpointing=['blocks']"
     )
 
 

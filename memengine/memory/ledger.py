@@ -37,7 +37,9 @@ def blocks_of(tensor: Tensor) -> Iterator[Block]:
     """The memory behind a tensor: one storage, or those of the parts of a composite tensor."""
     if hasattr(tensor, '__tensor_flatten__'):  # a wrapper such as DTensor
         for name in tensor.__tensor_flatten__()[0]:
-            yield from blocks_of(getattr(tensor, name))
+            part = getattr(tensor, name)
+            if isinstance(part, Tensor):  # of a DTensor also its mesh is named
+                yield from blocks_of(part)
     elif tensor.layout in _SPARSE_PARTS:
         for name in _SPARSE_PARTS[tensor.layout]:
             yield from blocks_of(getattr(tensor, name)())

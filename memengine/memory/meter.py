@@ -46,7 +46,7 @@ class _Kept:
         return self.tensor
 
     def __del__(self) -> None:
-        for freed, keys in self.holdings:
+        for freed, keys in getattr(self, 'holdings', ()):  # not there when tracing broke off
             freed.append(keys)
 
 

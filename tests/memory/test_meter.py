@@ -14,6 +14,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from memengine.memory import SavedBytes, hidden_bytes, saved_bytes
+from memengine.testing import run_ranks
 
 F32 = 4
 
@@ -543,3 +544,16 @@ def test_freed_in_another_thread():
 def test_importing_memory_does_not_import_mmengine():
     code = "import sys, memengine.memory; assert 'mmengine' not in sys.modules"
     subprocess.run([sys.executable, '-c', code], check=True)
+
+
+def _sharded_bytes(rank, world_size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh('cpu', (world_size,))
+    x = distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)]).requires_grad_()
+    return _kept(lambda: x.exp())
+
+
+def test_of_a_sharded_tensor_this_ranks_part_counts():
+    assert run_ranks(2, _sharded_bytes) == [4 * 4 * F32] * 2
