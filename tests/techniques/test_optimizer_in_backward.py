@@ -109,6 +109,18 @@ def test_a_run_goes_on_with_or_without_from_the_same_checkpoint():
         assert_same_step(state_of(*after[:2]), state_of(*expected[:2]), tolerance=1e-15)
 
 
+@pytest.mark.slow
+def test_a_compiled_model_takes_the_same_steps():
+    plain, fused = build(OPTIMIZERS['AdamW']), build(OPTIMIZERS['AdamW'])
+    for net in (plain[0], fused[0]):
+        net.middle[2].p = 0.0
+        net.compile(backend='aot_eager')
+    for seed in range(3):
+        take_step(*plain, seed, in_backward=False)
+        take_step(*fused, seed, in_backward=True)
+    assert_same_step(state_of(*fused[:2]), state_of(*plain[:2]), tolerance=1e-15)
+
+
 def deep(width=256, depth=6):
     torch.manual_seed(0)
     layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
