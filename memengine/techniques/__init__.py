@@ -1,5 +1,6 @@
 """How a step spends less memory; plain torch, one file each."""
 
+from memengine.techniques.adamw_bf16 import AdamWBf16
 from memengine.techniques.blocks import find_blocks, select_modules
 from memengine.techniques.checkpointing import Checkpointing, checkpoint_activations
 from memengine.techniques.compiling import CompiledBlocks, compile_blocks
@@ -8,11 +9,13 @@ from memengine.techniques.grad_cache import Tower, cached_step
 from memengine.techniques.grad_cache_call import GradCache
 from memengine.techniques.multi_crop import CropSlice, dino_step, plan_slices
 from memengine.techniques.offload import ActivationOffload, offload_activations
+from memengine.techniques.optimizer_in_backward import step_in_backward
 from memengine.techniques.random_state import RandomState
 from memengine.techniques.slicing import additive_step, split_batch
 from memengine.techniques.weight_norm import WeightNormLinear
 
 __all__ = [
+    'AdamWBf16',
     'ActivationOffload',
     'Checkpointing',
     'CompiledBlocks',
@@ -33,4 +36,5 @@ __all__ = [
     'plan_slices',
     'select_modules',
     'split_batch',
+    'step_in_backward',
 ]
