@@ -180,6 +180,7 @@ def _offloading() -> Any:
             """
             for group, part in self._parts():
                 part.update(_settings(group))
+            self.stream.synchronize()  # torchao's copies would else come after these
             for on_device, on_host in self.param_d2h_map.items():
                 if not self._host_has_weights:
                     on_host.copy_(on_device)
