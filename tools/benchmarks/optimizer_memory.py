@@ -27,7 +27,7 @@ from memengine.registry import OPTIMIZERS
 from memengine.techniques.optimizer_in_backward import step_in_backward
 
 LR, STEPS = 1e-3, 20
-MODEL = dict(model_name='vit_small_patch16_224', img_size=32, depth=4, num_classes=10)
+MODEL = dict(model_name='vit_small_patch16_224', img_size=32, depth=1, num_classes=10)
 QUICK = {**MODEL, 'depth': 2, 'embed_dim': 64, 'num_heads': 2}
 
 # Way: optimiser, its settings, whether it steps inside backward.
