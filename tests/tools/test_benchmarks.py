@@ -13,6 +13,7 @@ from tests.docs_pages import ROOT
 PAGES = {
     'grad_cache': ROOT / 'docs/techniques/grad_cache.md',
     'dino_slices': ROOT / 'docs/techniques/accumulation.md',
+    'optimizer_memory': ROOT / 'docs/techniques/optimizer_memory.md',
 }
 
 
@@ -86,6 +87,21 @@ def test_dino_slices(script, tmp_path):
     assert saved == sorted(saved, reverse=True) and len({*saved}) == 4
     assert "| plain, DINO's script |" in page.read_text()
     assert (tmp_path / 'dino_slices.png').stat().st_size > 0
+
+
+def test_optimizer_memory(script, tmp_path):
+    page = page_with(tmp_path, 'optimizer_memory')
+    script('optimizer_memory').run('--quick', '--out', tmp_path, '--page', page)
+    rows = results_of(tmp_path, 'optimizer_memory')['rows']
+    plain, fused, bf16 = (rows[way] for way in ('AdamW', 'AdamW in backward', 'AdamWBf16'))
+    assert (plain['state_bytes_per_number'], bf16['state_bytes_per_number']) == (8, 4)
+    assert plain['gradients_mib'] == plain['parameters_mib']
+    assert fused['gradients_mib'] == pytest.approx(plain['largest_mib'], rel=0.01)
+    assert fused['allocated_mib'] < plain['allocated_mib']
+    assert fused['distance'] == 0 < bf16['distance'] < 0.01
+    assert rows['AdamW, multi-tensor']['operations'] < plain['operations'] < fused['operations']
+    assert '| AdamWBf16 | 4.00 |' in page.read_text()
+    assert (tmp_path / 'optimizer_memory.png').stat().st_size > 0
 
 
 PEER = """
