@@ -1,4 +1,4 @@
-"""The command line: ``memengine train CONFIG`` and ``memengine test CONFIG CHECKPOINT``.
+"""The command line: ``memengine train CONFIG``, ``test CONFIG CHECKPOINT``, ``convert A B``.
 
 Torch and MMEngine are imported only once there is something for them to do, so that help and
 wrong usage answer at once.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ['main']
 
-_RANK = ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK')
+_RANK = ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK', 'PMI_RANK')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,10 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0, 1 after an error, 130 when interrupted. Wrong usage exits with 2.
     """
     args = make_parser().parse_args(argv)
-    if args.local_rank is not None:
-        os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
-    # Last, so that nothing that is installed is hidden by a file of the user's.
-    sys.path += [os.getcwd(), str(Path(args.config).resolve().parent)]
+    if args.command != 'convert':
+        if args.local_rank is not None:
+            os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
+        # Last, so that nothing that is installed is hidden by a file of the user's.
+        sys.path += [os.getcwd(), str(Path(args.config).resolve().parent)]
     run = _Run(args)
     try:
         run.carry_out()
@@ -68,6 +69,9 @@ class _Run:
         _let_threads_sleep()
         from memengine.engine import commands
 
+        if self.args.command == 'convert':
+            print(commands.convert(self.args.source, self.args.target))
+            return
         self.cfg = commands.read_config(self.args)
         if self.args.command == 'train':
             commands.train(self.cfg)
@@ -76,27 +80,36 @@ class _Run:
 
     def say(self, text: str) -> None:
         """Print to stderr; with several ranks the rank comes first."""
-        rank = next((os.environ[name] for name in _RANK if name in os.environ), None)
-        launcher = self.args.launcher or (self.cfg or {}).get('launcher', 'none')
-        who = f'memengine [rank {rank}]' if rank and launcher != 'none' else 'memengine'
+        rank = self._rank()
+        who = 'memengine' if rank is None else f'memengine [rank {rank}]'
         print(f'{who}: {text}', file=sys.stderr, flush=True)
+
+    def _rank(self) -> str | None:
+        """This process's rank, if there are several."""
+        launcher = getattr(self.args, 'launcher', None) or (self.cfg or {}).get('launcher', 'none')
+        if launcher == 'none':
+            return None
+        return next((os.environ[name] for name in _RANK if name in os.environ), None)
 
     def interrupted(self) -> str:
         """What an interrupt is answered with."""
         work_dir = Path((self.cfg or {}).get('work_dir', ''))
         if self.args.command != 'train' or not (work_dir / 'last_checkpoint').is_file():
             return 'interrupted'
+        if self._rank() is not None:
+            last = Path((work_dir / 'last_checkpoint').read_text())
+            return f'interrupted; start again with --resume to go on from {work_dir / last.name}'
         where = f' --work-dir {work_dir}' if self.args.work_dir else ''
         return f'interrupted; go on with: memengine train {self.args.config}{where} --resume'
 
     def fail(self, error: Exception) -> None:
         """Say what went wrong: in a sentence, with ``--debug`` below the traceback."""
-        from memengine.engine.failure import explain, lost_connection
+        from memengine.engine.failure import explain, explain_lost_connection, lost_connection
 
         if self.args.debug:
             traceback.print_exception(error)
         if lost_connection(error):
-            self.say('error: the connection to another rank was lost; its own error says why')
+            self.say(f'error: {explain_lost_connection(error, self.cfg)}')
             return
         problems = explain(error, self.cfg).splitlines()
         if len(problems) > 1:

@@ -27,6 +27,14 @@ examples:
   memengine test configs/dino_vit.py work_dirs/dino_vit/epoch_60.pth
   memengine test configs/dino_vit.py last.pth --cfg-options test_dataloader.batch_size=64
 """
+CONVERT_EXAMPLES = """\
+examples:
+  memengine convert work_dirs/dino_vit/epoch_60.dcp dino_vit.safetensors
+  memengine convert work_dirs/dino_vit/epoch_60.dcp epoch_60.pth
+  memengine convert epoch_60.pth epoch_60.dcp
+
+.dcp and .pth hold all of a run, and training goes on from either; .safetensors holds the weights.
+"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -95,14 +103,14 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument('--version', action='version', version=f'memengine {memengine.__version__}')
-    commands = parser.add_subparsers(dest='command', required=True, metavar='{train,test}')
+    commands = parser.add_subparsers(dest='command', required=True, metavar='{train,test,convert}')
     train = _add_command(commands, 'train', 'train a model from a config', TRAIN_EXAMPLES)
     train.add_argument(
         '--resume',
         nargs='?',
         const=True,
         metavar='PATH',
-        help='go on from the checkpoint PATH, or from the latest one in the work dir',
+        help='go on from the checkpoint PATH, or from the latest one in the work dir (also: auto)',
     )
     train.add_argument('--amp', choices=['bf16', 'fp16'], help='train in mixed precision')
     train.add_argument('--seed', type=int, help='seed of everything random (randomness.seed)')
@@ -119,7 +127,23 @@ def make_parser() -> argparse.ArgumentParser:
     test = _add_command(commands, 'test', 'test a checkpoint', TEST_EXAMPLES)
     test.add_argument('checkpoint', metavar='CHECKPOINT', help='the checkpoint to test')
     _add_common(test)
+    _add_convert(commands)
     return parser
+
+
+def _add_convert(commands: Any) -> None:
+    convert = commands.add_parser(
+        'convert',
+        help='turn a checkpoint into another form',
+        description='Turn a sharded checkpoint into one file, or back; file names say which forms.',
+        epilog=CONVERT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    convert.set_defaults(parser=convert)
+    convert.add_argument('source', metavar='SOURCE', help='a .dcp folder, .pth or .safetensors')
+    convert.add_argument('target', metavar='TARGET', help='a name that ends in one of these')
+    convert.add_argument('--debug', action='store_true', help='show the traceback of an error')
 
 
 def _add_command(commands: Any, name: str, does: str, examples: str) -> argparse.ArgumentParser:

@@ -29,7 +29,7 @@ import torch
 
 from memengine.cli import main
 from memengine.cli_parser import make_parser
-from memengine.engine.commands import read_config
+from memengine.engine.commands import convert, read_config
 from memengine.engine.config import check_config, known_keys
 from memengine.engine.config_file import load_config
 from tests.docs_pages import ROOT, TESTED, blocks_of, parametrize_pages, sources
@@ -176,6 +176,8 @@ def check_command(words, workplace):
 
 def check_memengine(arguments, workplace):
     args = make_parser().parse_args(arguments)
+    if args.command == 'convert':
+        return
     for checkpoint in (getattr(args, 'checkpoint', None), getattr(args, 'resume', None)):
         if isinstance(checkpoint, str):  # of a run that is not repeated here
             (workplace / checkpoint).parent.mkdir(parents=True, exist_ok=True)
@@ -220,11 +222,12 @@ def run_command(words, fails):
     loaders = ('train', 'val') if arguments[0] == 'train' else ('test',)
     settings += [setting.format(loader) for loader in loaders for setting in WORKERS]
     settings += SMALL if arguments[0] == 'train' else []
+    options = ['--cfg-options', *settings] if arguments[0] != 'convert' else []
     few = FEW if arguments[0] == 'train' and '--max-iters' not in arguments else []
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         try:
-            status = main([*arguments, *few, '--cfg-options', *settings])
+            status = main([*arguments, *few, *options])
         except SystemExit as exit:
             status = exit.code
     assert (status != 0) is fails, out.getvalue()[-3000:]
@@ -363,12 +366,16 @@ def test_commands_that_are_only_checked_above_run_too(page, workplace):
 def provide_checkpoint(words, workplace):
     """Have the checkpoint that a command names, of a training as short as can be."""
     args = make_parser().parse_args(memengine_arguments(words))
-    for path in (getattr(args, 'checkpoint', None), getattr(args, 'resume', None)):
-        if isinstance(path, str) and not Path(path).exists():
-            short = ['memengine', 'train', args.config, '--max-iters', '2', '--work-dir', 'short']
+    for path in (getattr(args, name, None) for name in ('checkpoint', 'resume', 'source')):
+        if isinstance(path, str) and path != 'auto' and not Path(path).exists():
+            config = getattr(args, 'config', QUICK_START)
+            short = ['memengine', 'train', config, '--max-iters', '2', '--work-dir', 'short']
             run_command(short, fails=False)
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy('short/iter_2.pth', path)
+            if path.endswith('.dcp'):
+                convert('short/iter_2.pth', path)
+            else:
+                shutil.copy('short/iter_2.pth', path)
 
 
 def run_ranks(words, workplace):

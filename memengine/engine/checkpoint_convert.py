@@ -58,7 +58,7 @@ def convert(source: str | Path, target: str | Path) -> str:
             checkpoint['optimizer'] = by_index(checkpoint['optimizer'])
         with write_whole(target) as partial:
             save_checkpoint(checkpoint, str(partial))
-    what = f'{len(checkpoint["state_dict"])} tensors of weights'
+    what = f'{len(checkpoint["state_dict"])} tensor(s) of weights'
     if 'optimizer' in checkpoint and not weights_only:
         what += ', and the optimiser'
     return f'{source} -> {target}: {what}'

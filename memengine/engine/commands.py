@@ -13,10 +13,11 @@ from memengine.engine.checkpoint import find_latest
 from memengine.engine.config import ConfigError, check_config
 from memengine.engine.config_file import load_config, near_files
 from memengine.engine.config_types import arguments_of, find_type
+from memengine.engine.sharded_checkpoint import is_sharded
 from memengine.engine.threads import set_threads
 from memengine.registry import RUNNERS
 
-__all__ = ['read_config', 'test', 'train']
+__all__ = ['convert', 'read_config', 'test', 'train']
 
 _DTYPE = {'bf16': 'bfloat16', 'fp16': 'float16'}
 
@@ -64,6 +65,13 @@ def test(cfg: Config) -> None:
     _build(cfg, 'test_dataloader').test()
 
 
+def convert(source: str, target: str) -> str:
+    """Write a checkpoint in another form; returns what was done."""
+    from memengine.engine.checkpoint_convert import convert as carry_out
+
+    return carry_out(source, target)
+
+
 def _build(cfg: Config, loader: str) -> Any:
     config = cfg.get(loader)
     set_threads(config.get('num_workers', 0) if isinstance(config, dict) else 0)
@@ -71,8 +79,9 @@ def _build(cfg: Config, loader: str) -> Any:
 
 
 def _must_exist(checkpoint: str, option: str) -> None:
-    if '://' not in checkpoint and not os.path.isfile(checkpoint):
-        like = near_files(checkpoint, ('*.pth',))
+    is_there = os.path.isfile(checkpoint) or is_sharded(checkpoint) and os.path.isdir(checkpoint)
+    if '://' not in checkpoint and not is_there:
+        like = near_files(checkpoint, ('*.pth', '*.dcp', '*.safetensors'))
         raise ConfigError(f'{option}: there is no checkpoint {checkpoint}{like}')
 
 
@@ -103,7 +112,7 @@ def _set_train_options(cfg: Config, args: argparse.Namespace) -> None:
             cfg.train_cfg.stop_at_iter = args.max_iters
     if args.amp is not None:
         _set_amp(cfg, args.amp)
-    if args.resume is True:
+    if args.resume in (True, 'auto'):
         _resume_latest(cfg)
     elif args.resume is not None:
         _must_exist(args.resume, '--resume')

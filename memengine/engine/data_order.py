@@ -17,9 +17,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from mmengine.dataset import DefaultSampler
 from mmengine.dist import get_world_size
 from mmengine.registry import DATA_SAMPLERS, DATASETS
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 __all__ = [
     'Draw',
@@ -29,6 +30,7 @@ __all__ = [
     'derive_seed',
     'reproducible',
     'seed_generators',
+    'train_loader',
 ]
 
 
@@ -65,6 +67,9 @@ class ResumableSampler(Sampler[int]):
     Args:
         sampler: The sampler to wrap; finite or infinite.
         dataset_size: Number of samples, which tells the passes of an infinite sampler apart.
+
+    Attributes:
+        limit: Draws of a pass, at most; None for all that the sampler gives.
     """
 
     def __init__(self, sampler: Sampler[int], dataset_size: int) -> None:
@@ -72,6 +77,7 @@ class ResumableSampler(Sampler[int]):
         self.dataset_size = dataset_size
         self.epoch = 0
         self.start = 0
+        self.limit: int | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the pass; the next iteration starts at its beginning."""
@@ -83,11 +89,12 @@ class ResumableSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         start, self.start = self.start, 0
         world_size = get_world_size()
-        for position, index in enumerate(islice(iter(self.sampler), start, None), start):
+        for position, index in enumerate(islice(iter(self.sampler), start, self.limit), start):
             yield Draw(int(index), self.epoch + position * world_size // self.dataset_size)
 
     def __len__(self) -> int:
-        return len(cast(Sized, self.sampler))
+        length = len(cast(Sized, self.sampler))
+        return length if self.limit is None else min(length, self.limit)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ResumableSampler:
         return self  # MMEngine copies the data loader's config, which holds the sampler by now
@@ -156,6 +163,35 @@ def reproducible(dataloader: dict[str, Any], seed: int, diff_rank_seed: bool) ->
         sampler_seed = None if diff_rank_seed else seed
         sampler = DATA_SAMPLERS.build(sampler, default_args=dict(dataset=seeded, seed=sampler_seed))
     return {**config, 'dataset': seeded, 'sampler': ResumableSampler(sampler, max(size, 1))}
+
+
+def train_loader(runner: Any, dataloader: DataLoader | dict[str, Any]) -> DataLoader:
+    """The loader to train with: no rank gets a sample that another one, or itself, has had.
+
+    Where the ranks do not divide the data, MMEngine's and torch's samplers give some samples
+    twice in a pass, so that all ranks have equally many. Here the last few are left out instead:
+    fewer than there are ranks, and others in each pass if it is shuffled.
+
+    Raises:
+        ValueError: When there are fewer samples than ranks.
+    """
+    if isinstance(dataloader, dict):
+        differs = runner._randomness_cfg.get('diff_rank_seed', False)
+        dataloader = runner.build_dataloader(dataloader, runner.seed, differs)
+    loader = cast(DataLoader, dataloader)
+    sampler, ranks = loader.sampler, get_world_size()
+    shares = isinstance(sampler, ResumableSampler) and isinstance(
+        sampler.sampler, (DefaultSampler, DistributedSampler)
+    )
+    if shares:
+        sampler = cast(ResumableSampler, sampler)
+        sampler.limit = sampler.dataset_size // ranks
+        if not sampler.limit:
+            raise ValueError(
+                f'train_dataloader: {ranks} ranks share {sampler.dataset_size} sample(s), and each '
+                'needs one; start fewer'
+            )
+    return loader
 
 
 def batches_from(dataloader: DataLoader, start: int) -> Iterator[Any]:

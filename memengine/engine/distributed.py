@@ -11,11 +11,9 @@ import torch.distributed as dist
 from mmengine.device import get_device
 from mmengine.dist import init_dist, is_distributed
 
-from memengine.engine.launchers import Ranks, read_ranks
+from memengine.engine.launchers import DEFAULT_TIMEOUT_S, Ranks, read_ranks
 
 __all__ = ['cpu_group', 'init_process_group', 'local_device_ids']
-
-DEFAULT_TIMEOUT_S = 1800
 
 _timeout = timedelta(seconds=DEFAULT_TIMEOUT_S)
 _groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}  # purpose: world, its own

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from memengine.engine.config_types import arguments_of
+from memengine.engine.launchers import DEFAULT_TIMEOUT_S
 from memengine.engine.suggest import did_you_mean
 
-__all__ = ['explain', 'lost_connection']
+__all__ = ['explain', 'explain_lost_connection', 'lost_connection']
 
 LONGEST = 1000
 
@@ -26,7 +27,8 @@ _OUT_OF_MEMORY = re.compile(
 )
 _CONNECTION = re.compile(
     r'connection (?:was )?(?:closed|reset|refused)|broken pipe|remote process (?:has )?exited'
-    r'|socket timeout|timed out waiting|nccl (?:communicator was aborted|remote error)',
+    r'|socket timeout|timed out waiting|nccl (?:communicator was aborted|remote error)'
+    r'|gloo/transport|pair closure',
     re.IGNORECASE,
 )
 _WORKER = re.compile(r'Caught (\w+) in DataLoader worker process \d+\.\s+Original Traceback')
@@ -73,6 +75,18 @@ def explain(error: BaseException, cfg: Mapping[str, Any] | None = None) -> str:
 def lost_connection(error: BaseException) -> bool:
     """Whether a rank failed only because another one went away."""
     return bool(_CONNECTION.search(str(error))) and not isinstance(error, (OSError, ValueError))
+
+
+def explain_lost_connection(error: BaseException, cfg: Mapping[str, Any] | None = None) -> str:
+    """Describe an error for which :func:`lost_connection` holds."""
+    if not re.search(r'time(?:d )?out', str(error), re.IGNORECASE):
+        return 'the connection to another rank was lost; its own error says why'
+    dist_cfg = ((cfg or {}).get('env_cfg') or {}).get('dist_cfg') or {}
+    waited = dist_cfg.get('timeout', DEFAULT_TIMEOUT_S)
+    return (
+        f'another rank did not answer within {waited} s (env_cfg.dist_cfg.timeout): it hangs, or '
+        'needs longer for an iteration, a checkpoint or the evaluation; its own error says why'
+    )
 
 
 def _cause(error: BaseException) -> str:

@@ -7,7 +7,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ['Ranks', 'read_ranks']
+__all__ = ['DEFAULT_TIMEOUT_S', 'Ranks', 'read_ranks']
+
+DEFAULT_TIMEOUT_S = 1800
 
 # How each kind of MPI names the rank, the number of ranks, and both on this machine.
 _MPI = {

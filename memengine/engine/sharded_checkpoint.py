@@ -64,11 +64,12 @@ def is_sharded(path: str | Path) -> bool:
 
 
 def take_tensors(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, Tensor]]:
-    """Split a checkpoint into what is not a tensor, and its tensors by their places."""
+    """Split a checkpoint into what is not a tensor, and its tensors by their places, in order."""
     rest = dict(checkpoint)
     tensors: dict[Place, Tensor] = {}
-    for entry in rest.keys() - set(_SMALL):
-        rest[entry] = _without_tensors(rest[entry], (entry,), tensors)
+    for entry in checkpoint:  # in the same order on every rank
+        if entry not in _SMALL:
+            rest[entry] = _without_tensors(rest[entry], (entry,), tensors)
     return rest, tensors
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from memengine.engine.config import ConfigError
-from memengine.engine.failure import explain, lost_connection
+from memengine.engine.failure import explain, explain_lost_connection, lost_connection
 from memengine.engine.runner import Runner
 from memengine.registry import DATASETS, HOOKS, MODELS
 
@@ -217,3 +217,12 @@ def test_a_worker_that_was_killed():
 def test_a_rank_whose_peer_went_away():
     assert lost_connection(RuntimeError('[gloo/tcp/pair.cc:553] Connection closed by peer [::1]:4'))
     assert not lost_connection(ValueError('width must be 1'))
+
+
+def test_a_rank_that_does_not_answer_names_the_timeout():
+    late = RuntimeError('[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 9000ms for')
+    assert lost_connection(late)
+    said = explain_lost_connection(late, dict(env_cfg=dict(dist_cfg=dict(timeout=9))))
+    assert said.startswith('another rank did not answer within 9 s (env_cfg.dist_cfg.timeout)')
+    closed = RuntimeError('[gloo/tcp/pair.cc:553] Connection closed by peer [::1]:4')
+    assert explain_lost_connection(closed).startswith('the connection to another rank was lost')

@@ -199,7 +199,7 @@ def test_training_goes_on_from_a_converted_checkpoint(tmp_path):
     _, seen = trained(tmp_path / 'whole')
     source = tmp_path / 'whole' / 'epoch_2.dcp'
     said = convert(source, tmp_path / 'one.pth')
-    assert said.endswith('one.pth: 9 tensors of weights, and the optimiser')
+    assert said.endswith('one.pth: 9 tensor(s) of weights, and the optimiser')
     convert(tmp_path / 'one.pth', tmp_path / 'again.dcp')
     for path in ('one.pth', 'again.dcp'):
         _, rest = trained(tmp_path / path[:3], resume=True, load_from=str(tmp_path / path))
