@@ -154,9 +154,10 @@ class WeightNormLinear(nn.Module):
 def shared_weights(modules: Iterable[nn.Module]) -> Iterator[Any]:
     """Let the slices of one step share the work on the weights of WeightNormLinear layers.
 
-    Inside, the weights must not change. Lengths are computed once, and backward passes add to one
-    buffer in place, 16 rows of logits or more at a time (fewer wait, 64K bytes at most); the gradient reaches the parameters (and their hooks, and DDP) in the backward
-    passes after the yielded function has been called, which is to be before the last slice.
+    Inside, the weights must not change. Lengths are computed once. Backward passes add to one
+    buffer in place, 16 rows of logits or more at a time (fewer wait, 64K bytes at most). The
+    gradient reaches the parameters (and their hooks, and DDP) in the backward passes after the
+    yielded function has been called, which is to be before the last slice.
 
     Args:
         modules: Where to look for such layers; there need not be any.
