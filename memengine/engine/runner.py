@@ -208,7 +208,7 @@ class Runner(_Runner):
         self._train_loop = self.build_train_loop(self._train_loop)
         self.optim_wrapper = self.build_optim_wrapper(self.optim_wrapper)
         if isinstance(self.model, FullyShardedDataParallel):
-            refuse_beside_sharding(self.model, self.cfg, self.hooks, self.optim_wrapper)
+            refuse_beside_sharding(unwrap(self.model), self.cfg, self.hooks, self.optim_wrapper)
         self.scale_lr(self.optim_wrapper, self.auto_scale_lr)
         if self.param_schedulers is not None:
             self.param_schedulers = self.build_param_scheduler(self.param_schedulers)

@@ -11,6 +11,8 @@ from memengine.techniques.multi_crop import CropSlice, dino_step, plan_slices
 from memengine.techniques.offload import ActivationOffload, offload_activations
 from memengine.techniques.optimizer_in_backward import step_in_backward
 from memengine.techniques.random_state import RandomState
+from memengine.techniques.sharded_gradients import clip_grad_norm_
+from memengine.techniques.sharding import ShardedModel, shard_model
 from memengine.techniques.slicing import additive_step, split_batch
 from memengine.techniques.weight_norm import WeightNormLinear
 
@@ -23,11 +25,13 @@ __all__ = [
     'CropSlice',
     'GradCache',
     'RandomState',
+    'ShardedModel',
     'Tower',
     'WeightNormLinear',
     'additive_step',
     'cached_step',
     'checkpoint_activations',
+    'clip_grad_norm_',
     'compile_blocks',
     'dino_step',
     'efficient_conv_bn_eval',
@@ -35,6 +39,7 @@ __all__ = [
     'offload_activations',
     'plan_slices',
     'select_modules',
+    'shard_model',
     'split_batch',
     'step_in_backward',
 ]

@@ -1,15 +1,23 @@
 """Ranks that hold a part of the model each take the steps of one process that holds all of it."""
 
+import os
+from functools import partial
+
 import pytest
 import torch
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
 from memengine.engine.optim import AccumulationOptimWrapper, GradCacheOptimWrapper, OptimWrapper
-from memengine.engine.step import run_step
-from memengine.engine.wrappers import FullyShardedDataParallel
-from memengine.models import CLIP, Classifier
+from memengine.engine.step import run_step, unwrap
+from memengine.engine.wrappers import FullyShardedDataParallel, MMFullyShardedDataParallel
+from memengine.models import CLIP, Classifier, SimCLR
+from memengine.registry import FUNCTIONS
 from memengine.testing import assert_same_step, relative_error, run_ranks
 from tests.engine.test_sliced import big_batch, model_and_batch, share
+from tests.engine.toy import Losses, toy_runner
+from tests.models.toy import build
 
 STEPS = 20
 KINDS = {
@@ -80,3 +88,229 @@ def assert_close(actual, expected):
         # timm resamples position embeddings of local crops in fp32
         tolerance = 1e-8 if name.endswith('pos_embed') else 1e-9
         assert_same_step({name: actual[name]}, {name: tensor}, tolerance)
+
+
+# ------------------------------------------------------------------ other ways to train
+
+
+OTHERS = {  # algorithm, how the model is wrapped, how the step is carried out
+    'whole batch': (Classifier, {}, dict(clip='each_norm')),
+    'kept for the step': (
+        SimCLR,
+        dict(free_after='step'),
+        dict(optim=GradCacheOptimWrapper, chunk_size=3),
+    ),
+    'graphs kept': (
+        CLIP,
+        dict(free_after='backward'),
+        dict(optim=GradCacheOptimWrapper, chunk_size=3, keep_graph=2),
+    ),
+    'reduced by each slice': (
+        'DINO',
+        dict(reduce_once=False),
+        dict(optim=AccumulationOptimWrapper, micro_batch_size=2),
+    ),
+    'over iterations': (CLIP, {}, dict(accumulative_counts=2)),
+    'head by itself': (
+        'DINO',
+        dict(units=['blocks', '*.last_layer']),
+        dict(optim=AccumulationOptimWrapper, micro_batch_size=2),
+    ),
+}
+
+
+def _others(rank, world_size):
+    return {
+        name: train_sharded(kind, rank, world_size, steps=4, wrapping=wrapping, **settings)[1]
+        for name, (kind, wrapping, settings) in OTHERS.items()
+    }
+
+
+def test_other_ways_follow_one_process_too():
+    ranks = run_ranks(2, _others, timeout_s=300)
+    for name, (kind, _, settings) in OTHERS.items():
+        _, state = train_plainly(kind, steps=4, **settings)
+        for results in ranks:
+            assert_close(results[name], state)
+
+
+def _frozen_and_half(rank, world_size):
+    frozen = FullyShardedDataParallel(build(CLIP, embed_dim=None, frozen=['image']))
+    data = share(big_batch(CLIP, 0), rank, world_size)
+    before = whole(frozen.state_dict())
+    wrapper = optimizer_of(frozen.module, GradCacheOptimWrapper, chunk_size=2)
+    frozen.train_step(data, wrapper)
+    after = whole(frozen.state_dict())
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert changed and not any('image' in name for name in changed)
+
+    data = share(big_batch(Classifier, 0), rank, world_size)
+    data['inputs'] = data['inputs'].float()
+    for dtypes, precision, seen in (
+        (dict(param_dtype='bfloat16', reduce_dtype='float32'), 'fp32', torch.bfloat16),
+        (dict(), 'fp16', torch.float16),
+    ):
+        half = FullyShardedDataParallel(build(Classifier).float(), **dtypes)
+        outputs = []
+        half.module.head.register_forward_hook(lambda *args, o=outputs: o.append(args[2].dtype))
+        wrapper = optimizer_of(half.module, precision=precision, loss_scale=128.0)
+        before = whole(half.state_dict())
+        half.train_step(data, wrapper)
+        after = whole(half.state_dict())
+        assert outputs == [seen]
+        for name, tensor in after.items():
+            assert tensor.dtype == torch.float32 and torch.isfinite(tensor).all()
+            assert not torch.equal(tensor, before[name]), name
+
+
+def test_frozen_towers_stay_and_half_precision_is_gathered():
+    run_ranks(2, _frozen_and_half, timeout_s=300)
+
+
+# ------------------------------------------------------------------ through the Runner
+
+
+class Images(torch.utils.data.Dataset):
+    metainfo = {}
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        image = torch.full((1, 8, 8), index / 16, dtype=torch.float64)
+        image = image + torch.randn(1, 8, 8, dtype=torch.float64)
+        return dict(inputs=image, data_samples=dict(label=index % 3, index=index))
+
+
+def runner_of(work_dir, world_size, wrapper, **options):
+    losses = Losses()
+    loader = dict(
+        dataset=Images(),
+        batch_size=8 // world_size,
+        num_workers=0,
+        sampler=dict(type='DefaultSampler', shuffle=False),
+        collate_fn=dict(type='default_collate'),
+    )
+    settings = dict(
+        loader=dict(dataset=Images(), batch_size=8 // world_size),
+        launcher='pytorch' if world_size > 1 else 'none',
+        custom_hooks=[losses, dict(type='ReportHook', num_images=2)],
+        default_hooks=dict(memory=dict(type='MemoryHook')),
+        val_dataloader=loader,
+        val_cfg=dict(),
+        val_evaluator=[dict(type='AccuracyMetric')],
+        optim_wrapper=dict(
+            optimizer=dict(type='AdamW', lr=0.01, weight_decay=0.1),
+            paramwise_cfg=dict(bias_decay_mult=0.0, custom_keys={'head': dict(lr_mult=2.0)}),
+            clip_grad=dict(max_norm=0.5),
+        ),
+        log_level='INFO',
+        model=build(Classifier),
+        cfg=dict(model_wrapper_cfg=wrapper),
+    )
+    return toy_runner(work_dir, **{**settings, **options}), losses
+
+
+def result_of(runner, losses):
+    groups = runner.optim_wrapper.optimizer.param_groups
+    settings = sorted((g['lr'], g['weight_decay'], len(g['params'])) for g in groups)
+    accuracy = runner.message_hub.get_scalar('val/top1').current()
+    return losses.seen, whole(unwrap(runner.model).state_dict()), settings, accuracy
+
+
+def _through_the_runner(rank, world_size, work_dir):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    wrapper = dict(type='MMFullyShardedDataParallel', cpu_offload=True)
+    runner, losses = runner_of(f'{work_dir}/two', world_size, wrapper)
+    runner.train()
+    refused = {
+        'EMAHook copies the model': dict(custom_hooks=[dict(type='EMAHook')]),
+        'compile_blocks=True': dict(cfg=dict(model_wrapper_cfg=wrapper, compile=True)),
+        'would update logit_scale before': dict(
+            model=build(CLIP),
+            optim_wrapper=dict(
+                type='OptimizerInBackwardOptimWrapper', optimizer=dict(type='SGD', lr=0.1)
+            ),
+        ),
+    }
+    for number, (message, options) in enumerate(refused.items()):
+        with pytest.raises(ValueError, match=message):
+            runner_of(f'{work_dir}/refused{number}', world_size, wrapper, **options)[0].train()
+    return result_of(runner, losses)
+
+
+def test_a_run_on_two_ranks_is_the_run_on_one(tmp_path):
+    runner, losses = runner_of(tmp_path / 'one', 1, None)
+    runner.train()
+    seen, state, groups, accuracy = result_of(runner, losses)
+    for actual in run_ranks(2, _through_the_runner, str(tmp_path), timeout_s=300):
+        assert [place for place, _ in actual[0]] == [place for place, _ in seen]
+        assert_close(actual[1], state)
+        assert actual[2] == groups and len(groups) == 3
+        assert actual[3] == accuracy
+    assert (tmp_path / 'two' / 'report' / 'attention.png').is_file()
+
+
+def test_one_process_refuses_with_the_remedy(tmp_path):
+    with pytest.raises(ValueError, match='several processes.*torchrun.*nproc_per_node 1'):
+        runner_of(tmp_path, 1, dict(type='MMFullyShardedDataParallel', cpu_offload=True))
+    with pytest.raises(ValueError, match='needs a process group.*torchrun'):
+        FullyShardedDataParallel(build(Classifier))
+
+
+# ------------------------------------------------------------------ what MMEngine's configs say
+
+
+def _of_mmengine(rank, world_size):
+    def units(**settings):
+        wrapped = MMFullyShardedDataParallel(build(Classifier), **settings)
+        return wrapped, wrapped._sharded.units
+
+    blocks = tuple(f'backbone.model.blocks.{number}' for number in range(2))
+    accepted = [
+        dict(),
+        dict(sharding_strategy='SHARD_GRAD_OP', use_orig_params=True, sync_module_states=True),
+        dict(backward_prefetch='BACKWARD_PRE', limit_all_gathers=True, forward_prefetch=True),
+        dict(sharding_strategy=ShardingStrategy.FULL_SHARD, cpu_offload=CPUOffload(True)),
+        dict(mixed_precision=dict(param_dtype='bfloat16', buffer_dtype='float32')),
+        dict(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)),
+    ]
+    for settings in accepted:
+        assert units(**settings)[1] == blocks
+    by_size = dict(type='size_based_auto_wrap_policy', min_num_params=500)
+    FUNCTIONS.register_module(module=size_based_auto_wrap_policy)
+    assert (
+        units(auto_wrap_policy=by_size)[1]
+        == units(auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=500))[1]
+    )
+    assert units(auto_wrap_policy=by_size)[1] not in (blocks, ())
+    os.environ['LOCAL_WORLD_SIZE'] = '1'
+    hybrid, _ = units(sharding_strategy='HYBRID_SHARD')
+    assert hybrid.module.head.weight.device_mesh.shape == (2, 1)
+    refused = {
+        "NO_SHARD' shards nothing; use .*MMDistributedDataParallel": dict(
+            sharding_strategy='NO_SHARD'
+        ),
+        "one of .* got 'HALF'": dict(sharding_strategy='HALF'),
+        'use_orig_params=False has no meaning any more, as': dict(use_orig_params=False),
+        'backward_prefetch=BACKWARD_POST has no': dict(backward_prefetch='BACKWARD_POST'),
+        'ignored_modules=': dict(ignored_modules=['head']),
+        'process_group=': dict(process_group=(1, 2)),
+        'mixed_precision.buffer_dtype=torch.float16': dict(
+            mixed_precision=dict(buffer_dtype='float16')
+        ),
+        'mixed_precision.keep_low_precision_grads': dict(
+            mixed_precision=dict(keep_low_precision_grads=True)
+        ),
+        "auto_wrap_policy: there is no function 'none'": dict(auto_wrap_policy='none'),
+        "param_dtype must be a type of torch .* got 'half precision'": dict(
+            mixed_precision=dict(param_dtype='half precision')
+        ),
+    }
+    for message, settings in refused.items():
+        with pytest.raises(ValueError, match=message):
+            units(**settings)
+
+
+def test_arguments_of_mmengine_are_translated_or_refused_by_name():
+    run_ranks(2, _of_mmengine, timeout_s=300)

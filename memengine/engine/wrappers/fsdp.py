@@ -16,7 +16,6 @@ from mmengine.model import BaseDataPreprocessor
 from mmengine.optim import OptimWrapper
 from torch import Tensor, nn
 
-from memengine.engine.hooks import EfficientConvBNEvalHook
 from memengine.engine.optim.in_backward import OptimizerInBackwardOptimWrapper
 from memengine.engine.step import run_step
 from memengine.engine.wrappers.disco import losses_with_a_group
@@ -327,13 +326,6 @@ def refuse_beside_sharding(
                 f'custom_hooks: {type(hook).__name__} copies the model, which a sharded one does '
                 f'not allow; {ddp}, or an algorithm that holds its own average, as DINO does'
             )
-    if cfg.get('efficient_conv_bn_eval') or any(
-        isinstance(hook, EfficientConvBNEvalHook) for hook in hooks
-    ):
-        raise ValueError(
-            'efficient_conv_bn_eval makes weights of those of several modules, which need not be '
-            f'gathered at the same time; {ddp}'
-        )
     if cfg.get('compile'):
         raise ValueError(
             'compile compiles the step in one graph, which gathering parameters breaks; compile '
