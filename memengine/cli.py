@@ -116,10 +116,19 @@ class _Run:
             problems = [f'{len(problems)} problems in the config', *problems]
         self.say('error: ' + '\n  '.join(problems))
         if not self.args.debug and not hasattr(error, 'problems'):
-            log = _log_traceback(error)
+            log = _log_traceback(error) or self._write_traceback(error)
             self.say(
                 f'run again with --debug for the traceback{f" (it is in {log})" if log else ""}'
             )
+
+    def _write_traceback(self, error: Exception) -> str | None:
+        """Write the traceback to a file of this rank's, as only rank 0 has a log file."""
+        rank, work_dir = self._rank(), Path((self.cfg or {}).get('work_dir', ''))
+        if rank is None or not work_dir.is_dir():
+            return None
+        path = work_dir / f'error_rank{rank}.txt'
+        path.write_text(''.join(traceback.format_exception(error)))
+        return str(path)
 
 
 def _let_threads_sleep() -> None:

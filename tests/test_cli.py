@@ -142,12 +142,40 @@ def options(*pairs):
 def scalars(work_dir='work_dirs/config'):
     """What was logged, a dict for each iteration."""
     (path,) = Path(work_dir).glob('*/vis_data/scalars.json')
+    return rows(path)
+
+
+def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def written(work_dir='work_dirs/config'):
     """The config that the run wrote out, as text without blanks."""
     return Path(work_dir, 'config.py').read_text().replace(' ', '').replace('\n', '')
+
+
+# -- checkpoints -------------------------------------------------------------------------------
+
+
+def test_a_sharded_checkpoint_is_resumed_converted_and_tested(cli, folder):
+    sharded = options('default_hooks.checkpoint.sharded=True')
+    assert cli('train', 'config.py', '--max-iters', 3, *sharded)[0] == 0
+    assert cli('train', 'config.py', '--resume', 'auto', *sharded)[0] == 0
+    last = 'work_dirs/config/epoch_2.dcp'
+    assert [row['iter'] for path in sorted(folder.rglob('scalars.json')) for row in rows(path)] == [
+        *range(1, 9)
+    ]
+    assert cli('convert', last, 'weights.safetensors') == (0, '')
+    for checkpoint in (last, 'weights.safetensors'):
+        assert cli('test', 'config.py', checkpoint, '--work-dir', checkpoint[:4])[0] == 0
+    means = [json.loads(path.read_text())['mean'] for path in folder.glob('w*/*/*.json')]
+    assert len(means) == 2 and means[0] == means[1]
+
+
+def test_what_is_wrong_with_a_conversion_is_said(cli):
+    status, said = cli('convert', 'no.dcp', 'a.pth')
+    assert status == 1
+    assert said.splitlines()[0] == 'memengine: error: SOURCE: there is no checkpoint no.dcp'
 
 
 # -- training ----------------------------------------------------------------------------------
@@ -531,4 +559,6 @@ def test_two_ranks_under_torchrun(folder):
     done = program(*run, *options('model.width=0'))
     assert done.returncode != 0
     assert 'memengine [rank 1]: error: model (CliModel): width must be at least 1' in done.stderr
+    assert 'it is in work_dirs/config/error_rank1.txt' in done.stderr
+    assert 'ValueError' in Path('work_dirs/config/error_rank1.txt').read_text()
     assert done.stderr.count('Traceback') <= 1, "torchrun's own, at its end"

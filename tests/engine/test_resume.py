@@ -5,9 +5,12 @@ import signal
 
 import pytest
 import torch
+from mmengine.dataset import DefaultSampler
 from mmengine.hooks import Hook
+from torch.utils.data import DataLoader
 
-from memengine.engine.data_order import Draw, ResumableSampler, derive_seed
+from memengine.engine import data_order
+from memengine.engine.data_order import Draw, ResumableSampler, derive_seed, train_loader
 from tests.engine.toy import Losses, params, toy_runner
 
 LOOPS = {
@@ -146,3 +149,32 @@ def test_seeds_of_neighbours_differ():
 def test_an_impossible_batch_size_is_refused(tmp_path, batch_size, said):
     with pytest.raises(ValueError, match=said):
         toy_runner(tmp_path, loader=dict(batch_size=batch_size)).train()
+
+
+def batches_of(rank, ranks, epoch, monkeypatch, size=23, batch=12):
+    """What a rank trains on in a pass, as a set for each step."""
+    monkeypatch.setattr('mmengine.dataset.sampler.get_dist_info', lambda: (rank, ranks))
+    monkeypatch.setattr(data_order, 'get_world_size', lambda: ranks)
+    sampler = ResumableSampler(DefaultSampler(range(size), seed=3), size)
+    loader = DataLoader(range(size), batch // ranks, sampler=sampler, collate_fn=list)
+    sampler.set_epoch(epoch)
+    batches = [set(batch) for batch in train_loader(None, loader)]
+    assert len(batches) == len(loader)
+    return batches
+
+
+@pytest.mark.parametrize('ranks', [2, 3, 4, 6])
+@pytest.mark.parametrize('epoch', [0, 1])
+def test_ranks_share_each_step_and_no_sample_comes_twice(monkeypatch, ranks, epoch):
+    alone = batches_of(0, 1, epoch, monkeypatch)
+    assert set().union(*alone) == set(range(23))
+    of_ranks = [batches_of(rank, ranks, epoch, monkeypatch) for rank in range(ranks)]
+    drawn = [sample for batches in of_ranks for batch in batches for sample in batch]
+    assert len(drawn) == len(set(drawn)) == 23 // ranks * ranks
+    assert len({len(batches) for batches in of_ranks}) == 1, 'no rank waits for a batch of others'
+    assert set().union(*(batches[0] for batches in of_ranks)) == alone[0], 'the same full steps'
+
+
+def test_more_ranks_than_samples_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match=r'4 ranks share 3 sample\(s\)'):
+        batches_of(0, 4, 0, monkeypatch, size=3)

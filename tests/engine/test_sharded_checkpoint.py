@@ -250,6 +250,8 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path):
     keys = dict(sharded=True, published_keys=['state_dict'])
     with pytest.raises(ValueError, match='memengine convert'):
         toy_runner(tmp_path, default_hooks=dict(checkpoint=keys))
+    with pytest.raises(TypeError, match="no setting 'shraded'.*did you mean 'sharded'"):
+        toy_runner(tmp_path, default_hooks=dict(checkpoint=dict(shraded=True)))
 
 
 def test_published_keys_make_a_smaller_file(tmp_path):

@@ -6,13 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from memengine.engine import run_step
 from memengine.engine.checkpoint_state import run_state, whole
 from memengine.engine.sharded_checkpoint import read_sharded
-from memengine.registry import MODEL_WRAPPERS
 from memengine.testing import assert_same_step, run_ranks
 from tests.engine.toy import Losses, ToyData, ToyModel, toy_runner
 
@@ -33,30 +30,18 @@ class Model(ToyModel):
         return super().forward(x.double(), y.double(), mode)
 
 
-@MODEL_WRAPPERS.register_module()
-class Shards(nn.Module):
-    """``fully_shard`` and nothing else."""
-
-    def __init__(self, module):
-        super().__init__()
-        for layer in module.net:
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer)
-        self.module = fully_shard(module)
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
-
-    def train_step(self, data, optim_wrapper):
-        return run_step(self, data, optim_wrapper)
+WRAPPERS = {
+    'ddp': dict(type='MMDistributedDataParallel'),
+    'shards': dict(type='FullyShardedDataParallel', units=['net.0', 'net.2', 'net.4']),
+}
 
 
 def runner_of(work_dir, world_size, wrapper, losses=None, stop=15, resume=True, **kwargs):
     cfg = dict(sync_bn='torch')
     if world_size > 1:
-        cfg['model_wrapper_cfg'] = dict(type=f'memengine.{wrapper}')
+        cfg['model_wrapper_cfg'] = WRAPPERS[wrapper]
     torch.manual_seed(0)
-    runner = toy_runner(
+    return toy_runner(
         work_dir,
         losses,
         model=Model(),
@@ -69,9 +54,6 @@ def runner_of(work_dir, world_size, wrapper, losses=None, stop=15, resume=True, 
         cfg=cfg,
         **kwargs,
     )
-    if wrapper == 'Shards':  # MMEngine broadcasts the weights, which it cannot with shards
-        runner._init_model_weights = lambda: None
-    return runner
 
 
 def state_of(runner):
@@ -92,10 +74,7 @@ def train_part(rank, world_size, folder, wrapper, stop):
 
 def train_both(rank, world_size, folder, stop):
     """One part of a run under DDP, and of one with shards; and what else ranks can check here."""
-    results = {
-        wrapper: train_part(rank, world_size, folder, wrapper, stop)
-        for wrapper in ('MMDistributedDataParallel', 'Shards')
-    }
+    results = {wrapper: train_part(rank, world_size, folder, wrapper, stop) for wrapper in WRAPPERS}
     check_files(rank, world_size, Path(folder))
     return results
 
@@ -103,11 +82,11 @@ def train_both(rank, world_size, folder, stop):
 def check_files(rank, world_size, folder):
     """Two ranks write one file of all shards; four read it as the shards that they hold."""
     work_dir = folder / 'single'
-    runner = runner_of(work_dir, world_size, 'Shards', resume=world_size == 4)
+    runner = runner_of(work_dir, world_size, 'shards', resume=world_size == 4)
     if world_size == 2:
         runner.train_loop  # noqa: B018 (built when asked for)
         runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
-        runner.resume(str(folder / 'Shards' / 'iter_4.dcp'))
+        runner.resume(str(folder / 'shards' / 'iter_4.dcp'))
         runner.save_checkpoint(str(work_dir), 'one.pth', meta=dict(epoch=0, iter=4))
         return
     runner._load_from = str(work_dir / 'one.pth')
@@ -115,7 +94,7 @@ def check_files(rank, world_size, folder):
     runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
     runner.load_or_resume()
     from_file = state_of(runner)
-    runner.resume(str(folder / 'Shards' / 'iter_4.dcp'))
+    runner.resume(str(folder / 'shards' / 'iter_4.dcp'))
     assert all(isinstance(p, DTensor) for p in runner.model.parameters())
     if rank == 0:
         assert_same_step(from_file, state_of(runner), tolerance=0.0)
@@ -130,7 +109,7 @@ def test_a_run_goes_on_from_two_ranks_on_four_and_then_on_one(tmp_path):
         2: run_ranks(2, train_both, str(tmp_path), STEPS['two'], timeout_s=TIMEOUT_S),
         4: run_ranks(4, train_both, str(tmp_path), STEPS['four'], timeout_s=TIMEOUT_S),
     }
-    for wrapper in ('MMDistributedDataParallel', 'Shards'):
+    for wrapper in WRAPPERS:
         seen = []
         for ranks in parts.values():
             of_ranks = [results[wrapper][0] for results in ranks]
@@ -142,7 +121,7 @@ def test_a_run_goes_on_from_two_ranks_on_four_and_then_on_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('wrapper', ['MMDistributedDataParallel', 'Shards'])
+@pytest.mark.parametrize('wrapper', WRAPPERS)
 def test_each_rank_writes_its_share(tmp_path, wrapper):
     run_ranks(2, train_part, str(tmp_path), wrapper, 2, timeout_s=TIMEOUT_S)
     folder = tmp_path / wrapper / 'iter_2.dcp'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from mmengine.dist import master_only
 from mmengine.hooks import CheckpointHook as _CheckpointHook
 
 from memengine.engine.checkpoint import safe_loading
+from memengine.engine.suggest import did_you_mean
 from memengine.registry import HOOKS
 
 __all__ = ['CheckpointHook']
@@ -30,6 +32,7 @@ class CheckpointHook(_CheckpointHook):
 
     Raises:
         ValueError: For settings that do not go together.
+        TypeError: For a setting that there is not, which MMEngine's hook would take and pass on.
 
     Cost: a copy of what a rank writes, in host memory, while it is being written in the
     background; on the wire only the list of what is written, or all shards for ``epoch_3.pth``.
@@ -40,6 +43,9 @@ class CheckpointHook(_CheckpointHook):
     def __init__(
         self, *args: Any, sharded: bool = False, asynchronous: bool = False, **kwargs: Any
     ):
+        known = {*inspect.signature(_CheckpointHook.__init__).parameters, 'sharded', 'asynchronous'}
+        for name in kwargs.keys() - known:
+            raise TypeError(f"CheckpointHook has no setting '{name}'{did_you_mean(name, known)}")
         if asynchronous and not sharded:
             raise ValueError('asynchronous=True writes sharded checkpoints only: set sharded=True')
         if sharded and kwargs.get('published_keys') is not None:
