@@ -149,7 +149,10 @@ class ShardedWriter:
         if not asynchronous:
             _write(writer, named, group, partial, folder, then)
             return
-        staged = writer.stage(named)
+        # torch's own staging leaves CPU tensors uncopied in some versions, in training's hands.
+        on_cpu = {name: t.detach().clone() for name, t in named.items() if t.device.type == 'cpu'}
+        others = {name: t for name, t in named.items() if name not in on_cpu}
+        staged = {**on_cpu, **writer.stage(others)}
         self._thread = self._thread or ThreadPoolExecutor(1, 'checkpoint')
         self._pending = self._thread.submit(_write, writer, staged, group, partial, folder, then)
 
