@@ -16,6 +16,7 @@ from memengine.models import CLIP, Classifier, SimCLR
 from memengine.testing import assert_same_step, run_ranks
 from tests.engine.test_sliced import model_and_batch, wrap
 from tests.engine.test_sliced_exactness import BATCHNORM, NOISY_TOWERS, NOISY_VIT
+from tests.models.test_dino import build as build_dino
 from tests.models.toy import build
 
 
@@ -97,6 +98,16 @@ def test_accumulation_halves_the_micro_batch(when, accumulative_counts):
     run_step(expected, model_and_batch(Classifier, 1)[1], small)
     assert_equal(model, expected)
     assert wrapper.micro_batch_size == limit.failures == 1
+
+
+def test_a_teacher_that_does_not_fit_is_cut_too():
+    model, expected = build_dino(), build_dino()
+    limit = Limit(2, 'no graph', model.teacher.backbone)
+    wrapper = wrap(model, AccumulationOptimWrapper, micro_batch_size=6)
+    train(model, wrapper, 'DINO')
+    train(expected, wrap(expected, AccumulationOptimWrapper, micro_batch_size=1), 'DINO')
+    assert_equal(model, expected)  # the centre moved once a step
+    assert (wrapper.micro_batch_size, limit.failures) == (1, 2)
 
 
 def test_sizes_by_tower_are_halved_together():
@@ -226,8 +237,29 @@ def test_auto_gives_graphs_up_before_the_chunk(monkeypatch):
 
     layer_of(model).register_forward_hook(fail_twice)
     run_step(model, model_and_batch(SimCLR)[1], wrapper)
-    assert wrapper.kept_graphs.number == number // 4
+    slices = len(model.slices(*model_and_batch(SimCLR)[1].values(), 2))
+    assert wrapper.kept_graphs.number == min(number, slices) // 4
     assert wrapper.chunk_size == 2
+
+
+def test_set_graphs_are_given_up_when_they_do_not_fit_together():
+    model, expected = make(CLIP), make(CLIP)  # 3 chunks of each tower
+    live, graphs = [], 2
+
+    def count(layer, inputs, output):
+        if torch.is_grad_enabled():
+            live.append(1)
+            output.register_hook(lambda gradient: live.clear())
+            if len(live) > graphs:
+                live.clear()
+                raise torch.OutOfMemoryError('CUDA out of memory.')
+
+    layer_of(model).register_forward_hook(count)
+    wrapper = wrap(model, GradCacheOptimWrapper, chunk_size=2, keep_graph=100)
+    train(model, wrapper, CLIP)
+    train(expected, wrap(expected, GradCacheOptimWrapper, chunk_size=2, keep_graph=3), CLIP)
+    assert_equal(model, expected)
+    assert (wrapper.chunk_size, wrapper.kept_graphs.number) == (2, 3)
 
 
 @pytest.mark.parametrize('keep_graph', [-1, 1.5, True, 'all'])

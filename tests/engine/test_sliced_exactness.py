@@ -159,6 +159,8 @@ def test_a_larger_graph_free_chunk_is_refused_where_it_is_not_exact():
             run_step(model, data, wrap(model, GradCacheOptimWrapper, **settings))
     with pytest.raises(ValueError, match='forward_chunk_size=4 is less than chunk_size=8'):
         wrap(model, GradCacheOptimWrapper, chunk_size=8, forward_chunk_size=4)
+    with pytest.raises(ValueError, match='forward_chunk_size=15 does not hold two chunks of 8'):
+        wrap(model, GradCacheOptimWrapper, chunk_size=8, forward_chunk_size=15)
 
 
 @pytest.mark.parametrize('forward_chunk_size', [None, 6])

@@ -65,15 +65,20 @@ class KeptGraphs:
             yield
         self._slice_bytes = saved.peak_bytes
 
-    def halve(self) -> bool:
-        """Keep half as many, if the number was measured and not set; whether it was above 0."""
-        if not self._auto or not self.number:
+    def halve(self, slices: int) -> bool:
+        """Keep half as many of a step's ``slices``; False when that would free nothing.
+
+        A single kept graph takes no more than a slice that is repeated, but what is left over when
+        the number was measured.
+        """
+        kept = min(self.number, slices)
+        if kept <= (0 if self._auto else 1):
             return False
         MMLogger.get_current_instance().warning(
-            f"Out of memory: keep_graph='auto' goes from {self.number} to {self.number // 2} "
-            'slices and the step is repeated.'
+            f'Out of memory: keep_graph goes from {kept} to {kept // 2} slices. The step is '
+            'repeated, and the run goes on so.'
         )
-        self.number //= 2
+        self.number = kept // 2
         return True
 
 

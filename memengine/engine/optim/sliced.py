@@ -125,11 +125,11 @@ class AccumulationOptimWrapper(OptimWrapper):
         if self._is_first_step:
             _tell_of_batch_statistics(module)
             self._is_first_step = False
-        with self.precision.autocast():
-            targets = module.targets(inputs, data_samples, self.micro_batch_size)
 
         def step(exchange: Context) -> Any:
-            return additive_step(
+            with exchange(), self.precision.autocast():
+                targets = module.targets(inputs, data_samples, self.micro_batch_size)
+            sums = additive_step(
                 module.slices(inputs, data_samples, self.micro_batch_size),
                 lambda piece: module.slice_loss(_encode(model, piece), targets, piece),
                 modules=[model],
@@ -137,8 +137,9 @@ class AccumulationOptimWrapper(OptimWrapper):
                 backward=self.add_gradient,
                 exchange=exchange,
             )
+            return sums, targets
 
-        return module.batch_losses(run_until_it_fits(step, self._shrink, model), targets)
+        return module.batch_losses(*run_until_it_fits(step, self._shrink, model))
 
     def _shrink(self) -> bool:
         half = _halved('micro_batch_size', self.micro_batch_size)
@@ -164,8 +165,8 @@ class GradCacheOptimWrapper(OptimWrapper):
 
     Raises:
         ValueError: For a size below 1, a negative ``keep_graph``, or a ``forward_chunk_size``
-            below ``chunk_size``; in a step, when the model's loss is additive, or it does not say
-            how it is sliced.
+            that does not hold two chunks; in a step, when the model's loss is additive, or it does
+            not say how it is sliced.
 
     Cost: one extra forward of each slice but the ``keep_graph`` last; see
     :func:`memengine.techniques.grad_cache.cached_step`, also for randomness and BatchNorm.
@@ -188,6 +189,13 @@ class GradCacheOptimWrapper(OptimWrapper):
                     f'forward_chunk_size={forward_chunk_size} is less than chunk_size={largest}; '
                     'leave it out, or set it to a multiple of chunk_size'
                 )
+            smallest = min(chunk_size.values()) if isinstance(chunk_size, Mapping) else chunk_size
+            if largest < forward_chunk_size < 2 * smallest:
+                raise ValueError(
+                    f'forward_chunk_size={forward_chunk_size} does not hold two chunks of '
+                    f'{smallest}, so no forward would be larger; leave it out, or set it to a '
+                    'multiple of chunk_size'
+                )
         super().__init__(optimizer, **kwargs)
         self.chunk_size: Size = chunk_size
         self._is_first_step = True
@@ -209,25 +217,25 @@ class GradCacheOptimWrapper(OptimWrapper):
         if self._is_first_step:
             _tell_of_batch_statistics(module)
             self._is_first_step = False
-        with self.precision.autocast():
-            targets = module.targets(inputs, data_samples, self.chunk_size)
-
-        def loss(*embeddings: Any) -> dict[str, Tensor]:
-            return module.embedding_loss(module.join(embeddings), targets, data_samples)
 
         def step(exchange: Context) -> Any:
+            with exchange(), self.precision.autocast():
+                targets = module.targets(inputs, data_samples, self.chunk_size)
             return cached_step(
                 self._towers(model, module, inputs, data_samples),
-                loss,
+                lambda *parts: module.embedding_loss(module.join(parts), targets, data_samples),
                 keep_graph=self.kept_graphs.number,
                 context=self.precision.autocast,
                 backward=self.add_gradient,
                 exchange=exchange,
             )
 
+        def shrink() -> bool:
+            return self._shrink(len(module.slices(inputs, data_samples, self.chunk_size)))
+
         updated = self._inner_count >= self._accumulative_counts
         with self.kept_graphs.measured(model, updated):
-            return run_until_it_fits(step, self._shrink, model)
+            return run_until_it_fits(step, shrink, model)
 
     def _towers(self, model: nn.Module, module: Any, inputs: Any, data_samples: Any) -> list[Tower]:
         pieces = module.slices(inputs, data_samples, self.chunk_size)
@@ -247,8 +255,8 @@ class GradCacheOptimWrapper(OptimWrapper):
     def _slices_per_forward(self, name: str | None) -> int:
         return (self.forward_chunk_size or 1) // _of_tower(self.chunk_size, name) or 1
 
-    def _shrink(self) -> bool:
-        if self.kept_graphs.halve():
+    def _shrink(self, slices: int) -> bool:
+        if self.kept_graphs.halve(slices):
             return True
         half = _halved('chunk_size', self.chunk_size)
         self.chunk_size = half or self.chunk_size
