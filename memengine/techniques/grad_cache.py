@@ -186,14 +186,15 @@ class _Run:
         self.module = tower.module
         self._tower = tower
         tensors = tensors_in(tower.slices)
-        parameters = (tower.part or tower.module).parameters()
+        parameters = _encoder(tower).parameters()
         self.trained = any(tensor.requires_grad for tensor in [*parameters, *tensors])
         self.kept = tower.slices[len(tower.slices) - keep_graph :] if self.trained else []
         self._graph_free = tower.slices[: len(tower.slices) - len(self.kept)]
         self.repeated = self._graph_free if self.trained else []
         self.states: list[RandomState] = []  # of the repeated slices
         self._frozen = None
-        if tower.frozen and self.repeated and not any(t.requires_grad for t in tensors):
+        inputs_trained = any(tensor.requires_grad for tensor in tensors)
+        if tower.frozen is not None and self.repeated and not inputs_trained:
             self._frozen = FrozenPart(tower.frozen)
         self.graphs: list[list[Tensor]] = []  # embeddings of the kept slices
         self._devices = accelerators_of(self.module, tensors)
@@ -253,7 +254,8 @@ class _Run:
         """Embeddings of the whole batch; those without graph are leaves, which get gradients."""
         for chunks in zip(*self._chunks, strict=True):
             leaf = torch.cat(chunks) if len(chunks) > 1 else chunks[0].detach()
-            self._leaves.append(leaf.requires_grad_(self.trained and leaf.is_floating_point()))
+            differentiable = leaf.is_floating_point() or leaf.is_complex()
+            self._leaves.append(leaf.requires_grad_(self.trained and differentiable))
         parts = [self._leaves, *self.graphs] if self._leaves else self.graphs
         self.graphs, self._chunks = [], []
         whole = [torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True)]
@@ -288,8 +290,8 @@ class _Run:
 
 def _plan(towers: Sequence[Tower], keep_graph: int) -> list[_Run]:
     """Which slices keep their graph: the last ``keep_graph`` of all that are trained."""
-    if keep_graph < 0:
-        raise ValueError(f'keep_graph must be a number of slices, got {keep_graph}')
+    if not isinstance(keep_graph, int) or keep_graph < 0:
+        raise ValueError(f'keep_graph must be a number of slices, got {keep_graph!r}')
     if not towers:
         raise ValueError('there is no encoder to run')
     runs: list[_Run] = []
@@ -300,6 +302,11 @@ def _plan(towers: Sequence[Tower], keep_graph: int) -> list[_Run]:
         runs.insert(0, run)
     _check_ddp(runs)
     return runs
+
+
+def _encoder(tower: Tower) -> nn.Module:
+    # A module's truth is its length, which a compiled one may not have.
+    return tower.module if tower.part is None else tower.part
 
 
 def _check_tower(tower: Tower) -> None:
@@ -315,7 +322,7 @@ def _check_tower(tower: Tower) -> None:
                 f'a slice for {name} is computed by an upstream graph, which each slice would '
                 'run through again; compute it inside the encoder, or detach it'
             )
-    layers = layers_with_batch_statistics(tower.part or tower.module)
+    layers = layers_with_batch_statistics(_encoder(tower))
     if layers and tower.slices_per_forward > 1:
         raise ValueError(
             f'{name} normalises by the statistics of the batch ({layers[0]}), which differ between '

@@ -34,7 +34,8 @@ class GradCache:
     Args:
         model: The encoder, for the first form.
         chunk_size: Samples per chunk; for several models also one number for each.
-        loss_fn: Takes features (and labels), or representations; more keywords from the call.
+        loss_fn: Takes features (and labels, where the call gives them), or representations; more
+            keywords from the call.
         loss_type: ``'SimCLR'`` (no labels), ``'SupCon'`` (labels or ``mask=``) or ``'SelfCon'``
             (with or without labels).
         fp16: Run under fp16 autocast; needs ``scaler``.
@@ -86,6 +87,8 @@ class GradCache:
             raise ValueError('GradCache: fp16=True needs a scaler= (torch.amp.GradScaler)')
         if scaler is not None and scaler.is_enabled() and not fp16:
             raise ValueError('GradCache: scaler= would not be used, as it is for fp16=True')
+        if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
+            raise TypeError('GradCache: models= is a list of encoders; a single one is model=')
         self.models = [model] if model is not None else list(models or ())
         self.chunk_sizes = _sizes(chunk_sizes if chunk_size is None else chunk_size, self.models)
         self.loss_fn = loss_fn
@@ -154,8 +157,8 @@ class GradCache:
     def _context(self) -> AbstractContextManager[Any]:
         if self.scaler is None:
             return nullcontext()
-        device = next(self.models[0].parameters()).device
-        return torch.autocast(device.type, torch.float16)
+        parameters = (parameter for model in self.models for parameter in model.parameters())
+        return torch.autocast(next(parameters).device.type, torch.float16)
 
     def _backward(self, loss: Tensor) -> None:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
@@ -180,7 +183,8 @@ class GradCache:
         stack = _stack_outputs if self.loss_type == 'SelfCon' else _stack_halves
 
         def loss_fn(outputs: Any) -> Any:
-            return self.loss_fn(stack(outputs), labels, **loss_kwargs)
+            given = () if labels is None else (labels,)  # as criterion(features), criterion(f, y)
+            return self.loss_fn(stack(outputs), *given, **loss_kwargs)
 
         return (model_input,), loss_fn
 
@@ -225,15 +229,17 @@ def _loss_type(loss_type: str | None, one_model: bool) -> str | None:
     return loss_type
 
 
-def _sizes(sizes: int | Sequence[int] | None, models: Sequence[nn.Module]) -> list[int]:
-    assert sizes is not None
-    sizes = [sizes] * len(models) if isinstance(sizes, int) else list(sizes)
-    if len(sizes) != len(models):
-        raise ValueError(f'GradCache: got {len(sizes)} chunk sizes for {len(models)} models')
-    for size in sizes:
-        if size < 1:
-            raise ValueError(f'GradCache: chunk_size must be at least 1 sample, got {size}')
-    return sizes
+def _sizes(sizes: Any, models: Sequence[nn.Module]) -> list[int]:
+    several = list(sizes) if isinstance(sizes, (list, tuple)) else [sizes] * len(models)
+    if len(several) != len(models):
+        raise ValueError(f'GradCache: got {len(several)} chunk sizes for {len(models)} models')
+    for size in several:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(
+                'GradCache: chunk_size must be a whole number of samples, at least 1 (or a list '
+                f'of them, one for each model), got {size!r}'
+            )
+    return several
 
 
 def _multiple(forward_chunk_size: int | None, chunk_size: int) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 __all__ = ['frozen_statistics', 'layers_with_batch_statistics']
 
@@ -31,19 +32,26 @@ def frozen_statistics(module: nn.Module) -> Iterator[None]:
         RuntimeError: When another buffer changes, as the pass that changed it before cannot be
             repeated.
     """
-    layers = [
-        layer
-        for layer in module.modules()
-        if isinstance(layer, _NormBase) and layer.training and layer.track_running_stats
-    ]
+    training = [layer for layer in module.modules() if layer.training]
+    layers = [x for x in training if isinstance(x, _BatchNorm) and x.track_running_stats]
     before = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
+    hidden = [  # InstanceNorm updates whatever statistics it has
+        (layer, name, layer._buffers[name])
+        for layer in training
+        if isinstance(layer, _InstanceNorm)
+        for name in ('running_mean', 'running_var')
+    ]
     for layer in layers:
         layer.track_running_stats = False
+    for instance_norm, name, _ in hidden:
+        instance_norm._buffers[name] = None
     try:
         yield
     finally:
         for layer in layers:
             layer.track_running_stats = True
+        for instance_norm, name, buffer in hidden:
+            instance_norm._buffers[name] = buffer
     for name, buffer in module.named_buffers():
         kept, version = before.get(name, (None, 0))
         if buffer is not kept or buffer._version != version:

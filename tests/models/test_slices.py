@@ -82,6 +82,15 @@ def test_sizes_by_tower():
         model.slices(*batch(CLIP), dict(image=2))
 
 
+@pytest.mark.parametrize(
+    ('method', 'arguments'),
+    [('embed', 1), ('embedding_loss', 2), ('features', 1), ('slice_loss', 3)],
+)
+def test_what_an_algorithm_lacks_is_named(method, arguments):
+    with pytest.raises(NotImplementedError, match=rf'Algorithm does not define {method}\(\)'):
+        getattr(Algorithm(), method)(*[None] * arguments)
+
+
 def test_views_of_several_sizes_are_refused():
     small = torch.zeros(B, 1, 4, 4)
     with pytest.raises(ValueError, match='several sizes'):

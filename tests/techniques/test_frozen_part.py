@@ -9,6 +9,7 @@ from torch import nn
 from memengine.losses import NTXentLoss
 from memengine.techniques.frozen_part import FrozenPart
 from memengine.techniques.grad_cache import Tower, cached_step
+from memengine.techniques.slicing import split_batch
 from memengine.testing import assert_same_step
 
 from .toy import gradients, plain
@@ -76,3 +77,18 @@ def test_runs_again_when_it_returns_something_else():
 def test_a_part_that_is_trained_is_refused():
     with pytest.raises(ValueError, match='Linear is not frozen: weight is trained'):
         FrozenPart(nn.Linear(2, 2))
+
+
+def test_a_compiled_part_runs_once():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    backbone = nn.Sequential(nn.Linear(12, 8), nn.Tanh()).requires_grad_(False)
+    runs = []
+    compiled = torch.compile(
+        backbone, backend=lambda graph, _: lambda *args: runs.append(1) or graph(*args)
+    )
+    model, x = nn.Sequential(compiled, nn.Linear(8, 3)), torch.randn(6, 12)
+    tower = Tower(model, split_batch(x, 2), frozen=compiled, part=model)
+    loss = cached_step(tower, lambda z: z.square().sum())
+    assert len(runs) == 3
+    assert loss.item() == pytest.approx(model(x).square().sum().item(), rel=1e-5)

@@ -148,6 +148,16 @@ def test_returns_the_detached_loss_and_passes_loss_arguments_on():
     assert gc(x, labels=None).item() == pytest.approx(ConLoss()(features).item(), rel=1e-5)
 
 
+def test_without_labels_a_loss_need_not_take_them():
+    def loss(features):
+        return features.prod(dim=1).sum().square()
+
+    model, x = Encoder(), torch.randn(8, 12)
+    gc = GradCache(model=model, chunk_size=3, loss_fn=loss, loss_type='SimCLR')
+    first, second = model(x).chunk(2)
+    assert relative_error(gc(x), (first * second).sum().square()) < 1e-5
+
+
 def test_supcon_takes_a_mask_for_labels():
     model, x = Encoder(), torch.randn(8, 12)
     gc = GradCache(model=model, chunk_size=3, loss_fn=SupConLoss())
@@ -275,6 +285,17 @@ def test_fp16_scales_the_loss_with_the_callers_scaler():
     assert loss.item() < 20  # not scaled
 
 
+def test_fp16_with_a_model_without_parameters():
+    encoder, x = nn.Linear(12, 12), torch.randn(6, 12)
+    types = []
+    encoder.register_forward_hook(lambda *call: types.append(call[2].dtype))
+    scaler = torch.amp.GradScaler('cpu', init_scale=2.0)
+    arguments = {'chunk_sizes': 4, 'loss_fn': contrastive, 'fp16': True, 'scaler': scaler}
+    GradCache(models=[nn.Identity(), encoder], **arguments)(x, x)
+    assert set(types) == {torch.float16}
+    assert encoder.weight.grad.abs().sum() > 0
+
+
 def test_scripts_may_pass_a_disabled_scaler():
     scaler = torch.amp.GradScaler('cpu', enabled=False)
     arguments = {'chunk_size': 2, 'loss_fn': SupConLoss(), 'loss_type': 'SimCLR'}
@@ -349,7 +370,16 @@ MODEL, LOSS = Encoder(), SupConLoss()
         (
             {'model': MODEL, 'chunk_size': 0, 'loss_fn': LOSS},
             ValueError,
-            'at least 1 sample, got 0',
+            'number of samples, at least 1.*got 0',
+        ),
+        *[
+            ({'model': MODEL, 'chunk_size': size, 'loss_fn': LOSS}, ValueError, f'got {size!r}')
+            for size in ('2', 2.5, True)
+        ],
+        (
+            {'models': MODEL, 'chunk_sizes': 2, 'loss_fn': LOSS},
+            TypeError,
+            'models= is a list of encoders',
         ),
         ({'model': MODEL, 'chunk_size': -3, 'loss_fn': LOSS}, ValueError, 'got -3'),
         (
@@ -404,6 +434,12 @@ def test_errors_of_the_constructor(arguments, error, message):
             "takes no labels; use 'SupCon'",
         ),
         ({'model': MODEL}, lambda gc: gc(torch.randn(4, 12)), ValueError, 'needs labels'),
+        (
+            {'model': MODEL, 'loss_type': 'SimCLR', 'keep_graph': 'auto'},
+            lambda gc: gc(torch.randn(4, 12)),
+            ValueError,
+            "keep_graph must be a number of slices, got 'auto'",
+        ),
         (
             {'model': MODEL},
             lambda gc: gc(torch.randn(5, 12), torch.arange(2)),

@@ -281,3 +281,31 @@ def test_an_error_in_the_second_pass_leaves_the_model_as_it_was():
     with pytest.raises(MemoryError):
         cached([model], [torch.randn(8, 12)], lambda z: F.softplus(z).sum())
     assert model.layers[1].track_running_stats
+
+
+@pytest.mark.parametrize('keep_graph', [0, 2])
+def test_instancenorm_counts_every_slice_once(keep_graph):
+    body = [nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4, track_running_stats=True), nn.Flatten()]
+    model = nn.Sequential(*body, nn.Linear(16, 3)).double()
+    expected, x = copy.deepcopy(model), torch.randn(7, 1, 4, 4, dtype=torch.float64)
+    slices = split_batch(x, 3)
+    torch.cat([expected(piece) for piece in slices]).square().sum().backward()
+    cached_step(Tower(model, slices), lambda z: z.square().sum(), keep_graph=keep_graph)
+    assert_same_step(gradients(model), gradients(expected))
+    assert_same_step(dict(model.named_buffers()), dict(expected.named_buffers()))
+
+
+def test_complex_embeddings_get_their_gradient():
+    class Spectrum(nn.Linear):
+        def forward(self, x):
+            z = super().forward(x)
+            return {'z': z, 'spectrum': torch.fft.fft(z)}
+
+    def loss(outputs):
+        return outputs['z'].sum() + outputs['spectrum'].abs().square().mean()
+
+    model, x = Spectrum(12, 4).double(), torch.randn(7, 12, dtype=torch.float64)
+    expected = copy.deepcopy(model)
+    loss(expected(x)).backward()
+    cached_step(Tower(model, split_batch(x, 3)), loss)
+    assert_same_step(gradients(model), gradients(expected))

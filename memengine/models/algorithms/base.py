@@ -52,17 +52,17 @@ class Algorithm(BaseModel):
         Row i of an embedding belongs to row i of the inputs; several views of one size (a list of
         tensors, of any number of rows each) are the rows of their concatenation.
         """
-        raise NotImplementedError
+        raise self._missing('embed', 'inputs to embeddings')
 
     def embedding_loss(
         self, embeddings: Any, targets: Any, data_samples: Any = None
     ) -> dict[str, Tensor]:
         """The light part: all embeddings of the batch to losses, and other scalars to log."""
-        raise NotImplementedError
+        raise self._missing('embedding_loss', 'embeddings to losses')
 
     def features(self, inputs: Tensor) -> Tensor:
         """Images [B, C, H, W] to the features [B, D] that are evaluated."""
-        raise NotImplementedError
+        raise self._missing('features', 'images to the features that are evaluated')
 
     def targets(self, inputs: Any, data_samples: Any = None, size: Any = None) -> Any:
         """What is computed once per batch, without gradient, before any slice is embedded.
@@ -93,7 +93,13 @@ class Algorithm(BaseModel):
 
         Entries without ``loss`` in their name are summed too, and may have any shape.
         """
-        raise NotImplementedError
+        raise self._missing('slice_loss', "a slice's embeddings to its part of the losses")
+
+    def _missing(self, method: str, purpose: str) -> NotImplementedError:
+        return NotImplementedError(
+            f'{type(self).__name__} does not define {method}(): {purpose}; see '
+            'memengine.models.Algorithm'
+        )
 
     def batch_losses(self, sums: dict[str, Tensor], targets: Any) -> dict[str, Tensor]:
         """What :meth:`embedding_loss` gives, from the sums of :meth:`slice_loss`; to be logged."""
