@@ -27,8 +27,8 @@ def materialize(
     Args:
         module: Holds parameters and buffers on any device, ``meta`` included.
         device: Where they go.
-        init_fn: ``init_fn(module)`` gives values to a module's own tensors that were on ``meta``;
-            by default its ``reset_parameters()`` does.
+        init_fn: ``init_fn(module)`` gives values to a module's own tensors that were on ``meta``,
+            after its ``reset_parameters()`` (or ``_reset_parameters()``) if it has that.
         ready: Tensors that are left as they are.
 
     Raises:
@@ -70,11 +70,12 @@ def _fill(
     floating = {key: t for key, t in tensors.items() if t.is_floating_point()}
     for tensor in floating.values():
         tensor.fill_(torch.nan)
-    reset: Any = getattr(module, 'reset_parameters', None)
+    inits: list[Any] = [getattr(module, n, None) for n in ('reset_parameters', '_reset_parameters')]
+    used = [init for init in inits if init is not None][:1]
+    for init in used:
+        init()
     if init_fn is not None:
         init_fn(module)
-    elif reset is not None:
-        reset()
-    else:
+    elif not used:
         return list(tensors)
     return [key for key, tensor in floating.items() if bool(tensor.isnan().any())]

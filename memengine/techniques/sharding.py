@@ -97,6 +97,10 @@ def _mesh(replicas: int) -> DeviceMesh:
             f'replicas must divide the number of ranks, got replicas={replicas} for {ranks} ranks'
         )
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    if device == 'cpu' and not hasattr(torch.cpu.Stream, 'record_event'):
+        raise ValueError(
+            f'torch {torch.__version__} shards on GPUs only; install a newer one to shard on CPUs'
+        )
     here = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
     if device == 'cuda' and here > torch.cuda.device_count():
         raise ValueError(
@@ -175,15 +179,15 @@ def shard_model(
             ranks, so as many as there are machines keeps gathering inside of them.
         param_dtype: What units are gathered and computed in; None for their own type.
         reduce_dtype: What gradients are reduced in; None for ``param_dtype``.
-        init_fn: ``init_fn(module)`` gives values to a module's own parameters and buffers on
-            ``meta``; by default its ``reset_parameters()`` does.
+        init_fn: ``init_fn(module)`` gives values to a module's own parameters and buffers that
+            were on ``meta``, after its ``reset_parameters()`` if it has that.
 
     Returns:
         What runs steps of it.
 
     Raises:
-        ValueError: Without a process group; for more ranks than devices; for a setting out of
-            range; for parameters on ``meta`` that nothing gives a value to.
+        ValueError: Without a process group; for more ranks than devices; on CPUs with torch 2.6;
+            for a setting out of range; for parameters on ``meta`` that nothing gives a value to.
 
     Cost, for P bytes of parameters on N ranks: P / N of parameters, gradients and each optimiser
     state, one gathered unit (two, where a device gathers the next one ahead) and the rest. Per

@@ -17,7 +17,13 @@ from memengine.registry import FUNCTIONS
 from memengine.testing import assert_same_step, relative_error, run_ranks
 from tests.engine.test_sliced import big_batch, model_and_batch, share
 from tests.engine.toy import Losses, toy_runner
+from tests.models.test_dino import config as dino_config
 from tests.models.toy import build
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() and not hasattr(torch.cpu.Stream, 'record_event'),
+    reason='fully_shard of torch 2.6 needs GPUs',
+)
 
 STEPS = 20
 KINDS = {
@@ -126,6 +132,7 @@ def _others(rank, world_size):
     }
 
 
+@pytest.mark.slow
 def test_other_ways_follow_one_process_too():
     ranks = run_ranks(2, _others, timeout_s=300)
     for name, (kind, _, settings) in OTHERS.items():
@@ -218,8 +225,28 @@ def result_of(runner, losses):
     return losses.seen, whole(unwrap(runner.model).state_dict()), settings, accuracy
 
 
+@FUNCTIONS.register_module()
+def fill_with_ones(module):
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        torch.nn.init.ones_(tensor)
+
+
+def check_meta(world_size, work_dir):
+    """The Runner builds a model without values, and gives it some."""
+    wrapper = dict(type='FullyShardedDataParallel', meta=True, init_fn='fill_with_ones')
+    model = dict(type='DINO', **dino_config())
+    state = whole(
+        unwrap(runner_of(work_dir, world_size, wrapper, model=model)[0].model).state_dict()
+    )
+    for name, tensor in state.items():
+        if name.startswith('student'):
+            assert torch.equal(tensor, torch.ones_like(tensor))
+            assert torch.equal(tensor, state[name.replace('student', 'teacher', 1)])
+
+
 def _through_the_runner(rank, world_size, work_dir):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    check_meta(world_size, f'{work_dir}/meta')
     wrapper = dict(type='MMFullyShardedDataParallel', cpu_offload=True)
     runner, losses = runner_of(f'{work_dir}/two', world_size, wrapper)
     runner.train()
@@ -312,5 +339,6 @@ def _of_mmengine(rank, world_size):
             units(**settings)
 
 
+@pytest.mark.slow
 def test_arguments_of_mmengine_are_translated_or_refused_by_name():
     run_ranks(2, _of_mmengine, timeout_s=300)

@@ -62,8 +62,8 @@ class FullyShardedDataParallel(nn.Module):
         param_dtype: What to gather and compute in, e.g. ``'bfloat16'``; by default the
             parameters' own.
         reduce_dtype: What to reduce gradients in; by default ``param_dtype``.
-        init_fn: Function, or the name of one in ``FUNCTIONS``, that gives values to the tensors of
-            a module that was built on ``meta``; by default its ``reset_parameters()``.
+        init_fn: Function, or the name of one in ``FUNCTIONS``, that gives values to a module's own
+            tensors that were built on ``meta``, after its ``reset_parameters()`` if it has that.
         meta: Whether the Runner builds the model on the ``meta`` device, so that no process ever
             holds all of it.
         global_losses: Whether losses in which samples meet see those of all ranks; see
