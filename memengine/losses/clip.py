@@ -191,6 +191,7 @@ class ClipLoss(BatchLoss):
         image_features: Tensor,
         text_features: Tensor,
         logit_scale: Tensor | float,
+        logit_bias: Tensor | float | None = None,
         output_dict: bool = False,
     ) -> Tensor | dict[str, Tensor]:
         """The batch's loss.
@@ -200,15 +201,18 @@ class ClipLoss(BatchLoss):
             text_features: [B, D], row i belongs to image i.
             logit_scale: Scalar factor of the similarities, already exponentiated
                 (``model.logit_scale.exp()``); gets its gradient.
+            logit_bias: Added to every logit, which changes neither softmax: taken because
+                open_clip's models hand it over, and of gradient 0.
             output_dict: Return ``{'contrastive_loss': loss}`` instead.
 
         Returns:
             Scalar, in fp32 or wider.
 
         Raises:
-            ValueError: For other shapes.
+            ValueError: For other shapes; with ranks on all of them, also if only one has others.
         """
-        check_towers('ClipLoss', image_features, text_features)
+        with self.checked_by_all(image_features, text_features, logit_scale, logit_bias):
+            check_towers('ClipLoss', image_features, text_features)
         group = ranks_of(self.process_group)
         with autocast_off(image_features.device.type):
             towers = image_features, text_features
@@ -217,4 +221,6 @@ class ClipLoss(BatchLoss):
             else:
                 losses = tiled_losses(*towers, logit_scale, self.tile_size, group)
             loss = mean_over_ranks(losses, group)
+            if isinstance(logit_bias, Tensor):  # DDP wants a gradient of every parameter
+                loss = loss + 0 * logit_bias.sum()
         return {'contrastive_loss': loss} if output_dict else loss

@@ -11,9 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-__all__ = ['Gather', 'all_gather_rows', 'rows_per_rank', 'sum_to_owners']
+from memengine.losses.tiles import first_derivative_only
+
+__all__ = [
+    'Gather',
+    'all_gather_rows',
+    'by_rank',
+    'needs_grad',
+    'rows_per_rank',
+    'sum_to_owners',
+    'tell_ranks',
+]
 
 
 def Gather(  # noqa: N802 (DisCo-CLIP's name)
@@ -84,7 +93,7 @@ class _Gather(torch.autograd.Function):
         return all_gather_rows(tensor, rows, group)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return sum_to_owners(grad, ctx.rows, ctx.group), None, None
 
@@ -96,23 +105,55 @@ def rows_per_rank(tensor: Tensor, group: dist.ProcessGroup | None = None) -> lis
         ValueError: For a tensor without dimensions, and ranks that differ in anything but the
             number of rows: other dimensions, type, whether a gradient is required.
     """
-    needs_grad = tensor.requires_grad and torch.is_grad_enabled()
-    kind = f'{tensor.dtype} requires_grad={needs_grad}'
-    digest = zlib.crc32(f'{tuple(tensor.shape[1:])} {kind}'.encode())
-    mine = [tensor.shape[0] if tensor.dim() else -1, digest]
-    world_size = dist.get_world_size(group)
-    headers = torch.empty(world_size * 2, dtype=torch.int64, device=tensor.device)
-    dist.all_gather_into_tensor(headers, headers.new_tensor(mine), group=group)
-    pairs = headers.view(world_size, 2).tolist()
-    rows = [count for count, _ in pairs]
-    if min(rows) < 0 or len({digest for _, digest in pairs}) > 1:
-        seen: list[Any] = [None] * world_size
-        dist.all_gather_object(seen, f'{tuple(tensor.shape)} {kind}', group=group)
+    kind = f'{tensor.dtype} requires_grad={needs_grad(tensor)}'
+    count = tensor.shape[0] if tensor.dim() else -1
+    said = f'{tuple(tensor.shape)} {kind}'
+    rows, differing = tell_ranks(
+        count, f'{tuple(tensor.shape[1:])} {kind}', said, tensor.device, group
+    )
+    if min(rows) < 0 or differing:
         raise ValueError(
             'Gather: the ranks must hold tensors [b, ...] that differ in b at most, got '
-            + '; '.join(f'{other} on rank {rank}' for rank, other in enumerate(seen))
+            + by_rank(differing or [said] * len(rows))
         )
     return rows
+
+
+def needs_grad(tensor: Tensor) -> bool:
+    """Whether what is computed from a tensor now will be differentiated."""
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def tell_ranks(
+    number: int, kind: str, said: str, device: torch.device, group: dist.ProcessGroup | None = None
+) -> tuple[list[int], list[str]]:
+    """Every rank's number, and, if they are not all of one kind, what every rank says of its own.
+
+    Two numbers of each rank are on the wire, and text only if kinds differ.
+
+    Args:
+        number: This rank's.
+        kind: What has to be the same on all ranks.
+        said: This rank's part of a message about ranks that differ.
+        device: Where collectives take place.
+        group: The ranks.
+    """
+    world_size = dist.get_world_size(group)
+    headers = torch.empty(world_size * 2, dtype=torch.int64, device=device)
+    mine = headers.new_tensor([number, zlib.crc32(kind.encode())])
+    dist.all_gather_into_tensor(headers, mine, group=group)
+    numbers, digests = headers.view(world_size, 2).T.tolist()
+    if len(set(digests)) == 1:
+        return numbers, []
+    seen: list[Any] = [None] * world_size
+    dist.all_gather_object(seen, said, group=group)
+    return numbers, seen
+
+
+def by_rank(texts: list[str], speaking: list[int] | None = None) -> str:
+    """What each rank says, or each to whose number a 1 belongs, in one sentence."""
+    chosen = speaking or [1] * len(texts)
+    return '; '.join(f'{text} on rank {rank}' for rank, text in enumerate(texts) if chosen[rank])
 
 
 def all_gather_rows(

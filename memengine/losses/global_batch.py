@@ -20,15 +20,16 @@ Shapes: N ranks, b rows of this rank, B rows of all.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from memengine.losses.gather import rows_per_rank
-from memengine.losses.tiles import check_tile_size
+from memengine.losses.gather import by_rank, needs_grad, rows_per_rank, tell_ranks
+from memengine.losses.tiles import check_tile_size, first_derivative_only
 
 __all__ = [
     'BatchLoss',
@@ -57,6 +58,45 @@ class BatchLoss(nn.Module):
         check_tile_size(tile_size)
         self.tile_size = tile_size
         self.process_group: dist.ProcessGroup | None = None
+
+    @contextmanager
+    def checked_by_all(self, embeddings: Tensor, *others: Any, **settings: Any) -> Iterator[None]:
+        """Within, a rank checks what it was given; if one raises ValueError, all ranks do.
+
+        Otherwise the others would wait for it in the first exchange.
+
+        Args:
+            embeddings: This rank's.
+            *others: What else the loss is of. Each needs a gradient on all ranks or on none.
+            **settings: What else has to be the same on all ranks.
+
+        Raises:
+            ValueError: On every rank, when a check failed on one, or when ranks differ.
+
+        On the wire are two numbers of each rank.
+        """
+        group = ranks_of(self.process_group)
+        if group is None:
+            yield
+            return
+        problem: ValueError | None = None
+        try:
+            yield
+        except ValueError as error:
+            problem = error
+        learned = [isinstance(x, Tensor) and needs_grad(x) for x in (embeddings, *others)]
+        settings |= {'tiled': self.tile_size is not None, 'require gradients': learned}
+        said = ', '.join(f'{name}: {value}' for name, value in settings.items())
+        kind = str(problem) if problem else said
+        refused, differing = tell_ranks(bool(problem), kind, kind, embeddings.device, group)
+        if any(refused) and differing:
+            raise ValueError(f'refused on all ranks: {by_rank(differing, refused)}') from problem
+        if differing:
+            raise ValueError(
+                f'{type(self).__name__}: the ranks must call it alike, got {by_rank(differing)}'
+            )
+        if problem is not None:
+            raise problem
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -110,7 +150,7 @@ class _Sum(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)

@@ -57,13 +57,14 @@ class NTXentLoss(BatchLoss):
             Scalar, in fp32 or wider.
 
         Raises:
-            ValueError: For other shapes.
+            ValueError: For other shapes; with ranks on all of them, also if only one has others.
         """
-        if view1.dim() != 2 or view1.shape != view2.shape or view1.numel() == 0:
-            raise ValueError(
-                f'NTXentLoss: expected two views [B, D] of the same samples, got '
-                f'{tuple(view1.shape)} and {tuple(view2.shape)}'
-            )
+        with self.checked_by_all(view1, view2):
+            if view1.dim() != 2 or view1.shape != view2.shape or view1.numel() == 0:
+                raise ValueError(
+                    f'NTXentLoss: expected two views [B, D] of the same samples, got '
+                    f'{tuple(view1.shape)} and {tuple(view2.shape)}'
+                )
         group = ranks_of(self.process_group)
         with autocast_off(view1.device.type):
             first, second = (F.normalize(view, dim=1) for view in at_least_fp32(view1, view2))

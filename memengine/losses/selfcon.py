@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from memengine.losses.global_batch import BatchLoss, mean_over_ranks, ranks_of
-from memengine.losses.supcon import check_options, contrastive_rows, positives_of, views_first
+from memengine.losses.supcon import (
+    check_options,
+    check_positives,
+    contrastive_rows,
+    given_positives,
+    positives_of,
+    views_first,
+)
 from memengine.techniques.precision import autocast_off
 
 __all__ = ['ConLoss']
@@ -81,17 +88,21 @@ class ConLoss(BatchLoss):
 
         Raises:
             ValueError: For another shape, both labels and mask, both ``FG`` options, or an
-                ``FG`` option with a single output or ``contrast_mode='one'``.
+                ``FG`` option with a single output or ``contrast_mode='one'``; with ranks on all
+                of them, also if only one is given such.
         """
-        views = views_first(features)  # [n, B, D]
-        outputs, batch_size = views.shape[:2]
-        first_are_anchors = 1 if self.contrast_mode == 'one' else outputs
-        if selfcon_s_FG or selfcon_m_FG:
-            self._check_anchors(features, selfcon_s_FG, selfcon_m_FG)
-            first_are_anchors = outputs - 1
-        anchors = first_are_anchors * batch_size
-        if selfcon_m_FG:
-            batch_size //= 2
+        fg_only = selfcon_s_FG or selfcon_m_FG
+        options = self.contrast_mode, supcon_s, selfcon_s_FG, selfcon_m_FG
+        given = given_positives(labels, mask)
+        with self.checked_by_all(features, options=options, positives=given):
+            views = views_first(features)  # [n, B, D]
+            if fg_only:
+                self._check_anchors(features, selfcon_s_FG, selfcon_m_FG)
+            batch_size = len(features) // (2 if selfcon_m_FG else 1)
+            check_positives(batch_size, labels, mask)
+        outputs = len(views)
+        first_are_anchors = 1 if self.contrast_mode == 'one' else outputs - fg_only
+        anchors = first_are_anchors * len(features)
         group = ranks_of(self.process_group)
         with autocast_off(features.device.type):
             contrasts = views.flatten(0, 1)  # [N, D], in blocks of B samples

@@ -182,11 +182,12 @@ class SigLipLoss(BatchLoss):
             Scalar, in fp32 or wider: the sum over all pairs divided by B.
 
         Raises:
-            ValueError: For other shapes.
+            ValueError: For other shapes; with ranks on all of them, also if only one has others.
         """
-        check_towers('SigLipLoss', image_features, text_features)
-        group = ranks_of(self.process_group)
         bias = 0.0 if logit_bias is None else logit_bias
+        with self.checked_by_all(image_features, text_features, logit_scale, bias):
+            check_towers('SigLipLoss', image_features, text_features)
+        group = ranks_of(self.process_group)
         with autocast_off(image_features.device.type):
             towers = image_features, text_features
             if self.tile_size is None:

@@ -25,7 +25,9 @@ from memengine.techniques.precision import at_least_fp32, autocast_off
 __all__ = [
     'Positives',
     'SupConLoss',
+    'check_positives',
     'contrastive_rows',
+    'given_positives',
     'log_partition',
     'positives_of',
     'views_first',
@@ -86,18 +88,12 @@ def positives_of(
         group: The ranks among whose samples the positives are.
 
     Raises:
-        ValueError: When both are given, or either has another shape.
+        ValueError: When the mask has another number of columns.
     """
     own = own_rows(blocks.transpose(0, 1), group)
     samples = blocks.sum(dim=0)
     ones = samples.new_ones(len(samples))
-    if labels is not None and mask is not None:
-        raise ValueError('give labels or mask, not both')
     if labels is not None:
-        if labels.shape not in ((len(samples),), (len(samples), 1)):
-            raise ValueError(
-                f'labels must be one per sample, [{len(samples)}], got {tuple(labels.shape)}'
-            )
         labels = labels.flatten().to(samples.device)
         everyone = labels if group is None else Gather(labels, group)
         classes, members = everyone.unique(return_inverse=True)
@@ -108,13 +104,35 @@ def positives_of(
     if mask is None:
         return Positives(samples, ones, ones)
     everyone = samples if group is None else Gather(samples, group)
-    if mask.shape != (len(samples), len(everyone)):
+    if mask.shape[1] != len(everyone):
         raise ValueError(
             'mask must say for each sample and each of the batch (of all ranks) whether they are '
             f'positives, [{len(samples)}, {len(everyone)}], got {tuple(mask.shape)}'
         )
     mask = mask.to(samples)
     return Positives(mask @ everyone, mask.sum(dim=1), mask.diagonal(own.start))
+
+
+def check_positives(batch_size: int, labels: Tensor | None, mask: Tensor | None) -> None:
+    """Raise ValueError when both are given, or either is not one row for each of B samples."""
+    if labels is not None and mask is not None:
+        raise ValueError('give labels or mask, not both')
+    if labels is not None and labels.shape not in ((batch_size,), (batch_size, 1)):
+        raise ValueError(
+            f'labels must be one per sample, [{batch_size}], got {tuple(labels.shape)}'
+        )
+    if mask is not None and (mask.dim() != 2 or len(mask) != batch_size):
+        raise ValueError(
+            'mask must have a row for each sample and (over ranks) a column for each of all, '
+            f'in one process [{batch_size}, {batch_size}], got {tuple(mask.shape)}'
+        )
+
+
+def given_positives(labels: Tensor | None, mask: Tensor | None) -> str:
+    """What tells the positives; over ranks, the same on all."""
+    if labels is not None:
+        return 'labels'
+    return 'none' if mask is None else f'mask [b, *{list(mask.shape[1:])}]'
 
 
 def contrastive_rows(
@@ -241,9 +259,13 @@ class SupConLoss(BatchLoss):
             Scalar, in fp32 or wider.
 
         Raises:
-            ValueError: For another shape, or when both labels and mask are given.
+            ValueError: For another shape, or when both labels and mask are given; with ranks on
+                all of them, also if only one is given such.
         """
-        views = views_first(features)  # [V, B, D]
+        given = given_positives(labels, mask)
+        with self.checked_by_all(features, mode=self.contrast_mode, positives=given):
+            views = views_first(features)  # [V, B, D]
+            check_positives(len(features), labels, mask)
         group = ranks_of(self.process_group)
         with autocast_off(features.device.type):
             positives = positives_of(views, labels, mask, group)

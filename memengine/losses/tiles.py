@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 __all__ = [
     'Tile',
@@ -130,15 +129,36 @@ def diagonal(tile: Tile, offset: int = 0) -> tuple[Tensor, slice]:
     return logits, slice(start, start + len(logits))
 
 
+class _Refusing(torch.autograd.Function):
+    """A gradient, tied to what it was made from, so that whoever differentiates it is told."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *sources: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            'a loss in tiles or over ranks has a first derivative only; for a second one use '
+            'tile_size=None in one process'
+        )
+
+
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Like torch's ``once_differentiable``, which lets a second derivative pass as zero where the
-    incoming gradient is a constant, as that of a mean is."""
-    refusing = once_differentiable(backward)
+    """Run a Function's backward without a graph, and refuse a derivative of what it returns.
+
+    torch's ``once_differentiable`` raises only where a backward pass walks by: a derivative with
+    respect to the inputs, or of a sum with other terms, would be without this part in silence.
+    """
 
     @wraps(backward)
     def wrapped(ctx: Any, *grads: Tensor) -> Any:
-        if torch.is_grad_enabled():  # create_graph=True
-            grads = tuple(grad.detach().requires_grad_() for grad in grads)
-        return refusing(ctx, *grads)
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():  # no create_graph=True
+            return found
+        sources = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]
+        gradients = found if isinstance(found, tuple) else (found,)
+        return tuple(None if g is None else _Refusing.apply(g, *sources) for g in gradients)
 
     return wrapped

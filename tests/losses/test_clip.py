@@ -82,3 +82,13 @@ def test_output_dict():
 def test_shapes(shapes):
     with pytest.raises(ValueError, match=r'ClipLoss: expected .* \[B, D\] of the same pairs'):
         ClipLoss()(torch.randn(shapes[0]), torch.randn(shapes[1]), 1.0)
+
+
+def test_takes_the_bias_that_models_of_open_clip_hand_over():
+    images, texts = F.normalize(torch.randn(2, 6, 4), dim=-1)
+    bias = torch.tensor(-10.0, requires_grad=True)
+    expected = ClipLoss()(images, texts, 10.0)
+    for tile_size in (None, 4):
+        loss = ClipLoss(tile_size=tile_size)(images, texts, 10.0, bias, True)['contrastive_loss']
+        assert torch.allclose(loss, expected)
+        assert torch.autograd.grad(loss, bias) == (0,)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from memengine.losses import ClipLoss, SupConLoss
+from memengine.losses import ClipLoss, ConLoss, NTXentLoss, SigLipLoss, SupConLoss
 from memengine.testing import assert_same_step, run_ranks
 
 from .cases import CASES, learned, step
@@ -111,3 +111,76 @@ def test_what_does_not_fit_is_refused_on_every_rank():
         assert '(2, 3)' in features and '(2, 4)' in features
         assert '(2, 2, 3)' in views and '(2, 3, 3)' in views
         assert '[2, 4], got (2, 2)' in mask
+
+
+def _one_refuses(rank, world_size):
+    """What is said on each rank when only the second is called wrongly, or unlike the first."""
+    alone = bool(rank)
+    rows, pairs = torch.randn(0 if alone else 3, 2, 4), torch.randn(3, 2, 4)
+    learned = torch.randn(3, 4, requires_grad=alone)
+    labels, mask = torch.zeros(3), torch.ones(3, 6)
+    said = {}
+    for tile_size in (None, 2):
+        losses = [kind(tile_size=tile_size) for kind in (ClipLoss, SigLipLoss, NTXentLoss)]
+        supcon, selfcon = SupConLoss(tile_size=tile_size), ConLoss(tile_size=tile_size)
+        clip, siglip, ntxent = losses
+        unlike = ClipLoss(tile_size=2 if alone else None)
+        for loss in (*losses, supcon, selfcon, unlike):
+            loss.process_group = dist.group.WORLD
+        calls = {
+            'no rows, clip': lambda m=clip: m(rows[:, 0], rows[:, 1], 1.0),
+            'no rows, siglip': lambda m=siglip: m(rows[:, 0], rows[:, 1], 1.0),
+            'no rows, ntxent': lambda m=ntxent: m(rows[:, 0], rows[:, 1]),
+            'no rows, supcon': lambda m=supcon: m(rows),
+            'no rows, selfcon': lambda m=selfcon: m(rows),
+            'short labels': lambda m=supcon: m(pairs, labels[: 3 - rank]),
+            'labels and mask': lambda m=supcon: m(pairs, labels, mask if alone else None),
+            'flat mask': lambda m=supcon: m(pairs, mask=mask.flatten() if alone else mask),
+            'labels': lambda m=supcon: m(pairs, labels if alone else None),
+            'mask': lambda m=selfcon: m(pairs, mask=mask if alone else None),
+            'columns': lambda m=supcon: m(pairs, mask=mask[:, rank:]),
+            'option': lambda m=selfcon: m(pairs, supcon_s=alone),
+            'gradient': lambda m=clip: m(learned, pairs[:, 1], 1.0),
+            'tiles': lambda m=unlike: m(pairs[:, 0], pairs[:, 1], 1.0),
+        }
+        for name, call in calls.items():
+            with pytest.raises(ValueError, match='refused on all ranks|call it alike') as error:
+                call()
+            said[name, tile_size] = str(error.value)
+        assert clip(torch.eye(2), torch.eye(2), 1.0) > 0
+    return said
+
+
+def test_what_one_rank_refuses_all_refuse():
+    first, second = run_ranks(2, _one_refuses, timeout_s=60.0)
+    assert first == second
+    for (name, _), said in first.items():
+        if name in ('labels', 'mask', 'columns', 'option', 'gradient', 'tiles'):
+            assert 'the ranks must call it alike' in said, name
+            assert 'on rank 0' in said and 'on rank 1' in said
+        else:
+            assert said.startswith('refused on all ranks: '), name
+            assert said.endswith(' on rank 1') and 'on rank 0' not in said
+    assert '(0, 4)' in first['no rows, clip', None]
+    assert 'labels must be one per sample, [3], got (2,)' in first['short labels', 2]
+
+
+def _second_derivative(rank, world_size):
+    """Messages of a second derivative through losses over ranks, in tiles and not."""
+    said = []
+    for tile_size in (None, 2):
+        loss = ClipLoss(tile_size=tile_size)
+        loss.process_group = dist.group.WORLD
+        images, weight = torch.eye(2).requires_grad_(), torch.ones((), requires_grad=True)
+        value = loss(images, torch.eye(2), 3.0) * weight
+        (gradient,) = torch.autograd.grad(value, images, create_graph=True)
+        for leaf in (images, weight):
+            with pytest.raises(RuntimeError, match='first derivative only') as error:
+                torch.autograd.grad(gradient.sum(), leaf, retain_graph=True)
+            said.append(str(error.value))
+    return said
+
+
+def test_a_second_derivative_over_ranks_is_refused():
+    for said in run_ranks(2, _second_derivative):
+        assert len(said) == 4

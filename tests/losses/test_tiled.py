@@ -99,9 +99,13 @@ def test_a_second_derivative_is_refused(name):
         for k, v in case.tensors(4).items()
     }
     leaf = next(tensor for tensor in tensors.values() if tensor.requires_grad)
-    loss = case.call(case.make(3), tensors)
+    weight = torch.ones((), dtype=torch.float64, requires_grad=True)
+    loss = case.call(case.make(3), tensors) * weight
     (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match='once_differentiable'):
+    for of in (leaf, weight):  # neither has a part of it in silence
+        with pytest.raises(RuntimeError, match='first derivative only.* use tile_size=None'):
+            torch.autograd.grad(gradient.square().sum(), of, retain_graph=True)
+    with pytest.raises(RuntimeError, match='first derivative only'):
         gradient.square().sum().backward()
 
 

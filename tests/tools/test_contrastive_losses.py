@@ -1,5 +1,6 @@
 """The benchmark of contrastive losses at its quick size: forms that agree, counts that hold."""
 
+import json
 import sys
 
 import pytest
@@ -36,6 +37,51 @@ def test_counts(monkeypatch, tmp_path):
     assert ours['received_mib'] < 0.5 * disco['received_mib']
     assert len(results['largest']) == len({(row['who'], row['ranks']) for row in results['rows']})
     assert (tmp_path / 'contrastive_losses.png').stat().st_size > 10_000
+
+
+PEER = """
+import torch
+
+
+class ClipLoss(torch.nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+
+    def forward(self, images, texts, scale):
+        logits, targets = scale * images @ texts.T, torch.arange(len(images))
+        both = [torch.nn.functional.cross_entropy(m, targets) for m in (logits, logits.T)]
+        return sum(both) / 2
+"""
+
+
+@pytest.mark.usefixtures('script')
+def test_a_peer_without_its_requirements_is_found_and_a_crash_loses_no_row(monkeypatch, tmp_path):
+    import contrastive_losses
+
+    package = tmp_path / 'peers' / 'open_clip'
+    package.mkdir(parents=True)
+    (package / '__init__.py').write_text('import not_installed_at_all')
+    (package / 'loss.py').write_text(PEER)
+    out = tmp_path / 'out'
+    words = [contrastive_losses.__file__, '--quick', '--ranks', '1', '--sizes', '64', '--large']
+    words += ['--out', str(out), '--peers', str(package.parent)]
+    monkeypatch.setattr(sys, 'argv', words)
+    contrastive_losses.main()
+    results = results_of(out, 'contrastive_losses')
+    assert {row['who'] for row in results['rows']} >= {'memengine', 'open_clip'}
+    assert results['run']['versions']['open_clip'] == 'unknown'
+    assert results['largest'] == []  # one batch tells no growth
+    partial = out / 'contrastive_losses.partial.jsonl'
+    assert not partial.exists()
+
+    def crash(rows):
+        raise MemoryError
+
+    monkeypatch.setattr(contrastive_losses, 'largest_batches', crash)
+    with pytest.raises(MemoryError):
+        contrastive_losses.main()
+    rows = [json.loads(line) for line in partial.read_text().splitlines()]
+    assert [row['who'] for row in rows] == [row['who'] for row in results['rows']]
 
 
 def _mean_gradients(rank, world_size):

@@ -4,7 +4,11 @@ All forms have the same features and take turns. Bytes, FLOPs and traffic are co
 time is CPU seconds of one rank. Besides ours there are open_clip's ClipLoss, if it is installed,
 and two forms that are written here from their papers' definitions: DisCo-CLIP's, which gathers both
 sides with gradient and computes its own rows of both matrices, and a ring in the manner of Inf-CL,
-in which the other side goes round in blocks and comes by again in backward.
+in which the other side goes round in blocks and comes by again in backward. Inf-CL's own code does
+not run here, since it needs Triton and a GPU.
+
+What is measured is written at once, row by row, to contrastive_losses.partial.jsonl in the folder
+of the results; a run that ends well turns these rows into its JSON and removes the file.
 
     python tools/benchmarks/contrastive_losses.py --out docs/benchmarks --peers FOLDER
 """
@@ -12,6 +16,7 @@ in which the other side goes round in blocks and comes by again in backward.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import statistics
 import time
@@ -44,6 +49,10 @@ STYLES = {
     DISCO: dict(color='#2a9d8f', marker='D'),
     RING: dict(color='#7b2cbf', marker='P'),
 }
+NOT_RUN = (
+    "Forms named 'own' are written from the papers' definitions. Inf-CL's own code was read and "
+    'not run: it imports Triton and needs a GPU.'
+)
 GIB = 2**30
 Form = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -177,10 +186,12 @@ def seconds(form: Form, inputs: Sequence[Tensor]) -> float:
     return time.process_time() - start
 
 
-def measure(rank: int, ranks: int, settings: Mapping[str, Any], peers: Sequence[str]) -> list[dict]:
-    """A row for each form and batch size, of this rank."""
+def measure(
+    rank: int, ranks: int, settings: Mapping[str, Any], peers: Sequence[str], partial: Path
+) -> list[dict]:
+    """A row for each form and batch size, of this rank; the first's go to a file as they come."""
     torch.set_num_threads(1)
-    rows = []
+    rows: list[dict] = []
     for size in [*settings['sizes'], *settings['large']]:
         forms = forms_of(ranks, peers)
         repeats = settings['repeats']
@@ -201,7 +212,9 @@ def measure(rank: int, ranks: int, settings: Mapping[str, Any], peers: Sequence[
                     row[key] = measuring.ratio(times[name], times[other])
             rows.append(row)
         if rank == 0:
-            print(f'{ranks} rank(s), batch of {size}: done', flush=True)
+            with partial.open('a') as file:
+                file.writelines(json.dumps(row) + '\n' for row in rows[-len(forms) :])
+            print(f'{ranks} rank(s), batch of {size}: {", ".join(forms)}', flush=True)
     return rows
 
 
@@ -215,6 +228,8 @@ def largest_batches(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for ranks in sorted({row['ranks'] for row in rows}):
         for who in dict.fromkeys(row['who'] for row in rows if row['ranks'] == ranks):
             some = [row for row in rows if (row['who'], row['ranks']) == (who, ranks)][-2:]
+            if len(some) < 2:
+                continue
             size = some[-1]['batch_size']
             used = [MIB * (row['live_mib'] + row['features_mib']) for row in some]
             per_row = [nbytes / row['batch_size'] for nbytes, row in zip(used, some, strict=True)]
@@ -244,7 +259,7 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
         ratios = [row.get(key) for key in ('time_to_untiled', 'time_to_disco')]
         line += [f'{row["cpu_s"]:.2f}', *('' if r is None else f'{r:.2f} ×' for r in ratios)]
         cells.append(line)
-    text = measuring.table(cells) + '\n\n' + measuring.origin(results)
+    text = f'{measuring.table(cells)}\n\n{NOT_RUN}\n\n{measuring.origin(results)}'
     largest = [['form', 'ranks', '8 GiB', '24 GiB', '80 GiB']]
     for row in results['largest']:
         fits = [f'{row[f"{gib}_gib"]:,}' for gib in (8, 24, 80)]
@@ -290,17 +305,24 @@ def main() -> None:
         given = getattr(args, name)
         settings[name] = settings[name] if given is None else given
     torch.set_num_threads(1)
+    args.out.mkdir(parents=True, exist_ok=True)
+    partial = args.out / 'contrastive_losses.partial.jsonl'
+    partial.unlink(missing_ok=True)
     rows: list[dict] = []
     for ranks in args.ranks:
         if ranks == 1:
-            rows += measure(0, 1, settings, args.peers)
+            rows += measure(0, 1, settings, args.peers, partial)
         else:
-            rows += run_ranks(ranks, measure, settings, args.peers, timeout_s=86400.0)[0]
-    peers = ['open_clip'] if measuring.import_peer('open_clip', args.peers) else []
-    results = {'run': measuring.where(torch.device('cpu'), peers), 'settings': settings}
+            all_rows = run_ranks(ranks, measure, settings, args.peers, partial, timeout_s=86400.0)
+            rows += all_rows[0]
+    results = {'run': measuring.where(torch.device('cpu')), 'settings': settings}
+    if measuring.import_peer('open_clip.loss', args.peers):
+        found = measuring.peer_version('open_clip_torch', args.peers)
+        results['run']['versions']['open_clip'] = found
     results |= {'rows': rows, 'largest': largest_batches(rows)}
     measuring.publish(results, 'contrastive_losses', tables, args.out, args.page)
     plot(results, args.out)
+    partial.unlink()
 
 
 if __name__ == '__main__':

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -143,7 +145,19 @@ def ratio(seconds: Sequence[float], reference: Sequence[float]) -> float:
 
 
 def import_peer(module: str, folders: Sequence[str]) -> ModuleType | None:
-    """A peer's module from some folders or as installed, or None; never one of these scripts."""
+    """A peer's module from some folders or as installed, or None; never one of these scripts.
+
+    ``package.module`` in a folder is loaded by itself, so that what its package needs besides
+    need not be there.
+    """
+    for folder in folders:
+        file = Path(folder, *module.split('.')).with_suffix('.py')
+        if '.' in module and file.exists():
+            spec = importlib.util.spec_from_file_location(module, file)
+            assert spec is not None and spec.loader is not None
+            loaded = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(loaded)
+            return loaded
     here = Path(__file__).parent.resolve()
     path = [entry for entry in sys.path if Path(entry).resolve() != here]
     before, sys.path[:] = list(sys.path), [*folders, *path]
@@ -153,6 +167,13 @@ def import_peer(module: str, folders: Sequence[str]) -> ModuleType | None:
         return None
     finally:
         sys.path[:] = before
+
+
+def peer_version(distribution: str, folders: Sequence[str]) -> str:
+    """Version of a distribution in some folders or as installed."""
+    for found in importlib.metadata.distributions(name=distribution, path=[*folders, *sys.path]):
+        return found.version
+    return 'unknown'
 
 
 # ------------------------------------------------------------------ results
