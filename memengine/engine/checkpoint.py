@@ -121,7 +121,7 @@ def previous(path: Path) -> Path:
     return path.with_name(f'.{path.name}.previous')
 
 
-def find_latest(work_dir: str | Path) -> Path | None:
+def find_latest(work_dir: str | Path) -> str | Path | None:
     """The checkpoint that ``last_checkpoint`` in the work dir names, wherever the dir is now.
 
     Raises:
@@ -130,7 +130,10 @@ def find_latest(work_dir: str | Path) -> Path | None:
     pointer = Path(work_dir) / 'last_checkpoint'
     if not pointer.is_file():
         return None
-    named = Path(pointer.read_text().strip())
+    text = pointer.read_text().strip()
+    if '://' in text:  # of MMEngine's remote storage
+        return text
+    named = Path(text)
     for path in (named, Path(work_dir) / named.name):
         for found in (path, previous(path)):  # the latter, of a job killed while it replaced it
             if found.exists():

@@ -133,7 +133,7 @@ class ShardedWriter:
             CheckpointError: When a rank cannot write; also for the checkpoint before, if that
                 was asynchronous.
 
-        Cost: asynchronous, host memory for what the rank writes, until it is written.
+        Cost: asynchronous, host memory for all that the rank holds, until it is written.
         """
         self.wait()
         rest, tensors = take_tensors(checkpoint)

@@ -6,11 +6,14 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from mmengine.optim import OptimWrapperDict
 from safetensors.torch import load_file, save_file
 
 from memengine.engine import sharded_checkpoint
 from memengine.engine.checkpoint import CheckpointError, find_latest
 from memengine.engine.checkpoint_convert import convert
+from memengine.engine.checkpoint_state import by_index, by_name
+from memengine.engine.optim import OptimWrapper
 from memengine.engine.sharded_checkpoint import ShardedWriter, read_sharded
 from tests.engine.toy import Losses, params, toy_runner
 
@@ -50,6 +53,27 @@ def test_the_optimiser_goes_by_the_names_of_parameters(tmp_path):
     optimizer = read_sharded(tmp_path / 'epoch_3.dcp')['optimizer']
     momentum = runner.optim_wrapper.optimizer.state[runner.model.net[3].bias]['exp_avg']
     assert torch.equal(optimizer['state']['net.3.bias']['exp_avg'], momentum)
+
+
+def test_several_optimisers_go_by_names_too():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 1))
+    wrappers = OptimWrapperDict(
+        **{
+            f'w{i}': OptimWrapper(torch.optim.Adam(layer.parameters()))
+            for i, layer in enumerate(model)
+        }
+    )
+    model(torch.ones(1, 2)).sum().backward()
+    for wrapper in wrappers.values():
+        wrapper.step()
+    named = by_name(wrappers.state_dict(), model, wrappers)
+    assert [*named['w1']['state']] == ['1.weight', '1.bias']
+    assert by_index(named) == wrappers.state_dict()
+
+
+def test_last_checkpoint_may_be_remote(tmp_path):
+    (tmp_path / 'last_checkpoint').write_text('s3://bucket/epoch_3.pth')
+    assert find_latest(tmp_path) == 's3://bucket/epoch_3.pth'
 
 
 def test_in_the_background_the_state_of_the_moment_is_written(tmp_path, monkeypatch):

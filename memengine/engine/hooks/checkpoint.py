@@ -34,7 +34,7 @@ class CheckpointHook(_CheckpointHook):
         ValueError: For settings that do not go together.
         TypeError: For a setting that there is not, which MMEngine's hook would take and pass on.
 
-    Cost: a copy of what a rank writes, in host memory, while it is being written in the
+    Cost: a copy of all that a rank holds, in host memory, while it is being written in the
     background; on the wire only the list of what is written, or all shards for ``epoch_3.pth``.
     """
 
