@@ -141,7 +141,7 @@ class ShardedWriter:
         writer = dcp.FileSystemWriter(partial)
         if _rank() == 0:  # the others write once they have heard from rank 0, in _write
             shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            partial.mkdir(parents=True, exist_ok=True)  # another rank may have made it again
             places = {_name(place): place for place in tensors}
             torch.save({**rest, 'tensors': places}, partial / _RUN)
         named = {_name(place): tensor for place, tensor in tensors.items()}
