@@ -379,7 +379,8 @@ def provide_checkpoint(words, workplace):
 
 
 def run_ranks(words, workplace):
-    """Run a torchrun command on CPU; its port is a free one."""
+    """Run a torchrun command on CPU; its port is a free one, and no run was there before."""
+    shutil.rmtree(workplace / 'work_dirs', ignore_errors=True)
     module = [sys.executable, '-m', 'torch.distributed.run', '--rdzv-backend=c10d']
     module += ['--rdzv-endpoint=localhost:0', *words[1:], '--max-iters', '2']
     done = subprocess.run(module, cwd=workplace, capture_output=True, text=True, timeout=250)
