@@ -60,8 +60,20 @@ class CheckpointHook(_CheckpointHook):
             self.args['asynchronous'] = True
         self.sharded = sharded
 
+    def before_train(self, runner: Any) -> None:
+        """Refuse what MMEngine's own Runner cannot write."""
+        if self.sharded and not hasattr(runner, 'mark_last_checkpoint'):
+            raise ValueError(
+                "CheckpointHook: sharded=True needs memengine's Runner, got "
+                f'{type(runner).__module__}.{type(runner).__name__}'
+            )
+        super().before_train(runner)
+
     def _save_checkpoint_with_step(self, runner: Any, step: int, meta: dict[str, Any]) -> None:
         """Write a checkpoint, then point to it, and then remove the one that is outdated."""
+        if not hasattr(runner, 'mark_last_checkpoint'):  # MMEngine's own Runner
+            super()._save_checkpoint_with_step(runner, step, meta)
+            return
         outdated = None
         if self.max_keep_ckpts > 0 and step not in list(self.keep_ckpt_ids)[-1:]:
             if len(self.keep_ckpt_ids) == self.max_keep_ckpts:
