@@ -147,7 +147,7 @@ class WeightNormLinear(nn.Module):
         logits = _WeightNormLinear.apply(
             x.reshape(-1, x.shape[-1]), *(w.detach() for w in weights), step, *parameters
         )
-        return logits.reshape(*x.shape[:-1], -1)
+        return logits if x.dim() == 2 else logits.reshape(*x.shape[:-1], -1)
 
 
 @contextmanager

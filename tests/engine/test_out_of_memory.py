@@ -11,7 +11,7 @@ from torch import nn
 
 from memengine.engine.optim import AccumulationOptimWrapper, GradCacheOptimWrapper
 from memengine.engine.step import run_step
-from memengine.engine.wrappers import MMDistributedDataParallel
+from memengine.engine.wrappers import DisCoDistributedDataParallel, MMDistributedDataParallel
 from memengine.models import CLIP, Classifier, SimCLR
 from memengine.testing import assert_same_step, run_ranks
 from tests.engine.test_sliced import model_and_batch, wrap
@@ -175,6 +175,29 @@ def test_all_ranks_shrink_when_one_runs_out_of_memory(kind, when, world_size):
     for (size, state), (_, expected) in zip(recovered, small, strict=True):
         assert size == 2
         assert all((state[name] == value).all() for name, value in expected.items())
+
+
+def _disco_rank(rank, world_size, failing):
+    """Losses of all ranks' samples, graphs as memory allows, and rank 1 runs out of it late."""
+    model = build(CLIP)
+    if failing and rank == 1:
+        limit = Limit(100, 'graph', layer_of(model))
+    wrapped = DisCoDistributedDataParallel(model)
+    settings = dict(chunk_size=3, keep_graph='auto') if failing else dict(chunk_size=1)
+    wrapper = wrap(model, GradCacheOptimWrapper, optimizer='SGD', **settings)
+    for step in range(4):
+        if failing and rank == 1 and step == 2:
+            limit.rows = 1  # from here on
+        run_step(wrapped, model_and_batch(CLIP, 10 * step + rank)[1], wrapper)
+    return wrapper.chunk_size, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.slow
+def test_contrast_over_ranks_with_kept_graphs_when_one_runs_out_of_memory():
+    recovered, small = run_ranks(2, _disco_rank, True), run_ranks(2, _disco_rank, False)
+    for (size, actual), (_, expected) in zip(recovered, small, strict=True):
+        assert size == 1
+        assert_same_step(actual, expected)
 
 
 class FakeMemory:
