@@ -1,7 +1,11 @@
-"""GPU tests say why they do not run."""
+"""GPU tests say why they do not run; one thread for each of the processes that share the cores."""
 
-import pytest
-import torch
+import os
+
+os.environ.setdefault('OMP_NUM_THREADS', '1')  # before torch is imported
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):
