@@ -4,8 +4,8 @@ import os
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # before torch is imported
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import pytest
+import torch
 
 
 def pytest_collection_modifyitems(items):
