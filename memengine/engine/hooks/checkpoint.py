@@ -16,6 +16,16 @@ from memengine.registry import HOOKS
 __all__ = ['CheckpointHook']
 
 
+def _signature() -> inspect.Signature:
+    """MMEngine's arguments and ours, without its ``**kwargs``, of which nothing comes."""
+    theirs = inspect.signature(_CheckpointHook).parameters.values()
+    ours = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
+        for name in ('sharded', 'asynchronous')
+    ]
+    return inspect.Signature([p for p in theirs if p.kind is not p.VAR_KEYWORD] + ours)
+
+
 @HOOKS.register_module()
 class CheckpointHook(_CheckpointHook):
     """MMEngine's CheckpointHook, which can also write sharded checkpoints, and in the background.
@@ -39,11 +49,12 @@ class CheckpointHook(_CheckpointHook):
     """
 
     filename_tmpl: str
+    __signature__ = _signature()  # what the config's check goes by
 
     def __init__(
         self, *args: Any, sharded: bool = False, asynchronous: bool = False, **kwargs: Any
     ):
-        known = {*inspect.signature(_CheckpointHook.__init__).parameters, 'sharded', 'asynchronous'}
+        known = self.__signature__.parameters.keys()
         for name in kwargs.keys() - known:
             raise TypeError(f"CheckpointHook has no setting '{name}'{did_you_mean(name, known)}")
         if asynchronous and not sharded:
