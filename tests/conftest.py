@@ -1,4 +1,7 @@
-"""GPU tests say why they do not run; one thread for each of the processes that share the cores."""
+"""GPU tests say why they do not run, and tests that start ranks are slow ones.
+
+One thread for each of the processes that share the cores.
+"""
 
 import os
 
@@ -8,7 +11,12 @@ import pytest
 import torch
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items):
+    for item in items:
+        starts_ranks = 'run_ranks' in item.function.__code__.co_names
+        if starts_ranks and item.path.name != 'test_testing.py':  # each imports torch anew
+            item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason='needs a CUDA device, and this machine has none')
