@@ -298,7 +298,7 @@ class Checker:
         names = type_names(registry, scope)
         if guess:
             like = near(name, names, ALIKE)
-            names = {other for other in like if other[:1].isupper() == name[:1].isupper()}
+            names = {other for other in like if _may_be_slip(name, other)}
             if not names:
                 return
         hint = did_you_mean(name, names)
@@ -321,6 +321,12 @@ def _is_plain(value: Any) -> bool:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
+
+
+def _may_be_slip(name: str, real: str) -> bool:
+    """Whether a name may be typed for another: not of another case, nor its ending (bi-linear)."""
+    ending = real.lower().endswith(name.lower()) and len(real) > len(name) + 1
+    return real[:1].isupper() == name[:1].isupper() and not ending
 
 
 def _is_misspelt_type(key: Any, value: Any) -> bool:

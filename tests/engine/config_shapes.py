@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
+import mmcv.cnn  # noqa: F401  whose names (bilinear, nearest, ...) a config may mean too
 from mmengine.hooks import Hook
 from mmengine.model import BaseModel, BaseModule
 from mmengine.optim import DefaultOptimWrapperConstructor
