@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memengine.memory.ledger import Block, Ledger, blocks_of, owned_by, tensors_in
 
-__all__ = ['SavedBytes', 'hidden_bytes', 'saved_bytes']
+__all__ = ['SavedBytes', 'count_kept', 'hidden_bytes', 'saved_bytes']
 
 
 class _Kept:
@@ -50,6 +50,11 @@ class _Kept:
             freed.append(keys)
 
 
+def _count(ledgers: Iterable[Ledger], owner: Any, blocks: list[Block]) -> None:
+    for ledger in ledgers:
+        ledger.hold_with(owner, blocks)
+
+
 class _Watch:
     """Somebody else's pack hook, with what it keeps counted.
 
@@ -72,8 +77,7 @@ class _Watch:
         return packed
 
     def _count(self, owner: Any, blocks: list[Block]) -> None:
-        for ledger in self._ledgers:
-            ledger.hold_with(owner, blocks)
+        _count(self._ledgers, owner, blocks)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__['_pack'], name)
@@ -187,6 +191,19 @@ class SavedBytes:
         """As the function ``hidden_bytes``, without what this meter has counted or excludes."""
         known = self._ledger.known() | set(owned_by(self._exclude))
         return _hidden_bytes(outputs, known)
+
+
+def count_kept(value: Any) -> None:
+    """Count on the active meters what now stands in for tensors that were packed before.
+
+    For hooks that decide only after packing what they keep. What they packed counts until it is
+    freed.
+
+    Args:
+        value: Holds tensors, in containers or attributes. Each counts until it is freed.
+    """
+    for kept in tensors_in(value) if _active else ():
+        _count(dict.fromkeys(_active), kept, list(blocks_of(kept)))
 
 
 def hidden_bytes(outputs: Tensor | Iterable[Tensor], *exclude: nn.Module | Tensor) -> int:

@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from memengine.memory.ledger import owned_by
+from memengine.techniques.saved_tensors import KeptAsIs, is_parameter, is_plain
 from memengine.techniques.wrapped_forward import WrappedForward, is_wrapped
 
 __all__ = ['ActivationOffload', 'offload_activations']
@@ -124,18 +125,18 @@ class _Offloading(saved_tensors_hooks):
         self._offload = offload
         module = offload.module
         live = itertools.chain(module.parameters(), module.buffers(), inputs)
-        self._stay = owned_by(tensor for tensor in live if _is_plain(tensor))
+        self._stay = owned_by(tensor for tensor in live if is_plain(tensor))
         self._pages: list[weakref.ref[_Page]] = []  # in the order of saving
         self._page_of: dict[int, tuple[weakref.ref[Any], int, weakref.ref[_Page]]] = {}
         super().__init__(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> Any:
-        if not _is_plain(tensor):
+        if not is_plain(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        stays = storage._cdata in self._stay or _is_parameter(tensor)
+        stays = storage._cdata in self._stay or is_parameter(tensor)
         if stays or storage.nbytes() < self._offload.min_bytes:
-            return _Stays(tensor)
+            return KeptAsIs(tensor)
         return _Place(self._page(tensor, storage), tensor)
 
     def _page(self, tensor: Tensor, storage: Any) -> _Page:
@@ -157,36 +158,6 @@ class _Offloading(saved_tensors_hooks):
 
 def _unpack(packed: Any) -> Tensor:
     return packed if isinstance(packed, Tensor) else packed.tensor()
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return (
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.layout == torch.strided
-        and tensor.device.type != 'meta'
-        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
-    )
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    """Also one that FSDP has put together for this forward, or a view of it."""
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-
-
-class _Stays:
-    """A saved tensor that is not moved. Autograd leaves the check of its version to the hooks."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._version = tensor.detach(), tensor._version
-
-    def tensor(self) -> Tensor:
-        if self._tensor._version != self._version:
-            raise RuntimeError(
-                'one of the variables needed for gradient computation has been modified by an '
-                f'inplace operation: a tensor of shape {tuple(self._tensor.shape)} is at version '
-                f'{self._tensor._version}; expected version {self._version} instead'
-            )
-        return self._tensor
 
 
 class _Place:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
-__all__ = ['WrappedForward', 'is_wrapped']
+__all__ = ['WrappedForward', 'is_wrapped', 'wrapper_of']
+
+Wrapper = TypeVar('Wrapper', bound='WrappedForward')
 
 
 class WrappedForward:
@@ -62,11 +64,16 @@ class WrappedForward:
             vars(self.module)['forward'] = self._replaced
 
 
-def is_wrapped(module: nn.Module, kind: type[WrappedForward]) -> bool:
-    """Whether a wrapper of one kind is around the module's forward, at any depth."""
+def wrapper_of(module: nn.Module, kind: type[Wrapper]) -> Wrapper | None:
+    """The wrapper of one kind around the module's forward, at any depth."""
     forward = vars(module).get('forward')
     while isinstance(forward, WrappedForward):
         if isinstance(forward, kind):
-            return True
+            return forward
         forward = forward._replaced
-    return False
+    return None
+
+
+def is_wrapped(module: nn.Module, kind: type[WrappedForward]) -> bool:
+    """Whether a wrapper of one kind is around the module's forward, at any depth."""
+    return wrapper_of(module, kind) is not None

@@ -1,0 +1,53 @@
+"""What every pair of saved-tensor hooks has to do right about a tensor that stays as it is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ['KeptAsIs', 'is_parameter', 'is_plain']
+
+
+class KeptAsIs:
+    """A saved tensor that is kept whole.
+
+    It is detached, as a saved output would otherwise hold its own graph in a cycle. Autograd
+    leaves the check of its version to the hooks.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.content, self._version = tensor.detach(), tensor._version
+
+    @property
+    def is_modified(self) -> bool:
+        """Whether the tensor was modified in place since it was saved."""
+        return self.content._version != self._version
+
+    def tensor(self) -> Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: When it was modified in place since.
+        """
+        if self.is_modified:
+            raise RuntimeError(
+                'one of the variables needed for gradient computation has been modified by an '
+                f'inplace operation: a tensor of shape {tuple(self.content.shape)} is at version '
+                f'{self.content._version}; expected version {self._version} instead'
+            )
+        return self.content
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is its storage, seen through a shape: no subclass, not sparse, not lazy."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout == torch.strided
+        and tensor.device.type != 'meta'
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+    )
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Also one that FSDP has put together for this forward, or a view of it."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
