@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mmengine.registry import Registry
 
-__all__ = ['build', 'did_you_mean', 'one_line']
+from memengine.suggest import did_you_mean
 
-
-def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """The nearest real names as a clause to end an error with, empty when none is near.
-
-    A prefix such as ``torchvision/`` is left out of the comparison, so that ``ToImage`` finds
-    ``torchvision/ToImage``.
-    """
-    by_tail = {candidate.rsplit('/', 1)[-1].lower(): candidate for candidate in candidates}
-    near = difflib.get_close_matches(name.rsplit('/', 1)[-1].lower(), by_tail, n=3)
-    return f'; did you mean {" or ".join(repr(by_tail[tail]) for tail in near)}?' if near else ''
+__all__ = ['build', 'one_line']
 
 
 def one_line(error: BaseException) -> str:
@@ -94,9 +84,8 @@ def _find(
     while node is not None:
         names += node.module_dict
         node = node.parent
-    raise ValueError(
-        f'{setting}: there is no {registry.name} named {kind!r}{did_you_mean(kind, names)}{hint}'
-    )
+    near = did_you_mean(kind, names, after=';')
+    raise ValueError(f'{setting}: there is no {registry.name} named {kind!r}{near}{hint}')
 
 
 def _check_arguments(factory: Callable[..., Any], arguments: Mapping[str, Any], where: str) -> None:
@@ -109,9 +98,8 @@ def _check_arguments(factory: Callable[..., Any], arguments: Mapping[str, Any], 
     for name in arguments:
         if name not in parameters:
             known = ', '.join(parameters) or 'none'
-            raise ValueError(
-                f'{where} has no setting {name!r}{did_you_mean(name, parameters)} (known: {known})'
-            )
+            hint = did_you_mean(name, parameters, after=';')
+            raise ValueError(f'{where} has no setting {name!r}{hint} (known: {known})')
     for name, parameter in parameters.items():
         required = parameter.default is parameter.empty and parameter.kind is not (
             parameter.VAR_POSITIONAL

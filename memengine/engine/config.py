@@ -19,7 +19,7 @@ from memengine.engine.config_checker import Checker
 from memengine.engine.config_schema import FREE_KEYS, TOP_KEYS, TOP_PLACES, TOP_VALUES, TRIPLETS
 from memengine.engine.config_types import arguments_of, find_type
 from memengine.engine.config_variables import used_names
-from memengine.engine.suggest import ONE_SLIP, STRICT, did_you_mean, near
+from memengine.suggest import ONE_SLIP, STRICT, did_you_mean, near
 
 __all__ = ['ConfigError', 'check_config', 'import_custom_modules', 'known_keys']
 

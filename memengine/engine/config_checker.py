@@ -20,7 +20,7 @@ from memengine.engine.config_types import (
     scopes_with,
     type_names,
 )
-from memengine.engine.suggest import ALIKE, ONE_SLIP, STRICT, did_you_mean, near
+from memengine.suggest import ALIKE, ONE_SLIP, STRICT, did_you_mean, near
 
 __all__ = ['Checker']
 

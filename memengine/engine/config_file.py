@@ -13,7 +13,7 @@ from mmengine.config.utils import ConfigParsingError
 
 from memengine.engine.config import ConfigError, import_custom_modules, known_keys
 from memengine.engine.config_schema import FREE_KEYS
-from memengine.engine.suggest import did_you_mean, near
+from memengine.suggest import did_you_mean, near
 
 __all__ = ['load_config', 'merge_options', 'near_files']
 

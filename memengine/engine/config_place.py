@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memengine.engine.suggest import did_you_mean
+from memengine.suggest import did_you_mean
 
 __all__ = [
     'BOOL',

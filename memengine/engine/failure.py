@@ -11,7 +11,7 @@ from typing import Any
 
 from memengine.engine.config_types import arguments_of
 from memengine.engine.launchers import DEFAULT_TIMEOUT_S
-from memengine.engine.suggest import did_you_mean
+from memengine.suggest import did_you_mean
 
 __all__ = ['explain', 'explain_lost_connection', 'lost_connection']
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 from torch import nn
+
+from memengine.suggest import did_you_mean
 
 __all__ = ['BLOCKS', 'Selector', 'find_blocks', 'select_modules']
 
@@ -150,8 +151,5 @@ def _no_match(model: nn.Module, selector: Selector, setting: str) -> str:
     text = selector if isinstance(selector, str) else selector.__name__
     names = {name for name, _ in model.named_modules() if name}
     names |= {type(module).__name__ for module in model.modules()}
-    near = difflib.get_close_matches(text, sorted(names), n=3)
-    if not near:  # the end of a name is what people remember
-        near = sorted(name for name in names if name.endswith(f'.{text}'))[:3]
-    hint = f'; did you mean {" or ".join(map(repr, near))}?' if near else ''
+    hint = did_you_mean(text, names, after=';')
     return f"{setting}: {type(model).__name__} has no module '{text}'{hint}"

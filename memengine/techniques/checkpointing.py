@@ -7,7 +7,6 @@ policies; what is ours is which modules, which ops, and that a repeated forward 
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import flop_registry
 
+from memengine.suggest import did_you_mean
 from memengine.techniques.blocks import BLOCKS, Selector, select_modules
 from memengine.techniques.random_state import RandomState, accelerators_of
 from memengine.techniques.recompute_plan import (
@@ -421,7 +421,6 @@ def _op_name(text: str, groups: list[str]) -> str:
     if not dot:
         namespace, name = 'aten', text
     if not hasattr(getattr(torch.ops, namespace), name):
-        near = difflib.get_close_matches(text, [*groups, *dir(torch.ops.aten)], n=3)
-        hint = f'; did you mean {" or ".join(map(repr, near))}?' if near else ''
+        hint = did_you_mean(text, [*groups, *dir(torch.ops.aten)], after=';')
         raise ValueError(f"{_SETTING}: keep: torch has no op '{text}'{hint}")
     return f'{namespace}.{name}'

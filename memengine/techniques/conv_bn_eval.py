@@ -12,7 +12,6 @@ difference, and whatever is not such a pair is carried out as if this were not h
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import logging
 import threading
@@ -29,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from memengine.suggest import did_you_mean
 from memengine.techniques.conv_bn_function import Geometry, conv_bn_eval
 
 __all__ = ['ConvBNEval', 'efficient_conv_bn_eval']
@@ -328,10 +328,9 @@ def _named(model: nn.Module, modules: str | Iterable[str] | None) -> dict[str, n
     for pattern in [''] if modules is None else modules:
         roots = fnmatch.filter(known, pattern)
         if not roots:
-            close = difflib.get_close_matches(pattern, known, 1)
-            advice = f"; did you mean '{close[0]}'?" if close else ''
             raise ValueError(
-                f"efficient_conv_bn_eval: {type(model).__name__} has no module '{pattern}'{advice}"
+                f"efficient_conv_bn_eval: {type(model).__name__} has no module '{pattern}'"
+                f'{did_you_mean(pattern, known, after=";")}'
             )
         for root in roots:
             for name, layer in known[root].named_modules(prefix=root):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from memengine.suggest import did_you_mean
 from memengine.techniques.grad_cache import Tower, cached_step, call_module
 from memengine.techniques.slicing import split_batch
 
@@ -221,8 +221,7 @@ def _loss_type(loss_type: str | None, one_model: bool) -> str | None:
     if loss_type is None:
         return 'SupCon'
     if loss_type not in LOSS_TYPES:
-        near = get_close_matches(loss_type, LOSS_TYPES, n=1, cutoff=0.4)
-        hint = f'; did you mean {near[0]!r}?' if near else ''
+        hint = did_you_mean(loss_type, LOSS_TYPES, cutoff=0.4, after=';')
         raise ValueError(
             f'GradCache: loss_type must be one of {LOSS_TYPES}, got {loss_type!r}{hint}'
         )

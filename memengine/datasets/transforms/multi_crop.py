@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from memengine.datasets.build import did_you_mean
 from memengine.datasets.transforms.images import to_torchvision
 from memengine.datasets.transforms.pipeline import Pipeline
 from memengine.registry import TRANSFORMS
+from memengine.suggest import did_you_mean
 
 __all__ = ['MultiCrop']
 
@@ -74,7 +74,7 @@ def _check_group(where: str, group: Any) -> None:
     for key in group:
         if key not in ('num', 'pipeline'):
             raise ValueError(
-                f'{where} has no setting {key!r}{did_you_mean(key, ("num", "pipeline"))}'
+                f'{where} has no setting {key!r}{did_you_mean(key, ("num", "pipeline"), after=";")}'
             )
     for key in ('num', 'pipeline'):
         if key not in group:

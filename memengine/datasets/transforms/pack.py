@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from memengine.datasets.build import did_you_mean
 from memengine.datasets.transforms.images import describe, to_torchvision
 from memengine.registry import TRANSFORMS
+from memengine.suggest import did_you_mean
 
 __all__ = ['PackInputs']
 
@@ -44,7 +44,7 @@ class PackInputs:
         for key in self.keys:
             if key not in results:
                 raise ValueError(
-                    f'PackInputs.keys: the sample has no {key!r}{did_you_mean(key, results)}'
+                    f'PackInputs.keys: the sample has no {key!r}{did_you_mean(key, results, after=";")}'
                 )
         return {'inputs': inputs, 'data_samples': {key: results[key] for key in self.keys}}
 

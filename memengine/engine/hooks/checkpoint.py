@@ -10,8 +10,8 @@ from mmengine.dist import master_only
 from mmengine.hooks import CheckpointHook as _CheckpointHook
 
 from memengine.engine.checkpoint import safe_loading
-from memengine.engine.suggest import did_you_mean
 from memengine.registry import HOOKS
+from memengine.suggest import did_you_mean
 
 __all__ = ['CheckpointHook']
 

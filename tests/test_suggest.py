@@ -1,6 +1,6 @@
 import pytest
 
-from memengine.engine.suggest import ONE_SLIP, STRICT, did_you_mean, near
+from memengine.suggest import ONE_SLIP, STRICT, did_you_mean, near
 
 
 @pytest.mark.parametrize('written', ['lr', 'l', 'rl', 'lrr', 'LR', 'xlr'])

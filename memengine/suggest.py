@@ -24,7 +24,7 @@ def near(name: str, names: Iterable[str], cutoff: float = LOOSE, limit: int = 3)
         limit: How many to return at most.
     """
     scored = {other: _similarity(_tail(name), _tail(other)) for other in names}
-    ranked = sorted(scored, key=lambda other: (-scored[other], other))
+    ranked = sorted(scored, key=lambda o: (-scored[o], _is_class(o) != _is_class(name), o))
     # A name that is one letter off leaves no room for those that are merely similar.
     least = (
         max(cutoff, scored[ranked[0]] - 0.1) if ranked and scored[ranked[0]] >= STRICT else cutoff
@@ -32,10 +32,22 @@ def near(name: str, names: Iterable[str], cutoff: float = LOOSE, limit: int = 3)
     return [other for other in ranked if scored[other] >= least][:limit]
 
 
-def did_you_mean(name: str, names: Iterable[str], cutoff: float = LOOSE) -> str:
-    """``": did you mean 'x' or 'y'?"``, or nothing when no name is near."""
+def did_you_mean(name: str, names: Iterable[str], cutoff: float = LOOSE, after: str = ':') -> str:
+    """``": did you mean 'x' or 'y'?"``, or nothing when no name is near.
+
+    Args:
+        name: What was written.
+        names: What exists.
+        cutoff: Similarity from 0 to 1 that is near enough.
+        after: What parts it from the sentence that it ends.
+    """
     found = near(name, names, cutoff)
-    return f': did you mean {" or ".join(map(repr, found))}?' if found else ''
+    return f'{after} did you mean {" or ".join(map(repr, found))}?' if found else ''
+
+
+def _is_class(name: str) -> bool:
+    """By its spelling, which tells ``Block`` from ``blocks``."""
+    return name[:1].isupper()
 
 
 def _tail(name: str) -> str:
@@ -43,9 +55,7 @@ def _tail(name: str) -> str:
 
 
 def _similarity(written: str, real: str) -> float:
-    if written == real:
-        return 1.0
-    if _one_slip(written, real):
+    if written == real or _one_slip(written, real):
         return ONE_SLIP
     ratio = difflib.SequenceMatcher(None, written, real).ratio()
     begins = len(written) > 2 and real.startswith(written)
