@@ -1,0 +1,72 @@
+"""A tensor's elements as they lie in memory, and the way back to its shape."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ['MemoryOrder', 'in_memory_order']
+
+
+@dataclass(frozen=True)
+class MemoryOrder:
+    """How a tensor's shape lies over a run of memory without gaps.
+
+    Args:
+        shape: The tensor's.
+        stride: Of each dimension, in elements; 0 where it was expanded.
+        dtype: The tensor's.
+        device: The tensor's.
+    """
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def numel(self) -> int:
+        """Elements in memory: what is expanded counts once."""
+        return math.prod(
+            size for size, step in zip(self.shape, self.stride, strict=True) if step or not size
+        )
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """The run of memory `flat`, of any dtype, in the tensor's shape. No copy."""
+        return flat.as_strided(self.shape, self.stride)
+
+
+def in_memory_order(tensor: Tensor) -> tuple[Tensor, MemoryOrder]:
+    """The elements in the order in which they lie in memory, each once.
+
+    Args:
+        tensor: Of any shape and strides: channels_last, transposed, expanded, a slice.
+
+    Returns:
+        A flat view, detached, and the way back. Strides come back as they were, but for tensors
+        with gaps or overlaps (slices, unfolded windows): those are copied, and come back dense,
+        with their dimensions in the same order.
+    """
+    once = tensor.detach()
+    for dim, step in enumerate(tensor.stride()):
+        if step == 0 and tensor.shape[dim] > 1:
+            once = once.narrow(dim, 0, 1)
+    if not _is_dense(once):
+        once = once.clone()
+    stride = tuple(
+        step if kept == size else 0
+        for step, kept, size in zip(once.stride(), once.shape, tensor.shape, strict=True)
+    )
+    order = MemoryOrder(tensor.shape, stride, tensor.dtype, tensor.device)
+    return once.as_strided((once.numel(),), (1,)), order
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    # Of a dense tensor, and of no other, torch takes over the strides.
+    return (
+        tensor.is_contiguous()
+        or tensor.stride() == torch.empty_like(tensor, device='meta').stride()
+    )
