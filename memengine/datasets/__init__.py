@@ -1,10 +1,12 @@
 """Datasets: sources of images, the pipelines on them, and the batches that come out."""
 
 from memengine.datasets.bank import BankAndQueries
+from memengine.datasets.coco import CocoDetection, list_samples
 from memengine.datasets.collate import stack_views
 from memengine.datasets.folders import CIFAR10, CIFAR100, ImageFolder, ImageNet
 from memengine.datasets.image_dataset import ImageDataset
 from memengine.datasets.sources import Digits, Photographs
+from memengine.datasets.text import TextBlocks
 from memengine.datasets.tokenizers import (
     OpenClipTokenizer,
     TransformersTokenizer,
@@ -15,6 +17,7 @@ from memengine.datasets.transforms import (
     MultiCrop,
     PackInputs,
     Pipeline,
+    TimmRandAugment,
     Tokenize,
 )
 
@@ -22,6 +25,7 @@ __all__ = [
     'CIFAR10',
     'CIFAR100',
     'BankAndQueries',
+    'CocoDetection',
     'Digits',
     'ImageDataset',
     'ImageFolder',
@@ -32,8 +36,11 @@ __all__ = [
     'PackInputs',
     'Photographs',
     'Pipeline',
+    'TextBlocks',
+    'TimmRandAugment',
     'Tokenize',
     'TransformersTokenizer',
     'WordTokenizer',
+    'list_samples',
     'stack_views',
 ]

@@ -16,7 +16,7 @@ from memengine.datasets.sources import HasPaths
 from memengine.datasets.transforms.pipeline import Pipeline
 from memengine.registry import DATASETS
 
-__all__ = ['ImageDataset']
+__all__ = ['ImageDataset', 'positions']
 
 
 @DATASETS.register_module()
@@ -52,7 +52,7 @@ class ImageDataset(Dataset):
         self.source = build(DATASETS, source, 'source')
         self._path = self.source.path if isinstance(self.source, HasPaths) else None
         self.pipeline = Pipeline(pipeline)
-        self.indices = _positions(indices, len(self.source))
+        self.indices = positions(indices, len(self.source))
         self.on_error = on_error
         self.metainfo: dict[str, Any] = {'classes': list(self.source.classes), **(metainfo or {})}
         if len(self) == 0:
@@ -121,7 +121,7 @@ class ImageDataset(Dataset):
         return item
 
 
-def _positions(indices: int | Sequence[int] | None, size: int) -> Sequence[int]:
+def positions(indices: int | Sequence[int] | None, size: int) -> Sequence[int]:
     """The rows of the source that the dataset holds, in its order."""
     if indices is None:
         return range(size)

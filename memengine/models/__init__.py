@@ -4,7 +4,9 @@ from memengine.models.algorithms.base import Algorithm
 from memengine.models.algorithms.classifier import Classifier
 from memengine.models.algorithms.clip import CLIP, SigLIP
 from memengine.models.algorithms.contrastive import SimCLR, SupCon
+from memengine.models.algorithms.detector import TorchvisionDetector
 from memengine.models.algorithms.dino import DINO
+from memengine.models.algorithms.language_model import CausalLanguageModel
 from memengine.models.algorithms.selfcon import SelfCon
 from memengine.models.algorithms.slices import Slice
 from memengine.models.backbones.text_libraries import OpenClipText, TransformersText
@@ -12,13 +14,16 @@ from memengine.models.backbones.text_transformer import TextTransformer
 from memengine.models.backbones.timm_backbone import TimmBackbone
 from memengine.models.heads.dino_head import DINOHead
 from memengine.models.heads.projection_head import ProjectionHead
+from memengine.models.mixing import MixedBatches
 
 __all__ = [
     'CLIP',
     'DINO',
     'Algorithm',
+    'CausalLanguageModel',
     'Classifier',
     'DINOHead',
+    'MixedBatches',
     'OpenClipText',
     'ProjectionHead',
     'SelfCon',
@@ -28,5 +33,6 @@ __all__ = [
     'SupCon',
     'TextTransformer',
     'TimmBackbone',
+    'TorchvisionDetector',
     'TransformersText',
 ]

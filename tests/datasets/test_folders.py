@@ -1,4 +1,3 @@
-import hashlib
 import pickle
 
 import numpy as np
@@ -9,6 +8,7 @@ from PIL import Image
 from memengine.datasets import CIFAR10, CIFAR100, ImageFolder, ImageNet
 from memengine.datasets.folders import load_rgb
 from memengine.registry import DATASETS
+from tests.datasets.toy import write_cifar
 
 
 def save(path, pixels, mode=None):
@@ -131,31 +131,6 @@ class TestImageNet:
     def test_a_wrong_split_is_named(self, tmp_path):
         with pytest.raises(ValueError, match="split must be 'train' or 'val', got 'test'"):
             ImageNet(str(tmp_path), 'test')
-
-
-def write_cifar(root, monkeypatch, name, counts):
-    """CIFAR's pickles with a few random images; torchvision's list of checksums is patched."""
-    reader = getattr(torchvision.datasets, name)
-    folder = root / reader.base_folder
-    folder.mkdir()
-    label_key = {'CIFAR10': 'labels', 'CIFAR100': 'fine_labels'}[name]
-    meta_key = reader.meta['key']
-    generator = np.random.default_rng(0)
-
-    def write(file, entry):
-        data = pickle.dumps(entry)
-        (folder / file).write_bytes(data)
-        return [file, hashlib.md5(data).hexdigest()]
-
-    def batch(file):
-        rows = generator.integers(0, 256, (counts, 3072), dtype=np.uint8)
-        return write(file, {'data': rows, label_key: [i % 10 for i in range(counts)]})
-
-    monkeypatch.setattr(reader, 'train_list', [batch(file) for file, _ in reader.train_list])
-    monkeypatch.setattr(reader, 'test_list', [batch(file) for file, _ in reader.test_list])
-    file, digest = write(reader.meta['filename'], {meta_key: [f'class{i}' for i in range(10)]})
-    monkeypatch.setattr(reader, 'meta', {'filename': file, 'key': meta_key, 'md5': digest})
-    return folder
 
 
 class TestCifar:

@@ -1,9 +1,10 @@
-"""Transforms of one sample: torchvision's v2, mmcv's, multi-crop, captions, the packing."""
+"""Transforms of one sample: torchvision's v2, mmcv's, timm's, multi-crop, captions, the packing."""
 
 from memengine.datasets.transforms.captions import LabelCaption, Tokenize
 from memengine.datasets.transforms.multi_crop import MultiCrop
 from memengine.datasets.transforms.pack import PackInputs
 from memengine.datasets.transforms.pipeline import Pipeline
+from memengine.datasets.transforms.timm_augment import TimmRandAugment
 from memengine.datasets.transforms.torchvision_v2 import TorchvisionTransform
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     'MultiCrop',
     'PackInputs',
     'Pipeline',
+    'TimmRandAugment',
     'Tokenize',
     'TorchvisionTransform',
 ]

@@ -36,8 +36,12 @@ class Classifier(Algorithm):
     Raises:
         ValueError: For a setting out of range, or a batch of several views or without labels.
 
+    Where ``data_samples`` has ``label_weights`` [B, K] (see ``MixedBatches``), these are what is
+    learned in place of the labels.
+
     The loss is the mean over the samples, hence additive: the sum of the slices' losses, each
-    divided by B. Logged beside it: ``train_top1``, percent of the batch that is classified rightly.
+    divided by B. Logged beside it: ``train_top1``, percent of the batch that is classified rightly;
+    of mixed images the class with most weight counts.
     """
 
     coupled = False
@@ -71,7 +75,7 @@ class Classifier(Algorithm):
         return self
 
     def targets(self, inputs: Any, data_samples: Any = None, size: Any = None) -> Tensor:
-        """The labels [B]; they and the inputs are checked here, once per batch."""
+        """Labels [B], or weights of the classes [B, K]; they and the inputs are checked here."""
         if not isinstance(inputs, Tensor):
             raise ValueError(
                 'Classifier: a batch must hold one view of each image, got '
@@ -84,7 +88,15 @@ class Classifier(Algorithm):
                 f'Classifier: labels must lie in 0..{classes - 1} (model.num_classes={classes}), '
                 f'got {int(labels.min())}..{int(labels.max())}'
             )
-        return labels
+        weights = data_samples.get('label_weights')
+        if weights is None:
+            return labels
+        if weights.shape[1] != classes:
+            raise ValueError(
+                f'Classifier: label_weights are of {weights.shape[1]} classes, but '
+                f'model.num_classes={classes}; set num_classes of MixedBatches to it'
+            )
+        return weights
 
     def embed(self, inputs: Tensor, data_samples: Any = None) -> Tensor:
         """Images [B, C, H, W] to logits [B, K]."""
@@ -107,7 +119,8 @@ class Classifier(Algorithm):
             logits, labels, reduction='sum', label_smoothing=self.label_smoothing
         )
         with torch.no_grad():
-            right = (logits.argmax(dim=1) == labels).sum() * (100.0 / total)
+            classes = labels.argmax(dim=1) if labels.dim() == 2 else labels
+            right = (logits.argmax(dim=1) == classes).sum() * (100.0 / total)
         return {'loss': loss / total, 'train_top1': right}
 
     def features(self, inputs: Tensor) -> Tensor:

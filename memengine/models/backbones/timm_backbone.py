@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import timm
+from timm.models import load_checkpoint
 from torch import Tensor, nn
 
 from memengine.registry import MODELS
@@ -21,13 +24,15 @@ class TimmBackbone(nn.Module):
     Args:
         model_name: Name in timm, e.g. ``'vit_small_patch16_224'`` or ``'resnet50'``.
         pretrained: Load timm's pretrained weights (needs the network or timm's cache).
-        checkpoint_path: Load these weights instead (a local file in any format timm reads).
+        checkpoint_path: Load these weights instead: a local file in any format that timm reads for
+            this model. A classifier in it is left out.
         **kwargs: Passed on to ``timm.create_model``, e.g. ``img_size``, ``patch_size``,
             ``drop_path_rate``, ``in_chans``, ``dynamic_img_size=True`` for multi-crop with a ViT
             (position embeddings are interpolated to the crop).
 
     Raises:
-        ValueError: For a name or an argument that timm does not know.
+        ValueError: For a name or an argument that timm does not know, or a file that is missing or
+            does not fit the model.
 
     Attributes:
         model: The timm module.
@@ -44,16 +49,14 @@ class TimmBackbone(nn.Module):
             raise ValueError(f'TimmBackbone: timm has no model_name={model_name!r}{hint}')
         try:
             self.model = timm.create_model(
-                model_name,
-                pretrained=pretrained,
-                checkpoint_path=checkpoint_path,
-                num_classes=0,
-                **kwargs,
+                model_name, pretrained=pretrained, num_classes=0, **kwargs
             )
         except TypeError as error:
             raise ValueError(
                 f'TimmBackbone: {model_name} does not take these arguments: {error}'
             ) from error
+        if checkpoint_path:
+            _load(self.model, checkpoint_path)
         features: Any = self.model
         self.num_features: int = getattr(features, 'head_hidden_size', features.num_features)
 
@@ -101,3 +104,28 @@ class TimmBackbone(nn.Module):
         )
         by_place = dict(zip(sorted(places), stages, strict=True))
         return model.forward_head(last), [by_place[place].mean(dim=(2, 3)) for place in places]
+
+
+def _load(model: Any, file: str) -> None:
+    """Weights of the same network, with or without a classifier."""
+    if not Path(file).is_file():
+        raise ValueError(f'TimmBackbone: there is no file checkpoint_path={file!r}')
+    adapt = getattr(sys.modules[type(model).__module__], 'checkpoint_filter_fn', None)
+    name = model.pretrained_cfg['architecture']
+    try:
+        keys = load_checkpoint(model, file, strict=False, filter_fn=adapt)
+    except RuntimeError as error:  # of another shape
+        first = ' '.join(line.strip() for line in str(error).splitlines()[:2])
+        raise ValueError(
+            f'TimmBackbone: checkpoint_path={file!r} does not fit {name}: {first}'
+        ) from error
+    if keys is None:  # NumPy's formats, which timm reads whole
+        return
+    classifiers = model.pretrained_cfg.get('classifier') or ()
+    heads = (classifiers,) if isinstance(classifiers, str) else classifiers
+    others = [key for key in keys.unexpected_keys if key.rpartition('.')[0] not in heads]
+    if keys.missing_keys or others:
+        raise ValueError(
+            f'TimmBackbone: checkpoint_path={file!r} does not fit {name}: missing '
+            f'{keys.missing_keys[:3]}, unknown {others[:3]}'
+        )

@@ -1,0 +1,154 @@
+"""Detection and segmentation data in COCO's layout, read by pycocotools and transformed by v2.
+
+Shapes: N objects of an image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mmengine.registry import FUNCTIONS as ROOT_FUNCTIONS
+from torch.utils.data import Dataset
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+from memengine.datasets.build import build
+from memengine.datasets.folders import load_rgb
+from memengine.datasets.image_dataset import positions
+from memengine.datasets.transforms.torchvision_v2 import TorchvisionTransform
+from memengine.registry import DATASETS, FUNCTIONS, TRANSFORMS
+
+__all__ = ['CocoDetection', 'list_samples']
+
+
+def _read(annotations: str) -> Any:
+    """The annotations as pycocotools has them, without what it prints."""
+    try:
+        from pycocotools.coco import COCO
+    except ImportError as error:
+        raise ImportError('CocoDetection needs pycocotools: pip install pycocotools') from error
+    if not Path(annotations).is_file():
+        raise ValueError(
+            f'there is no file {annotations!r}; set annotations to instances_*.json of the split'
+        )
+    with redirect_stdout(StringIO()):
+        return COCO(annotations)
+
+
+@DATASETS.register_module()
+class CocoDetection(Dataset):
+    """Images with boxes, labels and masks: ``instances_*.json`` and the folder of its images.
+
+    An item is ``dict(inputs=..., data_samples=...)``: the image, float [C, H, W] with values of 0
+    to 1, and a dict with ``boxes`` float [N, 4] (x1, y1, x2, y2 in pixels), ``labels`` Long[N] (the
+    file's category ids), ``image_id`` and ``index``. Crowds, and boxes without area, are left out.
+
+    Args:
+        root: The folder of the images.
+        annotations: The JSON file.
+        masks: Whether ``data_samples`` holds ``masks`` Bool[N, H, W], too.
+        only_annotated: Leave out images without objects, as for training.
+        transforms: Configs of torchvision's transforms (``torchvision/RandomHorizontalFlip``, ...),
+            each called with the image and its objects together. For evaluation they must leave
+            the image's size, which the metric's annotations are for.
+        indices: Which of the images to use: a list of positions, or a number for the first so
+            many (negative: the last). Defaults to all.
+
+    Raises:
+        ImportError: When pycocotools is missing.
+        ValueError: For a missing file or folder, a transform that is none of torchvision's, or an
+            image that cannot be read (on access; names the file).
+    """
+
+    def __init__(
+        self,
+        root: str,
+        annotations: str,
+        masks: bool = False,
+        only_annotated: bool = False,
+        transforms: Sequence[Any] = (),
+        indices: int | Sequence[int] | None = None,
+    ) -> None:
+        self._coco = _read(annotations)
+        self._root = Path(root)
+        if not self._root.is_dir():
+            raise ValueError(f'there is no folder {root!r}; set root to where the images lie')
+        ids = sorted(self._coco.getImgIds())
+        if only_annotated:
+            ids = [image_id for image_id in ids if self._objects(image_id)]
+        self._ids = [ids[position] for position in positions(indices, len(ids))]
+        if not self._ids:
+            raise ValueError(f'the dataset is empty: {annotations!r} or indices holds no image')
+        self._masks = masks
+        self._transform = v2.Compose(
+            [_build(cfg, f'transforms[{i}]') for i, cfg in enumerate(transforms)]
+            + [
+                v2.ToImage(),
+                v2.ToDtype({tv_tensors.Image: torch.float32, 'others': None}, scale=True),
+            ]
+        )
+        categories = self._coco.loadCats(self._coco.getCatIds())
+        self.metainfo = {'classes': [category['name'] for category in categories]}
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The item at ``index``."""
+        image_id = self._ids[index]
+        file = self._root / self._coco.loadImgs(image_id)[0]['file_name']
+        try:
+            image = load_rgb(str(file))
+        except OSError as error:
+            raise ValueError(f'cannot read image {image_id}, {str(file)!r}: {error}') from error
+        objects = self._objects(image_id)
+        size = (image.height, image.width)
+        corners = torch.tensor([each['bbox'] for each in objects]).reshape(-1, 4)
+        corners[:, 2:] += corners[:, :2]
+        sample: dict[str, Any] = {
+            'boxes': tv_tensors.BoundingBoxes(corners, format='XYXY', canvas_size=size),
+            'labels': torch.tensor([each['category_id'] for each in objects], dtype=torch.long),
+        }
+        if self._masks:
+            pixels = np.array([self._coco.annToMask(each) for each in objects], dtype=bool)
+            sample['masks'] = tv_tensors.Mask(pixels.reshape(-1, *size))
+        image, sample = self._transform(image, sample)
+        # torchvision's subclasses have done their work, and would slow the network.
+        plain = {name: value.as_subclass(torch.Tensor) for name, value in sample.items()}
+        plain['boxes'] = plain['boxes'].float()
+        return {
+            'inputs': image.as_subclass(torch.Tensor),
+            'data_samples': {**plain, 'image_id': image_id, 'index': index},
+        }
+
+    def _objects(self, image_id: int) -> list[dict[str, Any]]:
+        every = self._coco.loadAnns(self._coco.getAnnIds(imgIds=image_id, iscrowd=False))
+        return [each for each in every if min(each['bbox'][2:]) > 0]
+
+
+def _build(cfg: Any, setting: str) -> Any:
+    transform = build(TRANSFORMS, cfg, setting)
+    if not isinstance(transform, TorchvisionTransform):
+        raise ValueError(f'{setting} must be one of torchvision/<Name>, got {cfg!r}')
+    return transform.transform
+
+
+# MMEngine's Runner looks collate functions up in its root registry only.
+@ROOT_FUNCTIONS.register_module()
+@FUNCTIONS.register_module()
+def list_samples(batch: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Put items to a batch without stacking them, since their sizes differ.
+
+    Args:
+        batch: B items ``dict(inputs=..., data_samples=...)``.
+
+    Returns:
+        ``inputs`` and ``data_samples``, a list of B each.
+    """
+    return {key: [item[key] for item in batch] for key in ('inputs', 'data_samples')}

@@ -1,0 +1,60 @@
+"""Perplexity of a language model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from mmengine.evaluator import BaseMetric
+
+from memengine.registry import METRICS
+
+__all__ = ['PerplexityMetric']
+
+
+@METRICS.register_module()
+class PerplexityMetric(BaseMetric):
+    """``perplexity``: the exponential of the mean cross-entropy over all predicted tokens.
+
+    For each text the model returns ``loss``, its mean cross-entropy in nats, and
+    ``predicted_tokens``, as ``CausalLanguageModel`` does. Guessing among V tokens has perplexity V.
+
+    Args:
+        prefix: Put before the name, for several such metrics.
+
+    Raises:
+        ValueError: For a model that returns something else.
+
+    Cost: two numbers per text, gathered from all ranks.
+    """
+
+    default_prefix = ''
+
+    def __init__(self, prefix: str | None = None) -> None:
+        super().__init__(prefix=prefix)
+
+    def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
+        """Keep the losses of a batch.
+
+        Args:
+            data_batch: The batch, which is not looked at.
+            data_samples: What the model returned, one dict per text.
+        """
+        if any('predicted_tokens' not in sample for sample in data_samples):
+            raise ValueError(
+                "PerplexityMetric: the model returns no 'predicted_tokens'; it needs a "
+                'CausalLanguageModel'
+            )
+        self.results += [
+            (float(sample['loss']), sample['predicted_tokens']) for sample in data_samples
+        ]
+
+    def compute_metrics(self, results: list[tuple[float, int]]) -> dict[str, float]:
+        """The perplexity of all texts.
+
+        Args:
+            results: Mean cross-entropy and number of predicted tokens of each text.
+        """
+        total = sum(loss * tokens for loss, tokens in results)
+        return {'perplexity': math.exp(total / sum(tokens for _, tokens in results))}

@@ -1,0 +1,67 @@
+"""MixUp and CutMix, by torchvision.
+
+Shapes: B images, K classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mmengine.model import BaseDataPreprocessor
+from torchvision.transforms import v2
+
+from memengine.registry import MODELS
+
+__all__ = ['MixedBatches']
+
+
+@MODELS.register_module()
+class MixedBatches(BaseDataPreprocessor):
+    """Moves a batch to the device and, in training, mixes each image with another of the batch.
+
+    A batch gets MixUp or CutMix, with equal chances. It is mixed before it is cut into slices, so
+    that accumulation changes nothing. The mixed labels stand beside the plain ones, as
+    ``data_samples['label_weights']`` [B, K], which ``Classifier`` trains on.
+
+    Args:
+        num_classes: Number of classes K.
+        mixup_alpha: Both parameters of the Beta distribution of MixUp's weights; 0 for no MixUp.
+        cutmix_alpha: The same of the areas that CutMix replaces; 0 for no CutMix.
+
+    Raises:
+        ValueError: When both are 0, or one is negative; in a step, for a label out of range.
+
+    Randomness comes from torch's global generator.
+
+    Source: Zhang et al., mixup (2018); Yun et al., CutMix (2019).
+    """
+
+    def __init__(
+        self, num_classes: int, mixup_alpha: float = 0.8, cutmix_alpha: float = 1.0
+    ) -> None:
+        super().__init__()
+        if min(mixup_alpha, cutmix_alpha) < 0 or not max(mixup_alpha, cutmix_alpha):
+            raise ValueError(
+                'MixedBatches: mixup_alpha and cutmix_alpha must not be negative, nor both 0, got '
+                f'{mixup_alpha} and {cutmix_alpha}'
+            )
+        kinds = ((v2.MixUp, mixup_alpha), (v2.CutMix, cutmix_alpha))
+        self.num_classes = num_classes
+        self.mix = v2.RandomChoice(
+            [kind(alpha=alpha, num_classes=num_classes) for kind, alpha in kinds if alpha]
+        )
+
+    def forward(self, data: Any, training: bool = False) -> Any:
+        """A batch on the model's device, mixed if it is to be trained on."""
+        data = super().forward(data, training)
+        if not training:
+            return data
+        labels = data['data_samples']['label']
+        if int(labels.min()) < 0 or int(labels.max()) >= self.num_classes:
+            raise ValueError(
+                f'MixedBatches: labels must lie in 0..{self.num_classes - 1} '
+                f'(num_classes={self.num_classes}), got {int(labels.min())}..{int(labels.max())}'
+            )
+        images, weights = self.mix(data['inputs'], labels)
+        samples = {**data['data_samples'], 'label_weights': weights.to(images.dtype)}
+        return {**data, 'inputs': images, 'data_samples': samples}

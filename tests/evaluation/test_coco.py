@@ -1,0 +1,113 @@
+"""Average precision by COCO's own evaluation, against figures that follow from its definition."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from memengine.evaluation import CocoMetric
+
+SIZE = 100
+BOXES = {1: [10, 10, 40, 40], 2: [20, 30, 50, 50]}  # x, y, width, height of each image's object
+
+
+def outline(x, y, width, height):
+    return [x, y, x + width, y, x + width, y + height, x, y + height]
+
+
+@pytest.fixture
+def annotations(tmp_path):
+    pytest.importorskip('pycocotools', reason='needs pycocotools: pip install pycocotools')
+    truth = dict(
+        images=[dict(id=i, height=SIZE, width=SIZE) for i in (1, 2, 3)],
+        categories=[dict(id=7, name='thing')],
+        annotations=[
+            dict(
+                id=i,
+                image_id=i,
+                category_id=7,
+                bbox=box,
+                area=box[2] * box[3],
+                iscrowd=0,
+                segmentation=[outline(*box)],
+            )
+            for i, box in BOXES.items()
+        ],
+    )
+    file = tmp_path / 'instances.json'
+    file.write_text(json.dumps(truth))
+    return str(file)
+
+
+def found(boxes, scores=None, label=7):
+    """What a model returns of an image: boxes by corner and size, and masks that fill them."""
+    corners = torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4)
+    corners[:, 2:] += corners[:, :2]
+    masks = torch.zeros(len(corners), 1, SIZE, SIZE)
+    for mask, (x1, y1, x2, y2) in zip(masks, corners.int().tolist(), strict=True):
+        mask[0, y1:y2, x1:x2] = 1
+    scores = torch.tensor(scores if scores is not None else [0.9] * len(corners))
+    labels = torch.full((len(corners),), label)
+    return dict(boxes=corners, labels=labels, scores=scores, masks=masks)
+
+
+def evaluate(metric, predictions):
+    for image_id, prediction in predictions.items():
+        metric.process(dict(data_samples=[dict(image_id=image_id)]), [prediction])
+    return metric.evaluate(len(predictions))
+
+
+def test_what_is_right_is_a_hundred(annotations):
+    metric = CocoMetric(annotations, kinds=['box', 'mask'])
+    metrics = evaluate(metric, {i: found([box]) for i, box in BOXES.items()} | {3: found([])})
+    names = [f'{kind}_{name}' for kind in ('box', 'mask') for name in ('ap', 'ap50', 'ap75')]
+    assert metrics == pytest.approx(dict.fromkeys(names, 100.0))
+
+
+def test_an_overlap_counts_up_to_its_share(annotations):
+    """Boxes of IoU 0.72: right at the thresholds 0.50 to 0.70, 5 of the 10."""
+    predictions = {}
+    for i, (x, y, width, height) in BOXES.items():
+        predictions[i] = found([[x, y, width * 0.72, height]])
+    metrics = evaluate(CocoMetric(annotations), predictions)
+    assert metrics == pytest.approx({'box_ap': 50.0, 'box_ap50': 100.0, 'box_ap75': 0.0})
+
+
+def test_masks_and_boxes_count_by_themselves(annotations):
+    predictions = {i: found([box]) for i, box in BOXES.items()}
+    for prediction in predictions.values():
+        prediction['masks'] = prediction['masks'].roll(SIZE // 2, dims=3)
+    metrics = evaluate(CocoMetric(annotations, kinds=['box', 'mask']), predictions)
+    assert metrics['box_ap'] == pytest.approx(100.0)
+    assert metrics['mask_ap'] == 0.0
+
+
+def test_wrong_classes_and_missed_objects_cost(annotations):
+    boxes = {i: found([box], label=3) for i, box in BOXES.items()}
+    assert evaluate(CocoMetric(annotations), boxes)['box_ap'] == 0.0
+    nothing = {i: found([]) for i in BOXES}
+    assert evaluate(CocoMetric(annotations, prefix='a'), nothing)['a/box_ap'] == 0.0
+    half = {1: found([BOXES[1]]), 2: found([])}
+    share = 100 * 51 / 101  # of the 101 places of recall at which precision is read
+    assert evaluate(CocoMetric(annotations), half)['box_ap'] == pytest.approx(share)
+
+
+def test_only_evaluated_images_count(annotations):
+    metrics = evaluate(CocoMetric(annotations), {1: found([BOXES[1]])})
+    assert metrics['box_ap'] == pytest.approx(100.0)
+
+
+def test_what_does_not_fit_is_refused(annotations, monkeypatch):
+    for kinds in ('box', [], ['boxes']):
+        with pytest.raises(ValueError, match="kinds must be a list of 'box' and 'mask'"):
+            CocoMetric(annotations, kinds=kinds)
+    with pytest.raises(ValueError, match='there is no file annotations'):
+        CocoMetric(annotations + 'x')
+    boxes_only = found([BOXES[1]])
+    del boxes_only['masks']
+    with pytest.raises(ValueError, match='the model returns no masks'):
+        evaluate(CocoMetric(annotations, kinds=['mask']), {1: boxes_only})
+    monkeypatch.setitem(sys.modules, 'pycocotools', None)
+    with pytest.raises(ImportError, match='pip install pycocotools'):
+        CocoMetric(annotations)
