@@ -186,10 +186,11 @@ def _largest(flat: Tensor, kept: int) -> tuple[Tensor, Tensor]:
     positions = mask.nonzero()[:, 0]
     surplus = positions.numel() - kept
     if surplus > 0:
-        shared = (rounded[positions] == threshold).nonzero()[:, 0]
-        least = flat[positions[shared]].abs().topk(surplus, largest=False, sorted=False).indices
-        mask[positions[shared[least]]] = False
-        positions = positions[mask[positions]]
+        shared = (rounded.take(positions) == threshold).nonzero()[:, 0]
+        candidates = positions.take(shared)
+        least = flat.take(candidates).abs().topk(surplus, largest=False, sorted=False).indices
+        mask[candidates[least]] = False
+        positions = positions.masked_select(mask.take(positions))
     return mask, positions
 
 

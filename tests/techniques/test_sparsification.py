@@ -133,7 +133,12 @@ def test_gamma_0_is_the_tensor_itself(name, strategy):
     decoded = code.decode()
     assert (decoded.data_ptr(), decoded.stride()) == (tensor.data_ptr(), tensor.stride())
     assert decoded.shape == tensor.shape
-    tensor[0] = 1
+
+
+def test_gamma_0_notices_what_autograd_would_notice():
+    tensor = torch.randn(10)
+    code = Sparsifier('mink', 0.0)(tensor)
+    tensor.relu_()
     with pytest.raises(RuntimeError, match='modified by an inplace operation'):
         code.decode()
 
