@@ -93,8 +93,8 @@ class UniformGrid(NamedTuple):
             noise = random_bytes(values.numel() + rows, generator)
             steps.add_(noise[rows:].view(values.shape), alpha=2**-8)
             steps.add_(noise[:rows].view(*values.shape[:-1], 1) * 2**-16)
-        # By way of int32, which is faster. What NaN becomes must not touch its neighbours' bits.
-        return steps.to(torch.int32).bitwise_and_(self.top).to(torch.uint8)
+        # What NaN becomes is any byte, which must not reach into its neighbours' bits.
+        return steps.to(torch.uint8).bitwise_and_(self.top)
 
     def values(self, levels: Tensor, out: Tensor | None = None) -> Tensor:
         """The value of each level, in the computing dtype.
