@@ -1,7 +1,7 @@
 """DropIT's codec: of a saved tensor only the elements that matter most are kept.
 
-Legend: n elements of the tensor, k of them kept. Elements lie as in memory: the tensor is seen as
-``[n]``, and cut into blocks of consecutive elements.
+Legend: n elements of the tensor in memory (what is expanded counts once), k of them kept. They are
+seen as they lie there, as ``[n]``, and cut into blocks of neighbours.
 
 Source: DropIT: Dropping Intermediate Tensors for Memory-Efficient DNN Training, ICLR 2023.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 from memengine.suggest import did_you_mean
 from memengine.techniques.bit_packing import pack_bits, packed_numel, unpack_bits
 from memengine.techniques.codes import Code, Codec
+from memengine.techniques.memory_order import MemoryOrder, in_memory_order
 from memengine.techniques.private_random import private_generator
 from memengine.techniques.saved_tensors import KeptAsIs
 
@@ -110,26 +111,19 @@ class Sparsifier:
         if tensor.dtype not in _INTEGERS:
             names = ', '.join(str(dtype) for dtype in _INTEGERS)
             raise TypeError(f'Sparsifier: expected a tensor of {names}, got {tensor.dtype}')
-        numel = tensor.numel()
+        flat, order = in_memory_order(tensor)  # [n]
+        size = order.numel
         if self.strategy == 'block_mink':
-            size = _innermost(tensor) if self.block_size == 'row' else self.block_size
-            size = max(1, min(size, numel))
+            block = _innermost(order) if self.block_size == 'row' else self.block_size
+            size = max(1, min(block, size))
             kept = self._kept_of_block(size)
         else:
-            size, kept = numel, min(numel, max(1, int(numel * (1 - self.gamma))))
+            kept = min(size, max(1, int(size * (1 - self.gamma))))
         if kept == size:
             return Whole(tensor) if self.values is None else self.values(tensor)
-        dense = tensor if _is_dense(tensor) else tensor.clone()
-        flat = dense.as_strided((numel,), (1,))  # [n]
         positions, places = self._select(flat, size, kept)
         values = flat.index_select(0, positions)
-        return SparseCode(
-            values if self.values is None else self.values(values),
-            places,
-            dense.shape,
-            dense.stride(),
-            dense.dtype,
-        )
+        return SparseCode(values if self.values is None else self.values(values), places, order)
 
     def _kept_of_block(self, size: int) -> int:
         return max(1, size - round(size * self.gamma))
@@ -249,15 +243,13 @@ class SparseCode:
 
     values: Tensor | Code  # [k]
     places: Places
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    order: MemoryOrder
 
     def decode(self) -> Tensor:
         """The tensor, as memory of its own."""
         values = self.values if isinstance(self.values, Tensor) else self.values.decode()
-        flat = torch.zeros(self.shape.numel(), dtype=self.dtype, device=values.device)
-        return self.places.put(values, flat).as_strided(self.shape, self.stride)
+        flat = values.new_zeros(self.order.numel)
+        return self.order.shaped(self.places.put(values, flat))
 
 
 class Whole:
@@ -310,15 +302,7 @@ class CastCode:
         return self.tensor.to(self.dtype)
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements are consecutive in memory, in any order of dimensions, without overlap.
-
-    Only then are its strides kept for a new tensor.
-    """
-    return torch.empty_like(tensor, device='meta').stride() == tensor.stride()
-
-
-def _innermost(tensor: Tensor) -> int:
+def _innermost(order: MemoryOrder) -> int:
     """Size of the dimension whose elements are neighbours in memory."""
-    dims = [dim for dim, size in enumerate(tensor.shape) if size > 1]
-    return tensor.shape[min(dims, key=lambda dim: (tensor.stride(dim), -dim))] if dims else 1
+    steps = [(step, size) for step, size in zip(order.stride, order.shape, strict=True) if size > 1]
+    return min((pair for pair in steps if pair[0]), default=(1, 1))[1]
