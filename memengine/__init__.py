@@ -24,9 +24,13 @@ _HOME = {
     'SupConLoss': 'losses',
     'checkpoint_activations': 'techniques',
     'compile_blocks': 'techniques',
+    'drop_activations': 'techniques',
     'efficient_conv_bn_eval': 'techniques',
     'offload_activations': 'techniques',
+    'quantize_activations': 'techniques',
     'run_step': 'engine',
+    'to_dropit': 'techniques',
+    'undo_dropit': 'techniques',
 }
 
 __all__ = ['__version__', *_HOME]

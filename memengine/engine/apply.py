@@ -18,16 +18,21 @@ from memengine.engine.hooks import (
     ActivationCheckpointingHook,
     ActivationOffloadHook,
     CompileBlocksHook,
+    DropITHook,
+    QuantizedActivationsHook,
 )
+from memengine.techniques.compression import rules_of
 from memengine.techniques.conv_bn_eval import efficient_conv_bn_eval
 from memengine.techniques.sync_batchnorm import convert_sync_batchnorm
 
 __all__ = ['apply_before_wrapping', 'apply_to_model', 'hooks_of_keys']
 
 # Hooks that act on the model, by the config's key for them, in the order in which they are
-# applied: what is computed again, then where that which is left to save goes; compiled is a block
-# with all that is in its forward.
+# applied: how what is saved is coded, what is computed again instead, then where that which is left
+# to save goes; compiled is a block with all that is in its forward.
 _MODEL_HOOKS: dict[str, Any] = {
+    'dropit': DropITHook,
+    'quantized_activations': QuantizedActivationsHook,
     'activation_checkpointing': ActivationCheckpointingHook,
     'activation_offload': ActivationOffloadHook,
     'compile_blocks': CompileBlocksHook,
@@ -81,3 +86,8 @@ def apply_to_model(model: nn.Module, cfg: Any, logger: Logger, hooks: Iterable[H
                 hook.apply(model, logger)
     if cfg.get('compile') and any(isinstance(hook, CompileBlocksHook) for hook in hooks):
         raise ValueError('compile compiles the whole step and compile_blocks its blocks; set one')
+    for rule in rules_of(model) if cfg.get('compile') else ():
+        raise ValueError(
+            f'compile and {rule.setting} do not go together, as what compiled code saves cannot '
+            'be told apart; set one'
+        )

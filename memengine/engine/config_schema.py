@@ -277,7 +277,9 @@ _READ_BY_MMENGINE = (
     'activation_checkpointing compile custom_imports efficient_conv_bn_eval find_unused_parameters '
     'model_wrapper_cfg runner_type sync_bn tta_model tta_pipeline _scope_'
 )
-_READ_BY_MEMENGINE = 'activation_offload compile_blocks trusted_globals'
+_READ_BY_MEMENGINE = (
+    'activation_offload compile_blocks dropit quantized_activations trusted_globals'
+)
 TOP_KEYS = frozenset(inspect.signature(Runner.__init__).parameters) - {'self', 'cfg'} | {
     *_READ_BY_MMENGINE.split(),
     *_READ_BY_MEMENGINE.split(),

@@ -5,27 +5,36 @@ from memengine.techniques.blocks import find_blocks, select_modules
 from memengine.techniques.checkpointing import Checkpointing, checkpoint_activations
 from memengine.techniques.compiling import CompiledBlocks, compile_blocks
 from memengine.techniques.conv_bn_eval import ConvBNEval, efficient_conv_bn_eval
+from memengine.techniques.dropit import DropIT, drop_activations, to_dropit, undo_dropit
 from memengine.techniques.grad_cache import Tower, cached_step
 from memengine.techniques.grad_cache_call import GradCache
 from memengine.techniques.multi_crop import CropSlice, dino_step, plan_slices
 from memengine.techniques.offload import ActivationOffload, offload_activations
 from memengine.techniques.optimizer_in_backward import step_in_backward
+from memengine.techniques.quantization import Quantizer
+from memengine.techniques.quantized_activations import QuantizedActivations, quantize_activations
 from memengine.techniques.random_state import RandomState
 from memengine.techniques.sharded_gradients import clip_grad_norm_
 from memengine.techniques.sharding import ShardedModel, shard_model
 from memengine.techniques.slicing import additive_step, split_batch
+from memengine.techniques.sparsification import Cast, Sparsifier
 from memengine.techniques.weight_norm import WeightNormLinear
 
 __all__ = [
     'AdamWBf16',
     'ActivationOffload',
+    'Cast',
     'Checkpointing',
     'CompiledBlocks',
     'ConvBNEval',
     'CropSlice',
+    'DropIT',
     'GradCache',
+    'QuantizedActivations',
+    'Quantizer',
     'RandomState',
     'ShardedModel',
+    'Sparsifier',
     'Tower',
     'WeightNormLinear',
     'additive_step',
@@ -34,12 +43,16 @@ __all__ = [
     'clip_grad_norm_',
     'compile_blocks',
     'dino_step',
+    'drop_activations',
     'efficient_conv_bn_eval',
     'find_blocks',
     'offload_activations',
     'plan_slices',
+    'quantize_activations',
     'select_modules',
     'shard_model',
     'split_batch',
     'step_in_backward',
+    'to_dropit',
+    'undo_dropit',
 ]

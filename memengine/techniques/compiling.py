@@ -9,6 +9,7 @@ from torch import nn
 
 from memengine.techniques.blocks import BLOCKS, Selector, select_modules
 from memengine.techniques.checkpointing import refuse_to_compile
+from memengine.techniques.compression import rules_of
 
 __all__ = ['CompiledBlocks', 'compile_blocks']
 
@@ -34,8 +35,9 @@ def compile_blocks(
         The handle: ``names``, ``undo()``.
 
     Raises:
-        ValueError: When a selector matches nothing, a module is compiled already, or is
-            checkpointed by a budget, which is measured op by op, or for ``backend='eager'``.
+        ValueError: When a selector matches nothing, a module is compiled already, keeps dropped or
+            quantised activations, or is checkpointed by a budget, which is measured op by op, or
+            for ``backend='eager'``.
 
     Cost: a compilation at the first call for each class, training mode and kind of input. Bytes
     saved are those that the compiler chooses. Results differ from the plain step's by rounding,
@@ -48,6 +50,11 @@ def compile_blocks(
         if module._compiled_call_impl is not None:
             raise ValueError(f'{_SETTING}: {name or "the model"} is compiled already')
         refuse_to_compile(module, _SETTING, options.get('backend'))
+        for rule in rules_of(module):
+            raise ValueError(
+                f'{_SETTING} and {rule.setting} do not go together, as what compiled code saves '
+                'cannot be told apart; use either'
+            )
     for module in chosen.values():
         module.compile(**options)
     return CompiledBlocks(chosen)

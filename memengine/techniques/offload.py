@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -22,10 +23,11 @@ from memengine.memory.ledger import owned_by
 from memengine.techniques.saved_tensors import KeptAsIs, is_parameter, is_plain
 from memengine.techniques.wrapped_forward import WrappedForward, is_wrapped
 
-__all__ = ['ActivationOffload', 'offload_activations']
+__all__ = ['ActivationOffload', 'is_offloading', 'offload_activations', 'offloaded']
 
 _SETTING = 'activation_offload'
 _STORES = ('auto', 'host', 'disk')
+_state = threading.local()  # .offloading: the hooks that are active
 
 
 def offload_activations(
@@ -40,9 +42,10 @@ def offload_activations(
 
     Left where they are: parameters, buffers and the model's inputs, which live anyway; tensors
     below ``min_bytes``; tensor subclasses and sparse tensors; what other saved-tensor hooks inside
-    the model take. A storage that is saved several times, or in several views, moves once. Under
-    activation checkpointing, applied before, the inputs of checkpointed modules move, and what
-    they keep (torch >= 2.9).
+    the model take. A storage that is saved several times, or in several views, moves once. Of
+    dropped or quantised activations, applied before, the codes move. Under activation
+    checkpointing, applied before, the inputs of checkpointed modules move, and what they keep
+    (torch >= 2.9).
 
     Args:
         model: Its ``forward`` is wrapped; the model stays what it is.
@@ -128,9 +131,19 @@ class _Offloading(saved_tensors_hooks):
         self._stay = owned_by(tensor for tensor in live if is_plain(tensor))
         self._pages: list[weakref.ref[_Page]] = []  # in the order of saving
         self._page_of: dict[int, tuple[weakref.ref[Any], int, weakref.ref[_Page]]] = {}
-        super().__init__(self._pack, _unpack)
+        self._outside: _Offloading | None = None
+        super().__init__(self.pack, _unpack)
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def __enter__(self) -> None:
+        self._outside, _state.offloading = getattr(_state, 'offloading', None), self
+        super().__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        _state.offloading = self._outside
+        super().__exit__(*exception)
+
+    def pack(self, tensor: Tensor) -> Any:
+        """What stands for a saved tensor."""
         if not is_plain(tensor):
             return tensor
         storage = tensor.untyped_storage()
@@ -154,6 +167,24 @@ class _Offloading(saved_tensors_hooks):
             self._pages[-1],
         )
         return page
+
+
+def offloaded(tensor: Tensor) -> Callable[[], Tensor]:
+    """Move a tensor out as the offload does that is active; for hooks inside that keep tensors.
+
+    Returns:
+        Gives it back. Without an active offload it stays where it is.
+    """
+    offloading = getattr(_state, 'offloading', None)
+    if offloading is None:
+        return lambda: tensor
+    packed = offloading.pack(tensor)
+    return lambda: _unpack(packed)
+
+
+def is_offloading() -> bool:
+    """Whether an offload is active."""
+    return getattr(_state, 'offloading', None) is not None
 
 
 def _unpack(packed: Any) -> Tensor:

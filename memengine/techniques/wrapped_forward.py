@@ -49,19 +49,26 @@ class WrappedForward:
         vars(self.module)['forward'] = self
 
     def undo(self) -> None:
-        """Put back what was replaced.
+        """Put back what was replaced; other wrappers around the module's forward stay.
 
         Raises:
-            ValueError: When something else has been put on top in the meantime.
+            ValueError: When something that is no such wrapper has been put on top in the meantime.
         """
-        if vars(self.module).get('forward') is not self:
-            raise ValueError(
-                f'{self.setting}: the forward of {self.name} was wrapped again afterwards; undo '
-                'that first'
-            )
-        del vars(self.module)['forward']
-        if self._replaced is not None:
-            vars(self.module)['forward'] = self._replaced
+        outer = vars(self.module).get('forward')
+        if outer is self:
+            del vars(self.module)['forward']
+            if self._replaced is not None:
+                vars(self.module)['forward'] = self._replaced
+            return
+        while isinstance(outer, WrappedForward):
+            if outer._replaced is self:
+                outer._replaced = self._replaced
+                return
+            outer = outer._replaced
+        raise ValueError(
+            f'{self.setting}: the forward of {self.name} was wrapped again afterwards; undo '
+            'that first'
+        )
 
 
 def wrapper_of(module: nn.Module, kind: type[Wrapper]) -> Wrapper | None:

@@ -7,10 +7,12 @@ from memengine.engine.hooks.checkpoint import CheckpointHook
 from memengine.engine.hooks.collapse import CollapseHook
 from memengine.engine.hooks.compile_blocks import CompileBlocksHook
 from memengine.engine.hooks.conv_bn_eval import EfficientConvBNEvalHook
+from memengine.engine.hooks.dropit import DropITHook
 from memengine.engine.hooks.evaluate_first import EvaluateFirstHook
 from memengine.engine.hooks.finite_loss import FiniteLossHook, NonFiniteLossError
 from memengine.engine.hooks.memory import MemoryHook
 from memengine.engine.hooks.progress import ProgressHook
+from memengine.engine.hooks.quantized_activations import QuantizedActivationsHook
 from memengine.engine.hooks.random_state import RandomStateHook
 from memengine.engine.hooks.report import ReportHook
 
@@ -21,12 +23,14 @@ __all__ = [
     'CheckpointHook',
     'CollapseHook',
     'CompileBlocksHook',
+    'DropITHook',
     'EfficientConvBNEvalHook',
     'EvaluateFirstHook',
     'FiniteLossHook',
     'MemoryHook',
     'NonFiniteLossError',
     'ProgressHook',
+    'QuantizedActivationsHook',
     'RandomStateHook',
     'ReportHook',
 ]

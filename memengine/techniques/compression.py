@@ -1,0 +1,243 @@
+"""Compressed activations: what a model saves for backward is kept as codes that rules choose.
+
+The forward pass is the plain one, bit for bit: operations run as they are, and so do their
+derivatives, on what the codes give back. When a module ends, the operations in it are looked up in
+autograd's graph (``saved_operations.py``), so it is known for each saved tensor what it is for.
+Memory that several operations save is coded once; memory that one of them needs as it is stays as
+it is for all of them, because a code beside it would cost instead of save.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Container, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from memengine.memory.ledger import owned_by, tensors_in
+from memengine.techniques.blocks import Selector, select_modules
+from memengine.techniques.compression_rules import Rule
+from memengine.techniques.offload import ActivationOffload
+from memengine.techniques.saved_operations import needs_of
+from memengine.techniques.saved_tensors import KeptAsIs, is_parameter, is_plain
+from memengine.techniques.stored_once import Memory, Saved
+from memengine.techniques.wrapped_forward import WrappedForward, is_wrapped, wrapper_of
+
+__all__ = ['Place', 'add_rule', 'chosen_modules', 'remove_rule', 'rules_of']
+
+_state = threading.local()  # .scope: of the forward that runs; .asked_for: see _asked_for
+
+
+def rules_of(model: nn.Module) -> list[Rule]:
+    """The rules that hold in a model's modules, each once."""
+    places = (wrapper_of(module, Place) for module in model.modules())
+    found = {id(rule): rule for place in places if place is not None for rule in place.rules}
+    return list(found.values())
+
+
+def add_rule(model: nn.Module, rule: Rule, modules: Container[nn.Module]) -> None:
+    """Keep what modules of a model save by a rule, until :func:`remove_rule`.
+
+    Args:
+        model: Its modules' ``forward`` is wrapped; the model stays what it is.
+        rule: The rule.
+        modules: Those for which it holds; in others it has no say.
+
+    Raises:
+        ValueError: When a module is offloaded already, or compiled: its graph saves what it likes.
+    """
+    for name, module in model.named_modules():
+        if hasattr(module, '_orig_mod') or module._compiled_call_impl is not None:
+            raise ValueError(
+                f'{rule.setting}: {name or "the model"} is compiled, and what compiled code saves '
+                'cannot be told apart; use either'
+            )
+        if is_wrapped(module, ActivationOffload):
+            raise ValueError(
+                f'{rule.setting}: activation_offload is applied to {name or "the model"} already, '
+                'and would move what is not compressed yet; apply it afterwards'
+            )
+    for name, module in model.named_modules():
+        place = wrapper_of(module, Place)
+        if place is None:
+            place = Place(name, module)
+            place.begin()
+        place.users += 1
+        if module in modules:
+            place.rules = sorted([*place.rules, rule], key=lambda rule: rule.fidelity)
+
+
+def chosen_modules(
+    model: nn.Module,
+    modules: Selector | Sequence[Selector] | None,
+    exclude: Selector | Sequence[Selector],
+    setting: str,
+) -> set[nn.Module]:
+    """The modules for which a rule holds: the selected ones with all that is in them.
+
+    Args:
+        model: Where to look.
+        modules: As :func:`select_modules` takes them; None for all.
+        exclude: As well; those that are left out.
+        setting: What to call the setting in errors.
+
+    Raises:
+        ValueError: When a name matches nothing.
+    """
+
+    def within(selectors: Selector | Sequence[Selector]) -> set[nn.Module]:
+        selected = select_modules(model, selectors, setting=setting)
+        return {part for module in selected.values() for part in module.modules()}
+
+    chosen = set(model.modules()) if modules is None else within(modules)
+    return chosen - within(exclude) if exclude else chosen
+
+
+def remove_rule(model: nn.Module, rule: Rule) -> None:
+    """Leave the model as it was before :func:`add_rule`.
+
+    Raises:
+        ValueError: When a forward has been wrapped again in the meantime.
+    """
+    for module in model.modules():
+        place = wrapper_of(module, Place)
+        if place is not None:
+            place.rules = [other for other in place.rules if other is not rule]
+            place.users -= 1
+            if not place.users:
+                place.undo()
+
+
+class Place(WrappedForward):
+    """A module's forward that knows which rules hold for what is saved in it."""
+
+    setting = 'compressed activations'
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        super().__init__(name, module)
+        self.rules: list[Rule] = []
+        self.users = 0  # rules that hold here or elsewhere in their model
+
+    @torch.compiler.disable(recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; what it saves is kept by the rules."""
+        scope = getattr(_state, 'scope', None)
+        if scope is not None:
+            return self._run(scope, args, kwargs)
+        again = torch._C._current_graph_task_id() != -1  # recomputed, in the middle of backward
+        if again or not torch.is_grad_enabled() or not self.module.training:
+            return self.plain(*args, **kwargs)
+        scope = _state.scope = _Scope(self.module)
+        try:
+            with scope:
+                return self._run(scope, args, kwargs)
+        finally:
+            _state.scope = None
+
+    def _run(self, scope: _Scope, args: Any, kwargs: Any) -> Any:
+        outside, scope.place = scope.place, self
+        try:
+            outputs = self.plain(*args, **kwargs)
+        finally:
+            scope.place = outside
+        scope.settle(outputs, (args, kwargs))
+        if outside is None:
+            scope.end()
+        return outputs
+
+
+class _Scope(saved_tensors_hooks):
+    """The saved-tensor hooks of one forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.place: Place | None = None  # the innermost module that runs
+        self._owned = owned_by([module])
+        self._first = _next_node()
+        self._looked_at: set[int] = set()  # nodes of the graph, by number
+        self._unsettled: dict[int, list[Saved]] = {}  # by the number of the node that saved it
+        self._memory_of: dict[int, Memory] = {}
+        super().__init__(self._pack, _unpack)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if not is_plain(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._owned or is_parameter(tensor) or not tensor.numel():
+            return KeptAsIs(tensor)
+        memory = self._memory_of.get(storage._cdata)
+        if memory is None or not memory.is_of(tensor):
+            memory = self._memory_of[storage._cdata] = Memory(tensor)
+        assert self.place is not None
+        saved = Saved(tensor, memory, self.place.name, self.place.rules)
+        self._unsettled.setdefault(_next_node() - 1, []).append(saved)
+        return saved
+
+    def settle(self, outputs: Any, inputs: Any) -> None:
+        """Decide how to keep what the operations behind a module's outputs have saved."""
+        if not self._unsettled:
+            return
+        given = tensors_in((inputs, outputs))
+        alive = {tensor.untyped_storage()._cdata for tensor in given if is_plain(tensor)}
+        touched: dict[Memory, None] = {}
+        for node in self._new_nodes(outputs):
+            saved_here = self._unsettled.pop(node._sequence_nr(), ())
+            if saved_here:
+                for field, need in needs_of(node).items():
+                    for saved in _asked_for(node, field):
+                        saved.settle(need, node)
+            for saved in saved_here:
+                saved.is_settled = True
+                touched[saved.memory] = None
+        for memory in touched:
+            memory.settle(alive)
+
+    def end(self) -> None:
+        """What no output depends on is kept as it is, if it is kept at all."""
+        for some in self._unsettled.values():
+            for saved in some:
+                saved.is_settled = True
+        for memory in self._memory_of.values():
+            memory.settle()
+
+    def _new_nodes(self, outputs: Any) -> Iterator[Any]:
+        """Nodes of this forward's graph that have not been looked at."""
+        pending = [tensor.grad_fn for tensor in tensors_in(outputs)]
+        while pending:
+            node = pending.pop()
+            if node is None or not self._first <= node._sequence_nr() < _next_node():
+                continue  # a leaf, whose number is the largest, or what came before
+            if node._sequence_nr() not in self._looked_at:
+                self._looked_at.add(node._sequence_nr())
+                yield node
+                pending.extend(parent for parent, _ in node.next_functions)
+
+
+def _next_node() -> int:
+    """The number of the node that autograd will make next; a node's saving follows its making."""
+    return torch.autograd._get_sequence_nr()
+
+
+def _asked_for(node: Any, field: str) -> list[Saved]:
+    """What a node has in a field, if it is ours."""
+    if not hasattr(type(node), f'_saved_{field}'):
+        return []
+    found: list[Saved] = []
+    _state.asked_for = found
+    try:
+        getattr(node, f'_saved_{field}')  # unpacks it
+    finally:
+        _state.asked_for = None
+    return found
+
+
+def _unpack(packed: Any) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    found = getattr(_state, 'asked_for', None)
+    if found is not None and isinstance(packed, Saved):
+        found.append(packed)
+        return packed.content
+    return packed.tensor()

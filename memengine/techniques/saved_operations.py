@@ -1,0 +1,151 @@
+"""What autograd's operations save, and what their derivatives need of it.
+
+The names are those of autograd's nodes (``AddmmBackward0``) and of their fields
+(``_saved_mat1``), so that any model is understood, however it is written: modules, functions, or
+operators. What is not in the table is needed as it is: statistics of a norm, the log-sum-exp of
+attention, denominators.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from enum import Enum
+from typing import Any
+
+__all__ = ['Need', 'needs_of', 'operation']
+
+
+class Need(Enum):
+    """What a derivative needs of a saved tensor.
+
+    Of the first group values, which may be near enough; of the second one fact, which a smaller
+    code holds exactly.
+    """
+
+    LINEAR = 'linear'  # a layer's input, for the gradient of its weight
+    CONVOLUTION = 'convolution'
+    ACTIVATION = 'activation'  # what GELU, SiLU, tanh ... took or gave
+    NORM = 'norm'  # what is normalised
+    SOFTMAX = 'softmax'  # probabilities
+    ATTENTION = 'attention'  # queries, keys, values, and their products
+    PRODUCT = 'product'  # a factor of an elementwise product, unless it is dropout's mask
+
+    POSITIVE = 'positive'  # where it is above zero, of ReLU
+    SIGN = 'sign'  # the same of leaky ReLU
+    WITHIN = 'within'  # where it is between two bounds
+    BOOL = 'bool'
+    INDICES = 'indices'
+    SHAPE = 'shape'  # nothing but its shape
+
+    @property
+    def is_of_values(self) -> bool:
+        """Whether values near the saved ones serve."""
+        return self in _OF_VALUES
+
+
+_OF_VALUES = frozenset(
+    (
+        Need.LINEAR,
+        Need.CONVOLUTION,
+        Need.ACTIVATION,
+        Need.NORM,
+        Need.SOFTMAX,
+        Need.ATTENTION,
+        Need.PRODUCT,
+    )
+)
+
+_ATTENTION = dict.fromkeys(('query', 'key', 'value', 'output', 'out'), Need.ATTENTION)
+_MATRICES = {'self': Need.ATTENTION, 'mat2': Need.ATTENTION}
+_BATCH_MATRICES = {'batch1': Need.ATTENTION, 'batch2': Need.ATTENTION}
+_TAKEN = {'self': Need.ACTIVATION}
+_GIVEN = {'result': Need.ACTIVATION}
+_POOL = {'self': Need.SHAPE, 'result1': Need.INDICES}
+
+# Operation, field, need. A product of matrices is a layer if one of them is made of weights.
+_NEEDS: dict[str, dict[str, Need]] = {
+    'Addmm': {'mat1': Need.LINEAR},
+    'Mm': {'self': Need.LINEAR},
+    'Linear': {'input': Need.LINEAR},
+    'Convolution': {'input': Need.CONVOLUTION},
+    'Bmm': _MATRICES,
+    'Baddbmm': _BATCH_MATRICES,
+    'ScaledDotProductFlashAttentionForCpu': _ATTENTION,
+    'ScaledDotProductFlashAttention': _ATTENTION,
+    'ScaledDotProductEfficientAttention': _ATTENTION,
+    'ScaledDotProductCudnnAttention': _ATTENTION,
+    'Softmax': {'result': Need.SOFTMAX},
+    'SafeSoftmax': {'result': Need.SOFTMAX},
+    'NativeLayerNorm': {'input': Need.NORM},
+    'NativeGroupNorm': {'input': Need.NORM},
+    'NativeBatchNorm': {'input': Need.NORM},
+    'CudnnBatchNorm': {'input': Need.NORM},
+    'MiopenBatchNorm': {'input': Need.NORM},
+    'FusedRmsNorm': {'input': Need.NORM},
+    'Gelu': _TAKEN,
+    'Silu': _TAKEN,
+    'Mish': _TAKEN,
+    'Elu': _TAKEN,
+    'Softplus': _TAKEN,
+    'Hardswish': _TAKEN,
+    'Hardsigmoid': _TAKEN,
+    'LogSigmoid': _TAKEN,
+    'Tanh': _GIVEN,
+    'Sigmoid': _GIVEN,
+    'Mul': {'self': Need.PRODUCT, 'other': Need.PRODUCT},
+    'Relu': {'result': Need.POSITIVE},
+    'LeakyRelu': {'self': Need.SIGN},
+    'Hardtanh': {'self': Need.WITHIN},
+    'NativeDropout': {'result1': Need.BOOL},
+    'MaskedFill': {'mask': Need.BOOL},
+    'MaxPool2DWithIndices': _POOL,
+    'MaxPool3DWithIndices': _POOL,
+    'AdaptiveMaxPool2D': _POOL,
+    'AdaptiveMaxPool3D': _POOL,
+    'AvgPool2D': {'self': Need.SHAPE},
+    'AvgPool3D': {'self': Need.SHAPE},
+    'AdaptiveAvgPool2D': {'self': Need.SHAPE},
+    'AdaptiveAvgPool3D': {'self': Need.SHAPE},
+    'Embedding': {'indices': Need.INDICES},
+}
+
+_SECOND_MATRIX = {'Addmm': 2, 'Mm': 1, 'Linear': 1}  # its place among the node's inputs
+_LEAF = 'torch::autograd::AccumulateGrad'
+_SOON = 8  # nodes between a product and its weights: a transposition, a cast, a weight norm
+
+
+def operation(node: Any) -> str:
+    """A node's name without what autograd puts around it: ``'Addmm'``."""
+    return re.sub(r'Backward\d*$', '', node.name())
+
+
+def needs_of(node: Any) -> dict[str, Need]:
+    """What a node of the graph needs of the tensors it saved, by the field's name.
+
+    Args:
+        node: Of autograd's graph (``tensor.grad_fn``).
+
+    Returns:
+        Fields that the table knows; others are needed as they are.
+    """
+    name = operation(node)
+    needs = _NEEDS.get(name, {})
+    if name in _SECOND_MATRIX and not _is_of_weights(node, _SECOND_MATRIX[name]):
+        return dict.fromkeys(needs, Need.ATTENTION)
+    return needs
+
+
+def _is_of_weights(node: Any, index: int) -> bool:
+    """Whether one of a node's inputs is made of parameters alone, in a few operations."""
+    pending = _inner([node.next_functions[index][0]])
+    for _ in range(_SOON):
+        if not pending:
+            return True
+        pending += _inner(parent for parent, _ in pending.pop().next_functions)
+    return not pending
+
+
+def _inner(nodes: Iterable[Any]) -> list[Any]:
+    """Without constants and leaves."""
+    return [node for node in nodes if node is not None and node.name() != _LEAF]

@@ -1,0 +1,290 @@
+"""Saved tensors by the memory that they are views of, so that each piece of it is coded once."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import weakref
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memengine.memory.ledger import tensors_in
+from memengine.memory.meter import count_kept
+from memengine.techniques.codes import Code, Codec
+from memengine.techniques.compression_rules import Rule
+from memengine.techniques.facts import fact_codec
+from memengine.techniques.offload import is_offloading, offloaded
+from memengine.techniques.saved_operations import Need
+from memengine.techniques.saved_tensors import KeptAsIs
+
+__all__ = ['Memory', 'Saved']
+
+_MOSTLY = 0.75  # of a storage: from here on it is coded whole, else each view of it
+_Layout = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape and strides, in elements
+
+
+class Saved:
+    """A saved tensor: as it is, or in a code.
+
+    Attributes:
+        memory: The storage that it is a view of.
+        rule: The rule that has a codec for it.
+        codec: That codec, or one for a fact that all it is needed for is.
+        is_settled: Whether its operation has been looked at.
+    """
+
+    __slots__ = (
+        '__weakref__', '_dtype', '_is_metered', '_kept', '_layout', '_moved', '_name', '_need',
+        '_piece', '_rules', 'codec', 'is_settled', 'memory', 'rule',
+    )  # fmt: skip
+
+    def __init__(self, tensor: Tensor, memory: Memory, name: str, rules: Sequence[Rule]) -> None:
+        self._keep(KeptAsIs(tensor))
+        self.memory = memory
+        self.rule: Rule | None = None
+        self.codec: Codec | None = None
+        self.is_settled = self._is_metered = False
+        self._layout, self._dtype = _layout_of(tensor), tensor.dtype
+        self._name, self._rules = name, rules  # of the module that saves it
+        self._piece: _Piece | None = None
+        self._moved: Callable[[], Tensor] | None = None
+        self._need: Need | None = None
+        memory.add(self)
+
+    def _keep(self, kept: KeptAsIs) -> None:
+        # A function, not the object, in which a meter would count the tensor.
+        self._kept: Callable[[], KeptAsIs] | None = lambda: kept
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the tensor itself has not been let go."""
+        return self._kept is not None
+
+    @property
+    def content(self) -> Tensor:
+        """The tensor, while it is as it is."""
+        assert self._kept is not None
+        return self._kept().content
+
+    def stay(self) -> None:
+        """Stay as it is: here, or where an offload that is active moves it to."""
+        if is_offloading():
+            self._moved, self._kept = offloaded(self.content), None
+        else:
+            self.meter()
+
+    def meter(self) -> None:
+        """Let meters count the tensor from now on."""
+        if not self._is_metered:
+            self._is_metered = True
+            count_kept(self.content)
+
+    @property
+    def fidelity(self) -> int:
+        """How near its rule's code is."""
+        return self.rule.fidelity if self.rule is not None else 0
+
+    def tensor(self) -> Tensor:
+        """What autograd is given for the tensor."""
+        if self._kept is not None:
+            return self._kept().tensor()
+        if self._moved is not None:
+            return self._moved()
+        assert self._piece is not None
+        return self._piece.read(self._layout)
+
+    def settle(self, need: Need, node: Any) -> None:
+        """Learn what the tensor is for, and so how to code it; its memory decides whether."""
+        assert self._kept is not None
+        if self._kept().is_modified:
+            return  # an error in backward, as it is without codes
+        self._need = need
+        self.codec = fact_codec(need, self.content, node)
+        if self.codec is None and need.is_of_values and self.content.is_floating_point():
+            for rule in self._rules:
+                if (codec := rule.codec(self._name, need, self.content)) is not None:
+                    self.rule, self.codec = rule, codec
+                    return
+
+    def take(self, piece: _Piece) -> None:
+        """Let go of the tensor, for a piece that it can be read from."""
+        if self.rule is not None and self._need is not None:
+            after = 0 if piece.is_counted else piece.nbytes
+            self.rule.kept.add(self._name, self._need.value, self.content.nbytes, after)
+            piece.is_counted = True
+        self._piece, self._kept = piece, None
+
+    def keep(self, memory: Tensor) -> None:
+        """Let go of the code, as the memory is kept anyway."""
+        if not self.is_here:
+            here = memory.new_empty(0, dtype=self._dtype)
+            self._keep(KeptAsIs(here.set_(memory.untyped_storage(), *self._layout)))
+            self._piece, self._moved, self._is_metered = None, None, False
+
+
+class Memory:
+    """A storage in one state, with what is saved of it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage, self._version = weakref.ref(tensor.untyped_storage()), tensor._version
+        self._saved: list[weakref.ref[Saved]] = []  # in the order of saving
+        self._pieces: list[weakref.ref[_Piece]] = []
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether the tensor is a view of it; an address is used again when it is free."""
+        return self._storage() is not None and self._version == tensor._version
+
+    def add(self, saved: Saved) -> None:
+        """Note what is saved of it."""
+        self._saved.append(weakref.ref(saved))
+
+    def settle(self, alive: Container[int] = ()) -> None:
+        """Code what is saved, unless something needs the memory as it is.
+
+        Args:
+            alive: Addresses of storages that somebody else holds now, so that it is no price that
+                they are here until they are coded.
+        """
+        saved = [one for one in (reference() for reference in self._saved) if one is not None]
+        here = [one for one in saved if one.is_here]
+        if not here:
+            return
+        if here[0].content.untyped_storage()._cdata not in alive:
+            for one in here:
+                one.meter()
+        if not all(one.is_settled for one in here):
+            return  # until the others' operations are looked at
+        if any(one.is_settled and one.codec is None for one in saved):
+            content = here[0].content
+            for one in saved:
+                one.keep(content)
+        else:
+            self._code(here)
+        for one in saved:
+            if one.is_here:
+                one.stay()
+
+    def _code(self, here: list[Saved]) -> None:
+        values = [one for one in here if one.rule is not None]
+        for one in here:
+            if one.rule is None:
+                assert one.codec is not None
+                one.take(_new_piece(one.codec, one.content))
+        best = max(values, key=lambda one: one.fidelity, default=None)
+        for one in values:
+            assert best is not None
+            if (piece := self._piece_for(one, values, best)) is not None:
+                one.take(piece)
+
+    def _piece_for(self, one: Saved, others: list[Saved], best: Saved) -> _Piece | None:
+        """A piece that serves: one that is there already, or a new one by the best's codec."""
+        for reference in self._pieces:
+            piece = reference()
+            if piece is not None and piece.serves(one.content):
+                return piece
+        assert best.rule is not None and best.codec is not None
+        views = [other.content for other in others if other.is_here]
+        base = one.content if best.rule.by_view else _base(one.content, views)
+        piece = _new_piece(best.codec, base)
+        if piece.nbytes >= one.content.untyped_storage().nbytes():
+            return None
+        self._pieces.append(weakref.ref(piece))
+        return piece
+
+
+def _base(view: Tensor, views: list[Tensor]) -> Tensor:
+    """What to code for a view: all of its storage, if views of that are most of it, or itself."""
+    storage = view.untyped_storage()
+    for other in views:
+        if other.nbytes == storage.nbytes() and _is_dense(other):
+            return other
+    parts = {_layout_of(other): other.nbytes for other in views}
+    if sum(parts.values()) >= _MOSTLY * storage.nbytes() and storage.nbytes() % view.itemsize == 0:
+        return view.new_empty(0).set_(storage, 0, (storage.nbytes() // view.itemsize,), (1,))
+    return view
+
+
+def _new_piece(codec: Codec, base: Tensor) -> _Piece:
+    with torch.no_grad():
+        code = codec(base)
+    nbytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(code))
+    if is_offloading():
+        code = _OffloadedCode(code)
+    else:
+        count_kept(code)
+    return _Piece(code, base, nbytes)
+
+
+class _OffloadedCode:
+    """A code whose tensors have moved out; pickle takes it apart, and puts it together again."""
+
+    def __init__(self, code: Code) -> None:
+        self._tensors: list[Callable[[], Tensor]] = []
+        with io.BytesIO() as file:
+            pickler = pickle.Pickler(file)
+            pickler.persistent_id = self._move_out  # type: ignore[method-assign]
+            pickler.dump(code)
+            self._rest = file.getvalue()
+
+    def _move_out(self, part: object) -> int | None:
+        if not isinstance(part, Tensor):
+            return None
+        self._tensors.append(offloaded(part))
+        return len(self._tensors) - 1
+
+    def decode(self) -> Tensor:
+        with io.BytesIO(self._rest) as file:
+            unpickler = pickle.Unpickler(file)
+            unpickler.persistent_load = lambda index: self._tensors[index]()  # type: ignore
+            return unpickler.load().decode()
+
+
+class _Piece:
+    """A code, and which part of a storage it stands for."""
+
+    __slots__ = (
+        '__weakref__', '_dtype', '_end', '_is_dense', '_layout',
+        'code', 'is_counted', 'nbytes',
+    )  # fmt: skip
+
+    def __init__(self, code: Code, base: Tensor, nbytes: int) -> None:
+        self.code, self.nbytes, self.is_counted = code, nbytes, False
+        self._layout, self._dtype, self._is_dense = _layout_of(base), base.dtype, _is_dense(base)
+        self._end = _end_of(base)
+
+    def serves(self, view: Tensor) -> bool:
+        """Whether a view of the storage can be read from it."""
+        layout = _layout_of(view)
+        within = self._is_dense and layout[0] >= self._layout[0] and _end_of(view) <= self._end
+        return view.dtype == self._dtype and (within or layout == self._layout)
+
+    def read(self, layout: _Layout) -> Tensor:
+        """A view that it serves."""
+        base = self.code.decode()
+        if layout == self._layout:
+            return base
+        offset, shape, stride = layout
+        return base.as_strided(shape, stride, base.storage_offset() + offset - self._layout[0])
+
+
+def _layout_of(tensor: Tensor) -> _Layout:
+    return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
+
+
+def _end_of(tensor: Tensor) -> int:
+    """Behind the last element, in the storage; of a tensor with elements."""
+    steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset()) + steps + 1
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill a part of the storage without gaps or overlaps."""
+    expected = 1
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and step != expected:
+            return False
+        expected *= size
+    return True
