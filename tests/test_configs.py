@@ -10,6 +10,7 @@ from PIL import Image
 
 from memengine.engine import Runner
 from memengine.engine.config import check_config
+from tests import recipes
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted(
@@ -20,7 +21,9 @@ CONFIGS = sorted(
 
 FIGURES = {
     'AccuracyMetric': 'top1',
+    'CocoMetric': 'box_ap',
     'KNNMetric': 'knn_top1',
+    'PerplexityMetric': 'perplexity',
     'RetrievalMetric': 'image_to_text_r1',
     'ZeroShotMetric': 'zero_shot_top1',
 }
@@ -65,9 +68,13 @@ def shrink(cfg):
 @pytest.mark.parametrize('name', CONFIGS)
 def test_config_is_checked_builds_and_steps(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    make_imagenet(tmp_path / 'data' / 'imagenet')
     cfg = Config.fromfile(ROOT / name)
     check_config(cfg)
+    if name in recipes.RECIPES:
+        recipes.provide(name, monkeypatch)
+        recipes.shrink_model(name, cfg)
+    else:
+        make_imagenet(tmp_path / 'data' / 'imagenet')
     cfg = shrink(cfg)
     check_config(cfg)
     cfg.work_dir = str(tmp_path / 'run')
@@ -158,4 +165,4 @@ def test_slices_are_one_line_of_base(name, technique, tmp_path):
 
 
 def test_there_are_configs():
-    assert 'configs/dino_vit.py' in CONFIGS
+    assert {'configs/dino_vit.py', *recipes.RECIPES} <= {*CONFIGS}
