@@ -171,11 +171,12 @@ def cached_step(
     # Second pass: embed again, with a graph, and push the cached gradient through it.
     for run in runs:
         for inputs, state in zip(run.repeated, run.states, strict=True):
-            with sync.graph(run.module) as last, exchange() if last else nullcontext():
+            with sync.graph(run.module) as last:
                 with frozen_statistics(run.module):  # in backward for checkpointed layers
                     with state.replay(), context():
                         outputs = run.embed_again(inputs)
-                    run.push(outputs, _awaited(run.module) if last else [])
+                    with exchange() if last else nullcontext():
+                        run.push(outputs, _awaited(run.module) if last else [])
     return losses
 
 

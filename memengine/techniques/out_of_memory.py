@@ -76,8 +76,19 @@ def run_until_it_fits(
         if not shrink():
             raise torch.OutOfMemoryError(words)
         before.restore()
+        _forget_reductions(module)
         for device in accelerators_of(module):
             torch.get_device_module(device).empty_cache()
+
+
+def _forget_reductions(module: nn.Module) -> None:
+    """Let DDP start anew: after a forward it waits for the backward that was broken off.
+
+    What copying a DDP module does makes its reducer again. Only on a group of all ranks.
+    """
+    for part in module.modules():
+        if isinstance(part, DistributedDataParallel):
+            part.__setstate__(part.__getstate__())
 
 
 class _State:

@@ -192,7 +192,7 @@ def additive_step(
             slice's samples needs ``len(slice) / len(batch)``.
         context: Makes the context of forward, e.g. ``lambda: torch.autocast('cuda')``.
         backward: Runs backward from a slice's loss, e.g. with a gradient scaler.
-        exchange: Makes the context of the last slice, in which ranks exchange gradients. See
+        exchange: Makes the context of the last backward, in which ranks exchange gradients. See
             :func:`~memengine.techniques.out_of_memory.run_until_it_fits`.
 
     Returns:
@@ -217,12 +217,12 @@ def additive_step(
             if number == len(slices):
                 before_the_last()
             with ExitStack() as stack:
-                if number == len(slices):
-                    stack.enter_context(exchange())
                 for module in modules:
                     stack.enter_context(sync.graph(module))
                 with context():
                     losses = pytree.tree_map(lambda value, f=factor: value * f, loss_fn(piece))
+                if number == len(slices):
+                    stack.enter_context(exchange())
                 backward(total_loss(losses))
             done = detached(losses)
             totals = done if totals is None else pytree.tree_map(torch.add, totals, done)
