@@ -169,6 +169,7 @@ def train(kind: str, techniques: Iterable[Technique], iterations: int = ITERATIO
             default_hooks={'checkpoint': None},
             default_scope='memengine',
             log_level='ERROR',
+            randomness={'seed': 0},
             experiment_name=f'composition{next(_COUNT)}',
             cfg=Config(cfg),
         )
