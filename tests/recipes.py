@@ -217,7 +217,7 @@ def shrink_model(name, cfg):
             rpn_post_nms_top_n_train=50,
             rpn_pre_nms_top_n_test=200,
             rpn_post_nms_top_n_test=30,
-            box_batch_size_per_image=64,
+            box_batch_size_per_image=32,
         )
     else:
         cfg.model.backbone.update(VIT)
