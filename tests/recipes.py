@@ -151,7 +151,9 @@ def write_resnet(file):
 
 def write_gpt2(folder, text):
     """A model and its tokenizer, as transformers saves them."""
-    transformers = pytest.importorskip('transformers')
+    transformers = pytest.importorskip(
+        'transformers', reason='needs transformers: pip install transformers'
+    )
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -198,7 +200,7 @@ def provide(name, monkeypatch):
             model = f'deit_{size}_patch16_224'
             write_deit(data / 'pretrained' / f'{model}-{digest}.pth', model)
     else:
-        pytest.importorskip('pycocotools')
+        pytest.importorskip('pycocotools', reason='needs pycocotools: pip install pycocotools')
         write_coco(data / 'coco')
         write_resnet(data / 'pretrained' / 'resnet50-0676ba61.pth')
 

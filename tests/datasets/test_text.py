@@ -29,7 +29,9 @@ def test_bytes_in_blocks_one_behind_the_other(file):
 
 
 def test_a_tokenizer_by_its_folder(file, tmp_path):
-    transformers = pytest.importorskip('transformers')
+    transformers = pytest.importorskip(
+        'transformers', reason='needs transformers: pip install transformers'
+    )
     from tokenizers import Tokenizer, models
 
     vocabulary = {letter: number for number, letter in enumerate('Größe, abcdefghij'[::-1])}
@@ -54,6 +56,6 @@ def test_what_does_not_fit_is_refused(file, tmp_path, monkeypatch):
 
 
 def test_a_tokenizer_that_is_not_there_is_named(file, tmp_path):
-    pytest.importorskip('transformers')
+    pytest.importorskip('transformers', reason='needs transformers: pip install transformers')
     with pytest.raises(ValueError, match="tokenizer='.*nowhere'"):
         TextBlocks(file, tokenizer=str(tmp_path / 'nowhere'))

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from PIL import Image
-from timm.data.auto_augment import rand_augment_transform
 
 from memengine.datasets.transforms.images import describe
 from memengine.registry import TRANSFORMS
@@ -39,6 +38,8 @@ class TimmRandAugment:
     """
 
     def __init__(self, policy: str, image_size: int, fill: Sequence[int] = (124, 116, 104)) -> None:
+        from timm.data.auto_augment import rand_augment_transform  # not light to import
+
         settings = {'translate_const': int(0.45 * image_size), 'img_mean': tuple(fill)}
         try:
             self.augment = rand_augment_transform(policy, settings)
