@@ -158,7 +158,7 @@ class Runner(_Runner):
 
     def _shard_model(self, config: dict[str, Any], wrapper: Any, model: Any) -> nn.Module:
         """Initialise a model while it is whole, and spread it over the ranks."""
-        refuse_beside_sharding(model, self.cfg)
+        refuse_beside_sharding(self.cfg)
         options = {key: value for key, value in config.items() if key != 'type'}
         if not options.get('meta') and hasattr(model, 'init_weights'):
             model.init_weights()
@@ -208,7 +208,7 @@ class Runner(_Runner):
         self._train_loop = self.build_train_loop(self._train_loop)
         self.optim_wrapper = self.build_optim_wrapper(self.optim_wrapper)
         if isinstance(self.model, FullyShardedDataParallel):
-            refuse_beside_sharding(unwrap(self.model), self.cfg, self.hooks, self.optim_wrapper)
+            refuse_beside_sharding(self.cfg, self.hooks)
         self.scale_lr(self.optim_wrapper, self.auto_scale_lr)
         if self.param_schedulers is not None:
             self.param_schedulers = self.build_param_scheduler(self.param_schedulers)

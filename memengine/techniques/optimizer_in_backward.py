@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -43,7 +43,9 @@ def check_steps_alone(optimizer: Optimizer) -> None:
 
 @contextmanager
 def step_in_backward(
-    optimizer: Optimizer, before: Callable[[nn.Parameter], Any] | None = None
+    optimizer: Optimizer,
+    before: Callable[[nn.Parameter], Any] | None = None,
+    later: Container[nn.Parameter] = (),
 ) -> Iterator[None]:
     """Backward inside this context updates each parameter once its gradient is whole, and frees it.
 
@@ -59,6 +61,8 @@ def step_in_backward(
         optimizer: Any that updates each parameter by its own gradient and state. Groups, schedules
             and ``state_dict`` are those of the plain step, so a run may go on with or without.
         before: Called with each parameter before its update, e.g. to clip its gradient.
+        later: Parameters that are left to ``optimizer.step()``, as their gradients are not whole
+            before the end of backward.
 
     Raises:
         TypeError, ValueError: See :func:`check_steps_alone`.
@@ -106,7 +110,7 @@ def step_in_backward(
         parameter.register_post_accumulate_grad_hook(partial(update, group))
         for group in optimizer.param_groups
         for parameter in group['params']
-        if parameter.requires_grad
+        if parameter.requires_grad and parameter not in later
     ]
     try:
         yield

@@ -23,7 +23,7 @@ def _train(kind, rank, world_size, way):
     model, _ = model_and_batch(kind)
     wrapped = FullyShardedDataParallel(model)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.1)
+    optimizer = torch.optim.SGD(trained, lr=0.1, weight_decay=0.1)  # sees a wrong factor
     optimizer.register_step_pre_hook(lambda *_: model.before_update())
     optimizer.register_step_post_hook(lambda *_: model.after_update())
     wrapper = way(optimizer, clip_grad=dict(type='each_norm', max_norm=0.5))

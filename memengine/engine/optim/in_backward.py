@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from memengine.engine.optim.optim_wrapper import OptimWrapper
@@ -61,11 +62,12 @@ class OptimizerInBackwardOptimWrapper(OptimWrapper):
                 "known only after backward; use precision='bf16', or "
                 "optim_wrapper.type='OptimWrapper'"
             )
+        self._later: dict[nn.Parameter, None] = {}
         check_steps_alone(optimizer)
 
     @contextmanager
     def sync_context(self, model: nn.Module) -> Iterator[None]:
-        """Refuse DDP; there are no iterations without synchronisation."""
+        """Refuse DDP; see what has to wait. There are no iterations without synchronisation."""
         ddp = nn.parallel.DistributedDataParallel
         if any(isinstance(module, ddp) for module in model.modules()):
             raise ValueError(
@@ -74,6 +76,9 @@ class OptimizerInBackwardOptimWrapper(OptimWrapper):
                 "optim_wrapper.type='OptimWrapper' with an optimiser such as AdamW8bit or "
                 'AdamWBf16, or shard the model (fully_shard)'
             )
+        # Sharding leaves scalars whole, and reduces their gradients at the end of backward.
+        is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+        self._later = dict.fromkeys(p for p in model.parameters() if is_sharded and p.ndim == 0)
         yield
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -86,7 +91,13 @@ class OptimizerInBackwardOptimWrapper(OptimWrapper):
             if norm is not None:
                 norms.append(norm)
 
-        with step_in_backward(self.optimizer, clip if clip_func else None):
+        with step_in_backward(self.optimizer, clip if clip_func else None, self._later):
             super().backward(loss, **kwargs)
+        for parameter in self._later if clip_func else ():
+            if parameter.grad is not None:
+                clip(parameter)
         if norms:
             self.message_hub.update_scalar(f'train/{self.grad_name}', torch.stack(norms).norm())
+
+    def _clip_grad(self) -> None:
+        """Nothing is left to clip behind backward."""

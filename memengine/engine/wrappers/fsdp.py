@@ -16,7 +16,6 @@ from mmengine.model import BaseDataPreprocessor
 from mmengine.optim import OptimWrapper
 from torch import Tensor, nn
 
-from memengine.engine.optim.in_backward import OptimizerInBackwardOptimWrapper
 from memengine.engine.step import run_step
 from memengine.engine.wrappers.disco import losses_with_a_group
 from memengine.registry import FUNCTIONS, MODEL_WRAPPERS
@@ -311,9 +310,7 @@ class MMFullyShardedDataParallel(FullyShardedDataParallel):
         )
 
 
-def refuse_beside_sharding(
-    model: nn.Module, cfg: Mapping[str, Any], hooks: Iterable[Hook] = (), optim_wrapper: Any = None
-) -> None:
+def refuse_beside_sharding(cfg: Mapping[str, Any], hooks: Iterable[Hook] = ()) -> None:
     """Refuse what cannot work on a model whose parameters are spread over ranks.
 
     Raises:
@@ -334,10 +331,4 @@ def refuse_beside_sharding(
     if cfg.get('sync_bn'):  # 'torch' has been seen to
         raise ValueError(
             f"sync_bn={cfg['sync_bn']!r} does not know of sharding; set sync_bn='torch'"
-        )
-    scalars = [n for n, p in model.named_parameters() if p.requires_grad and p.ndim == 0]
-    if scalars and isinstance(optim_wrapper, OptimizerInBackwardOptimWrapper):
-        raise ValueError(
-            f'{type(optim_wrapper).__name__} would update {scalars[0]} before its gradient is that '
-            "of all ranks, as sharding leaves scalars whole; use optim_wrapper.type='OptimWrapper'"
         )
