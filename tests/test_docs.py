@@ -40,7 +40,10 @@ DIRECTIVES = ('{toctree}', '{eval-rst}', '{include}')
 # Settings that make a run quick, and independent of the ones before it in this process.
 FEW = ['--max-iters', '10']
 WORKERS = ['{}_dataloader.num_workers=0', '{}_dataloader.persistent_workers=False']
-SMALL = ['val_dataloader.dataset.bank.indices=200', 'val_dataloader.dataset.queries.indices=50']
+SMALL = {  # images that are evaluated, by the type of the data set
+    'BankAndQueries': ['bank.indices=200', 'queries.indices=50'],
+    'ImageDataset': ['indices=50'],
+}
 _count = itertools.count()
 
 
@@ -221,7 +224,9 @@ def run_command(words, fails):
     settings = [f'experiment_name=docs_{next(_count)}']  # loggers go by this name
     loaders = ('train', 'val') if arguments[0] == 'train' else ('test',)
     settings += [setting.format(loader) for loader in loaders for setting in WORKERS]
-    settings += SMALL if arguments[0] == 'train' else []
+    if arguments[0] == 'train':
+        evaluated = load_config(arguments[1]).val_dataloader.dataset.type
+        settings += [f'val_dataloader.dataset.{setting}' for setting in SMALL[evaluated]]
     options = ['--cfg-options', *settings] if arguments[0] != 'convert' else []
     few = FEW if arguments[0] == 'train' and '--max-iters' not in arguments else []
     out = io.StringIO()
