@@ -9,9 +9,10 @@ the published DropIT. Written are a file of results, a plot and the page's table
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import io
 import statistics
-import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -31,6 +32,7 @@ from memengine.techniques.quantized_activations import quantize_activations
 from memengine.techniques.sparsification import Cast
 
 MODELS = ('deit_tiny_patch16_224', 'resnet18', 'resnet50')
+FEWER_WAYS = 'resnet50'  # takes long: ends of the scales only
 BATCH, SIDE, CLASSES = 16, 224, 10
 GAMMAS = (0.3, 0.5, 0.7, 0.9)
 BITS = (8, 4, 2)
@@ -63,8 +65,10 @@ def together(drop: Apply, bits: int, model: nn.Module) -> None:
 
 
 def published(peer: types.ModuleType, gamma: float, model: nn.Module) -> None:
-    """The reference's own call; the attention's output is made contiguous, as it asks for."""
-    peer.to_dropit(model, 'mink', gamma, False)
+    """The reference's own call; it cannot take the last layer's input, which is not contiguous."""
+    model.get_classifier().no_dropit = True  # type: ignore[operator]
+    with contextlib.redirect_stdout(io.StringIO()):
+        peer.to_dropit(model, 'mink', gamma, False)
 
 
 def make(name: str, images: Tensor, labels: Tensor) -> nn.Module:
@@ -125,13 +129,11 @@ def measure(name: str, compared: Mapping[str, Apply], repeats: int) -> dict[str,
     steps: dict[str, tuple[nn.Module, measuring.Step]] = {}
     exact: dict[str, Any] = {}
     for way, apply in compared.items():
+        if name == FEWER_WAYS and any(f'{some:g}' in way.split() for some in (*GAMMAS[:3], 2)):
+            continue
         model = copy.deepcopy(trained)
         apply(model)
-        try:
-            facts = facts_of(model, images, labels)
-        except RuntimeError as error:  # the reference asks for contiguous inputs
-            print(f'{name}, {way}: {error}', file=sys.stderr)
-            continue
+        facts = facts_of(model, images, labels)
         exact = exact or facts
         rows[way] = {
             'saved_mib': facts['saved_mib'],

@@ -44,7 +44,8 @@ class PackInputs:
         for key in self.keys:
             if key not in results:
                 raise ValueError(
-                    f'PackInputs.keys: the sample has no {key!r}{did_you_mean(key, results, after=";")}'
+                    f'PackInputs.keys: the sample has no {key!r}'
+                    f'{did_you_mean(key, results, after=";")}'
                 )
         return {'inputs': inputs, 'data_samples': {key: results[key] for key in self.keys}}
 
