@@ -37,7 +37,7 @@ def _rank_main(
 
 
 def run_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 240.0
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 600.0
 ) -> list[Any]:
     """Run ``fn(rank, world_size, *args)`` on ``world_size`` gloo ranks, one process each.
 

@@ -1,5 +1,7 @@
 """GPU tests say why they do not run, and tests that start ranks are slow ones.
 
+Slow ones may take long on a machine that is busy.
+
 One thread for each of the processes that share the cores.
 """
 
@@ -17,6 +19,8 @@ def pytest_collection_modifyitems(items):
         starts_ranks = 'run_ranks' in item.function.__code__.co_names
         if starts_ranks and item.path.name != 'test_testing.py':  # each imports torch anew
             item.add_marker(pytest.mark.slow)
+        if starts_ranks or 'slow' in item.keywords:
+            item.add_marker(pytest.mark.timeout(1200))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason='needs a CUDA device, and this machine has none')

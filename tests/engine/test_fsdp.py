@@ -78,7 +78,7 @@ def _follow(rank, world_size):
 @pytest.mark.slow
 @pytest.mark.parametrize('world_size', [2, 4])
 def test_ranks_follow_one_process_for_twenty_steps(world_size):
-    ranks = run_ranks(world_size, _follow, timeout_s=300)
+    ranks = run_ranks(world_size, _follow)
     for kind in KINDS:
         losses, state = train_plainly(kind)
         for offload in (False, True):
@@ -134,7 +134,7 @@ def _others(rank, world_size):
 
 @pytest.mark.slow
 def test_other_ways_follow_one_process_too():
-    ranks = run_ranks(2, _others, timeout_s=300)
+    ranks = run_ranks(2, _others)
     for name, (kind, _, settings) in OTHERS.items():
         _, state = train_plainly(kind, steps=4, **settings)
         for results in ranks:
@@ -171,7 +171,7 @@ def _frozen_and_half(rank, world_size):
 
 
 def test_frozen_towers_stay_and_half_precision_is_gathered():
-    run_ranks(2, _frozen_and_half, timeout_s=300)
+    run_ranks(2, _frozen_and_half)
 
 
 # ------------------------------------------------------------------ through the Runner
@@ -264,7 +264,7 @@ def test_a_run_on_two_ranks_is_the_run_on_one(tmp_path):
     runner, losses = runner_of(tmp_path / 'one', 1, None)
     runner.train()
     seen, state, groups, accuracy = result_of(runner, losses)
-    for actual in run_ranks(2, _through_the_runner, str(tmp_path), timeout_s=300):
+    for actual in run_ranks(2, _through_the_runner, str(tmp_path)):
         assert [place for place, _ in actual[0]] == [place for place, _ in seen]
         assert_close(actual[1], state)
         assert actual[2] == groups and len(groups) == 3
@@ -335,4 +335,4 @@ def _of_mmengine(rank, world_size):
 
 @pytest.mark.slow
 def test_arguments_of_mmengine_are_translated_or_refused_by_name():
-    run_ranks(2, _of_mmengine, timeout_s=300)
+    run_ranks(2, _of_mmengine)

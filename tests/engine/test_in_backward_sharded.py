@@ -39,6 +39,6 @@ def _train(kind, rank, world_size, way):
 @pytest.mark.slow
 @pytest.mark.parametrize('world_size', [2, 4])
 def test_a_sharded_run_is_that_of_the_plain_wrapper(world_size):
-    for results in run_ranks(world_size, _rank, timeout_s=400):
+    for results in run_ranks(world_size, _rank):
         for expected, actual in results.values():
             assert_same_step(actual, expected)

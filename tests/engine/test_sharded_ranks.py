@@ -15,7 +15,7 @@ from tests.engine.toy import Losses, ToyData, ToyModel, toy_runner
 
 BATCH = 8  # of all ranks
 STEPS = dict(two=4, four=9, one=15)  # where each part of the run stops; 4 and 9 are within an epoch
-TIMEOUT_S = 280.0
+TIMEOUT_S = 600.0
 
 
 class Model(ToyModel):

@@ -221,7 +221,7 @@ def test_ranks_in_slices_follow_one_process(kind, world_size):
     wrapper = wrap(model)
     for seed in range(2):
         run_step(model, big_batch(kind, seed), wrapper)
-    for parameters in run_ranks(world_size, _shared_rank, kind, timeout_s=300):
+    for parameters in run_ranks(world_size, _shared_rank, kind):
         for name, expected in model.named_parameters():
             tolerance = 1e-8 if name.endswith('pos_embed') else 1e-9
             assert_same_step({name: parameters[name]}, {name: expected}, tolerance)

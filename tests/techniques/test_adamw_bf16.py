@@ -191,7 +191,7 @@ def _ranks(rank, world_size):
 
 @pytest.mark.slow
 def test_ranks_stay_alike():
-    results = run_ranks(2, _ranks, timeout_s=300)
+    results = run_ranks(2, _ranks)
     for first, second in zip(*results, strict=True):
         assert first[0] == {torch.bfloat16}
         assert all(map(torch.equal, first[1], second[1]))

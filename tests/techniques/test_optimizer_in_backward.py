@@ -310,5 +310,5 @@ def _sharded_rank(rank, world_size):
 @pytest.mark.slow
 @pytest.mark.parametrize('world_size', [2, 4])
 def test_sharded_parameters_are_updated_by_the_reduced_gradient(world_size):
-    for plain, fused in run_ranks(world_size, _sharded_rank, timeout_s=300):
+    for plain, fused in run_ranks(world_size, _sharded_rank):
         assert_same_step(fused, plain, tolerance=1e-12)

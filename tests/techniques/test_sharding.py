@@ -161,7 +161,7 @@ def _gradients(rank, world_size):
 @pytest.mark.parametrize('world_size', [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_slices_on_ranks_give_the_gradient_of_one_process(world_size, expected):
     wrong = {**expected, 'scale': expected['scale'] / world_size}
-    for results in run_ranks(world_size, _gradients, timeout_s=300):
+    for results in run_ranks(world_size, _gradients):
         for actual, _ in results.values():
             assert_same_step(actual, expected)
             with pytest.raises(AssertionError, match='scale'):
@@ -247,7 +247,7 @@ def test_a_rank_holds_its_share_and_one_unit(world_size):
     total = held_bytes(model, optimizer)
     block = sum(p.nbytes for p in model.blocks[0].parameters())
     rest = sum(p.nbytes for p in model.parameters()) - 8 * block
-    for results in run_ranks(world_size, _bytes, timeout_s=300):
+    for results in run_ranks(world_size, _bytes):
         for held, parameters, everything in results.values():
             assert total / world_size <= held <= 1.05 * total / world_size
             assert parameters == block + rest <= 2 * block
