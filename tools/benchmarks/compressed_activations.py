@@ -1,6 +1,6 @@
 """Dropped and quantised activations: bytes kept, time, and the error of the gradient.
 
-On real images of the digits, one step after some steps of training, beside the plain step and
+On crops of photographs, one step after some steps of training, beside the plain step and
 the published DropIT. Written are a file of results, a plot and the page's tables.
 
     python tools/benchmarks/compressed_activations.py --out docs/benchmarks
@@ -33,7 +33,8 @@ from memengine.techniques.sparsification import Cast
 
 MODELS = ('deit_tiny_patch16_224', 'resnet18', 'resnet50')
 FEWER_WAYS = 'resnet50'  # takes long: ends of the scales only
-BATCH, SIDE, CLASSES = 16, 224, 10
+FULL, QUICK = (16, 224), (2, 64)  # images in a batch, pixels of a side
+CLASSES = 10
 GAMMAS = (0.3, 0.5, 0.7, 0.9)
 BITS = (8, 4, 2)
 WARM_UP = 5  # steps of training before anything is measured
@@ -83,16 +84,16 @@ def make(name: str, images: Tensor, labels: Tensor) -> nn.Module:
     return model
 
 
-def photographs() -> tuple[Tensor, Tensor]:
-    """Crops of scikit-learn's two photographs, [BATCH, 3, SIDE, SIDE], and made-up labels."""
+def photographs(batch: int, side: int) -> tuple[Tensor, Tensor]:
+    """Crops of scikit-learn's two photographs, [batch, 3, side, side], and made-up labels."""
     generator = torch.Generator().manual_seed(0)
     crops = []
-    for index in range(BATCH):
-        photograph = torch.from_numpy(load_sample_images().images[index % 2]).permute(2, 0, 1)
-        room = [length - SIDE for length in photograph.shape[1:]]
+    for index in range(batch):
+        photograph = torch.tensor(load_sample_images().images[index % 2]).permute(2, 0, 1)
+        room = [length - side for length in photograph.shape[1:]]
         top, left = (int(torch.randint(n, (), generator=generator)) for n in room)
-        crops.append(photograph[:, top : top + SIDE, left : left + SIDE].float() / 128 - 1)
-    return torch.stack(crops), torch.arange(BATCH) % CLASSES
+        crops.append(photograph[:, top : top + side, left : left + side].float() / 128 - 1)
+    return torch.stack(crops), torch.arange(batch) % CLASSES
 
 
 def facts_of(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def facts_of(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Any]
         loss.backward()
     gradient = {name: p.grad.clone() for name, p in model.named_parameters()}
     mib = (meter.peak_bytes + hidden) / measuring.MIB
-    return {'saved_mib': mib, 'loss': float(loss), 'gradient': gradient}
+    return {'saved_mib': mib, 'loss': loss.item(), 'gradient': gradient}
 
 
 def errors(gradient: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:
@@ -121,9 +122,11 @@ def errors(gradient: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[
     }
 
 
-def measure(name: str, compared: Mapping[str, Apply], repeats: int) -> dict[str, Any]:
+def measure(
+    name: str, compared: Mapping[str, Apply], repeats: int, size: tuple[int, int]
+) -> dict[str, Any]:
     """All ways of one model."""
-    images, labels = photographs()
+    images, labels = photographs(*size)
     trained = make(name, images, labels)
     rows: dict[str, Any] = {}
     steps: dict[str, tuple[nn.Module, measuring.Step]] = {}
@@ -165,7 +168,7 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
                     f'{row["saved_mib"] / rows["plain"]["saved_mib"]:.2f}',
                     f'{row["time"]:.2f}',
                     f'{row["relative"]:.3f}',
-                    f'{row["cosine"]:.4f}',
+                    f'{row["cosine"]:.2f}',
                     f'{row["median"]:.3f}',
                     f'{row["worst"]:.2f}',
                 ]
@@ -209,14 +212,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument('--page', type=Path, help='page whose table is to be filled in')
     parser.add_argument('--peers', nargs='*', default=[], help='folders that hold the published')
     parser.add_argument('--models', nargs='*', default=MODELS)
-    parser.add_argument('--repeats', type=int, default=5)
+    parser.add_argument('--repeats', type=int, default=5, help='rounds of timing')
+    parser.add_argument('--quick', action='store_true', help='small images')
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     peer = measuring.import_peer('dropit', args.peers) if args.peers else None
     compared = ways(peer)
+    size = QUICK if args.quick else FULL
     results = {
         'run': measuring.where(torch.device('cpu')),
-        'models': {name: measure(name, compared, args.repeats) for name in args.models},
+        'models': {name: measure(name, compared, args.repeats, size) for name in args.models},
     }
     measuring.publish(results, 'compressed_activations', tables, args.out, args.page)
     plot(results, args.out)

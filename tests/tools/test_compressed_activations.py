@@ -1,0 +1,61 @@
+"""The benchmarks of dropped and quantised activations, at their quick size."""
+
+import importlib
+import json
+import sys
+
+import pytest
+import torch
+
+from tests.docs_pages import ROOT
+
+PAGE = ROOT / 'docs/techniques/compressed_activations.md'
+NAMES = ('compressed_activations', 'dropit_learning', 'dropit_selection')
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """Loads a script of tools/benchmarks/."""
+    monkeypatch.syspath_prepend(ROOT / 'tools/benchmarks')
+    threads = torch.get_num_threads()
+
+    def load(name, *words):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        module = importlib.import_module(name)
+        monkeypatch.setattr(sys, 'argv', [module.__file__, *map(str, words)])
+        return module
+
+    yield load
+    torch.set_num_threads(threads)
+
+
+def test_a_model_keeps_less_by_every_way(benchmark, tmp_path):
+    page = tmp_path / 'page.md'
+    page.write_text(''.join(f'<!-- {n}:begin (x) -->\n<!-- {n}:end -->\n' for n in NAMES[:1]))
+    words = ['--quick', '--models', 'resnet18', '--repeats', 1, '--out', tmp_path, '--page', page]
+    benchmark('compressed_activations', *words).main()
+    rows = json.loads((tmp_path / f'{NAMES[0]}.json').read_text())['models']['resnet18']
+    plain = rows.pop('plain')
+    assert (plain['relative'], plain['cosine'], plain['time']) == (0, pytest.approx(1), 1)
+    for way, row in rows.items():
+        assert row['same_loss'], way
+        assert row['saved_mib'] < 0.9 * plain['saved_mib'], way
+        assert 0 < row['relative'] < 1.5, way
+    assert rows['8 bits']['relative'] < rows['4 bits']['relative'] < rows['2 bits']['relative']
+    assert rows['DropIT 0.9']['saved_mib'] < rows['DropIT 0.5']['saved_mib']
+    assert '| resnet18 | 8 bits |' in page.read_text()
+    assert (tmp_path / 'compressed_activations.png').stat().st_size > 10_000
+
+
+def test_learning_over_seeds(benchmark, tmp_path):
+    benchmark('dropit_learning', '--out', tmp_path, '--seeds', 2, '--epochs', 2).main()
+    ways = json.loads((tmp_path / 'dropit_learning.json').read_text())['ways']
+    assert all(len(found) == 2 and min(found) > 12 for found in ways.values())  # chance is 10 %
+    assert len({found[0] for found in ways.values()}) > 1
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_the_page_shows_the_committed_results(benchmark, name):
+    results = json.loads((ROOT / f'docs/benchmarks/{name}.json').read_text())
+    for text in benchmark(name).tables(results).values():
+        assert text in PAGE.read_text()
