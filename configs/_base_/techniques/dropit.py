@@ -3,4 +3,4 @@
 Add this file to ``_base_``, or set ``dropit=True`` on the command line.
 """
 
-dropit = dict(strategy='block_mink', gamma=0.9)
+dropit = dict(strategy='mink', gamma=0.9)
