@@ -195,8 +195,8 @@ def plot(results: Mapping[str, Any], folder: Path) -> None:
                     there = [s for s in settings if pattern.format(s) in rows]
                     heights = [rows[pattern.format(s)][value] / unit for s in there]
                     grid[line][column].plot(
-                        [settings.index(s) for s in there], heights, style, marker='o', color=colour,
-                        label=f'{name}, {pattern.format("").strip()}',
+                        [settings.index(s) for s in there], heights, style,
+                        marker='o', color=colour, label=f'{name}, {pattern.format("").strip()}',
                     )  # fmt: skip
                     grid[line][column].set(xticks=range(len(settings)), ylabel=label)
                     grid[line][column].set_xticklabels([f'{s:g}' for s in settings])
