@@ -224,7 +224,7 @@ def run_command(words, fails):
     settings = [f'experiment_name=docs_{next(_count)}']  # loggers go by this name
     loaders = ('train', 'val') if arguments[0] == 'train' else ('test',)
     settings += [setting.format(loader) for loader in loaders for setting in WORKERS]
-    if arguments[0] == 'train':
+    if arguments[0] == 'train' and Path(arguments[1]).exists():
         evaluated = load_config(arguments[1]).val_dataloader.dataset.type
         settings += [f'val_dataloader.dataset.{setting}' for setting in SMALL[evaluated]]
     options = ['--cfg-options', *settings] if arguments[0] != 'convert' else []
