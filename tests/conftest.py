@@ -6,6 +6,7 @@ One thread for each of the processes that share the cores.
 """
 
 import os
+import sys
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # before torch is imported
 
@@ -27,3 +28,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if 'gpu' in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _no_scope_is_left():
+    """A Runner sets the scope in which MMEngine looks up names, for all that comes after it."""
+    yield
+    scopes = sys.modules.get('mmengine.registry.default_scope')
+    if scopes is not None:
+        scopes.DefaultScope._instance_dict.clear()

@@ -226,6 +226,13 @@ _ENVIRONMENT = Place(
     values={'cudnn_benchmark': BOOL, 'resource_limit': POSITIVE_INT},
 )
 
+
+def _short_for(hook: str) -> PlaceOrChoice:
+    """A key that stands for a hook: its arguments, its modules, or True."""
+    place = Place('HOOKS', default=hook)
+    return lambda value: place if value else Place()
+
+
 TOP_PLACES: Mapping[str, PlaceOrChoice] = {
     'model': MODEL,
     'data_preprocessor': PART,
@@ -259,6 +266,11 @@ TOP_PLACES: Mapping[str, PlaceOrChoice] = {
         supplied=frozenset({'module', 'device_ids'}),
     ),
     'compile': Place(accepts=torch.compile, supplied=frozenset({'model'}), accepts_bool=True),
+    'activation_checkpointing': _short_for('ActivationCheckpointingHook'),
+    'activation_offload': _short_for('ActivationOffloadHook'),
+    'compile_blocks': _short_for('CompileBlocksHook'),
+    'dropit': _short_for('DropITHook'),
+    'quantized_activations': _short_for('QuantizedActivationsHook'),
     'custom_imports': Place(accepts=frozenset({'imports', 'allow_failed_imports'})),
     'runner_type': Place('RUNNERS', by_name=True),
     'tta_model': Place('MODELS', supplied=frozenset({'module'})),

@@ -10,6 +10,7 @@ it is for all of them, because a code beside it would cost instead of save.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
@@ -21,20 +22,21 @@ from memengine.memory.ledger import owned_by, tensors_in
 from memengine.techniques.blocks import Selector, select_modules
 from memengine.techniques.compression_rules import Rule
 from memengine.techniques.offload import ActivationOffload
-from memengine.techniques.saved_operations import needs_of
+from memengine.techniques.saved_operations import IN_PLACE, needs_of, operation
 from memengine.techniques.saved_tensors import KeptAsIs, is_parameter, is_plain
 from memengine.techniques.stored_once import Memory, Saved
 from memengine.techniques.wrapped_forward import WrappedForward, is_wrapped, wrapper_of
 
-__all__ = ['Place', 'add_rule', 'chosen_modules', 'remove_rule', 'rules_of']
+__all__ = ['THE_MODEL', 'Place', 'add_rule', 'chosen_modules', 'remove_rule', 'rules_of']
 
+THE_MODEL = 'the model'  # the outermost module's name
 _state = threading.local()  # .scope: of the forward that runs; .asked_for: see _asked_for
 
 
 def rules_of(model: nn.Module) -> list[Rule]:
     """The rules that hold in a model's modules, each once."""
     places = (wrapper_of(module, Place) for module in model.modules())
-    found = {id(rule): rule for place in places if place is not None for rule in place.rules}
+    found = {id(rule): rule for place in places if place is not None for rule, _ in place.rules}
     return list(found.values())
 
 
@@ -65,9 +67,10 @@ def add_rule(model: nn.Module, rule: Rule, modules: Container[nn.Module]) -> Non
         if place is None:
             place = Place(name, module)
             place.begin()
-        place.users += 1
+        place.users.append(rule)
         if module in modules:
-            place.rules = sorted([*place.rules, rule], key=lambda rule: rule.fidelity)
+            rules = [*place.rules, (rule, name or THE_MODEL)]
+            place.rules = sorted(rules, key=lambda pair: pair[0].fidelity)
 
 
 def chosen_modules(
@@ -97,18 +100,27 @@ def chosen_modules(
 
 
 def remove_rule(model: nn.Module, rule: Rule) -> None:
-    """Leave the model as it was before :func:`add_rule`.
+    """Leave the model as it was before :func:`add_rule`; nothing for a rule that does not hold.
 
     Raises:
-        ValueError: When a forward has been wrapped again in the meantime.
+        ValueError: When a forward has been wrapped by something else in the meantime; nothing is
+            changed then.
     """
-    for module in model.modules():
+    places = []
+    for name, module in model.named_modules():
         place = wrapper_of(module, Place)
-        if place is not None:
-            place.rules = [other for other in place.rules if other is not rule]
-            place.users -= 1
-            if not place.users:
-                place.undo()
+        if place is None and 'forward' in vars(module):
+            raise ValueError(
+                f'{rule.setting}: the forward of {name or THE_MODEL} was wrapped again '
+                'afterwards; undo that first'
+            )
+        if place is not None and any(user is rule for user in place.users):
+            places.append(place)
+    for place in places:
+        place.rules = [pair for pair in place.rules if pair[0] is not rule]
+        place.users = [user for user in place.users if user is not rule]
+        if not place.users:
+            place.undo()
 
 
 class Place(WrappedForward):
@@ -118,17 +130,18 @@ class Place(WrappedForward):
 
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__(name, module)
-        self.rules: list[Rule] = []
-        self.users = 0  # rules that hold here or elsewhere in their model
+        self.rules: list[tuple[Rule, str]] = []  # with what its model calls this module
+        self.users: list[Rule] = []  # that hold here or elsewhere in their model
 
-    @torch.compiler.disable(recursive=False)
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; what it saves is kept by the rules."""
         scope = getattr(_state, 'scope', None)
         if scope is not None:
             return self._run(scope, args, kwargs)
         again = torch._C._current_graph_task_id() != -1  # recomputed, in the middle of backward
-        if again or not torch.is_grad_enabled() or not self.module.training:
+        off = not torch.is_grad_enabled() or not self.module.training
+        if off or again or _is_checkpointing():
             return self.plain(*args, **kwargs)
         scope = _state.scope = _Scope(self.module)
         try:
@@ -136,6 +149,7 @@ class Place(WrappedForward):
                 return self._run(scope, args, kwargs)
         finally:
             _state.scope = None
+            scope.close()
 
     def _run(self, scope: _Scope, args: Any, kwargs: Any) -> Any:
         outside, scope.place = scope.place, self
@@ -157,7 +171,7 @@ class _Scope(saved_tensors_hooks):
         self._owned = owned_by([module])
         self._first = _next_node()
         self._looked_at: set[int] = set()  # nodes of the graph, by number
-        self._unsettled: dict[int, list[Saved]] = {}  # by the number of the node that saved it
+        self._unsettled: dict[int, list[weakref.ref[Saved]]] = {}  # by the node that saved it
         self._memory_of: dict[int, Memory] = {}
         super().__init__(self._pack, _unpack)
 
@@ -171,8 +185,8 @@ class _Scope(saved_tensors_hooks):
         if memory is None or not memory.is_of(tensor):
             memory = self._memory_of[storage._cdata] = Memory(tensor)
         assert self.place is not None
-        saved = Saved(tensor, memory, self.place.name, self.place.rules)
-        self._unsettled.setdefault(_next_node() - 1, []).append(saved)
+        saved = Saved(tensor, memory, self.place.rules)
+        self._unsettled.setdefault(_next_node() - 1, []).append(weakref.ref(saved))
         return saved
 
     def settle(self, outputs: Any, inputs: Any) -> None:
@@ -182,25 +196,44 @@ class _Scope(saved_tensors_hooks):
         given = tensors_in((inputs, outputs))
         alive = {tensor.untyped_storage()._cdata for tensor in given if is_plain(tensor)}
         touched: dict[Memory, None] = {}
-        for node in self._new_nodes(outputs):
-            saved_here = self._unsettled.pop(node._sequence_nr(), ())
-            if saved_here:
-                for field, need in needs_of(node).items():
-                    for saved in _asked_for(node, field):
-                        saved.settle(need, node)
-            for saved in saved_here:
-                saved.is_settled = True
+        nodes = {node._sequence_nr(): node for node in self._new_nodes(outputs)}
+        for number, node in nodes.items():
+            # What acts in place saves a copy, whose node comes next and leads nowhere.
+            copied = number + 1 not in nodes and operation(node) in IN_PLACE
+            for saved in self._settle_node(node, (number, number + 1) if copied else (number,)):
                 touched[saved.memory] = None
         for memory in touched:
             memory.settle(alive)
 
+    def _settle_node(self, node: Any, numbers: Sequence[int]) -> list[Saved]:
+        """Learn what a node has saved, under its own number or another."""
+        waiting = [n for n in numbers if n in self._unsettled]
+        found: list[Saved] = []
+        for field, need in needs_of(node).items() if waiting else ():
+            for saved in _asked_for(node, field):
+                saved.settle(need, node)
+                found.append(saved)
+        for number in waiting:
+            kept = [one for one in (reference() for reference in self._unsettled[number]) if one]
+            if number == numbers[0]:  # all of it is this node's
+                del self._unsettled[number]
+                found += [one for one in kept if one not in found]
+        for saved in found:
+            saved.is_settled = True
+        return found
+
     def end(self) -> None:
         """What no output depends on is kept as it is, if it is kept at all."""
-        for some in self._unsettled.values():
-            for saved in some:
+        for references in self._unsettled.values():
+            for saved in filter(None, (reference() for reference in references)):
                 saved.is_settled = True
         for memory in self._memory_of.values():
             memory.settle()
+
+    def close(self) -> None:
+        """Let go of everything; hooks that are methods hold themselves."""
+        self._unsettled, self._memory_of = {}, {}
+        self.pack_hook = _unpack
 
     def _new_nodes(self, outputs: Any) -> Iterator[Any]:
         """Nodes of this forward's graph that have not been looked at."""
@@ -213,6 +246,13 @@ class _Scope(saved_tensors_hooks):
                 self._looked_at.add(node._sequence_nr())
                 yield node
                 pending.extend(parent for parent, _ in node.next_functions)
+
+
+def _is_checkpointing() -> bool:
+    """Whether checkpointing looks for what is saved here (torch 2.8 and later tell)."""
+    top = getattr(torch._C._autograd, '_top_saved_tensors_default_hooks', lambda _: None)(False)
+    pack = getattr(top[0], '_pack', top[0]) if top else None
+    return getattr(pack, '__module__', '') == 'torch.utils.checkpoint'
 
 
 def _next_node() -> int:
@@ -228,6 +268,8 @@ def _asked_for(node: Any, field: str) -> list[Saved]:
     _state.asked_for = found
     try:
         getattr(node, f'_saved_{field}')  # unpacks it
+    except RuntimeError:  # a backward inside of the forward has used it up
+        return []
     finally:
         _state.asked_for = None
     return found

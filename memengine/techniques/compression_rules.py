@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from memengine.techniques.codes import Codec
 from memengine.techniques.saved_operations import Need
 
-__all__ = ['Rule', 'Tally']
+__all__ = ['Handle', 'Rule', 'Tally']
 
 
 class Tally:
@@ -30,6 +32,34 @@ class Tally:
         self.before, self.after = self.before + before, self.after + after
         so_far = self.places.get((place, need), (0, 0))
         self.places[place, need] = so_far[0] + before, so_far[1] + after
+
+
+class Handle:
+    """A rule's way back to its model, which it does not hold and copies do not take along."""
+
+    setting: str
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Callable[[], nn.Module | None] = weakref.ref(model)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), '_model': _nothing}
+
+    @property
+    def model(self) -> nn.Module:
+        """The model.
+
+        Raises:
+            ValueError: When it is gone, or this is a copy.
+        """
+        model = self._model()
+        if model is None:
+            raise ValueError(f'{self.setting}: the model that this was made for is not there')
+        return model
+
+
+def _nothing() -> None:
+    return None
 
 
 class Rule(Protocol):

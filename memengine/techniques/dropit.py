@@ -13,8 +13,14 @@ from torch import Tensor, nn
 
 from memengine.techniques.blocks import Selector
 from memengine.techniques.codes import Codec
-from memengine.techniques.compression import add_rule, chosen_modules, remove_rule, rules_of
-from memengine.techniques.compression_rules import Tally
+from memengine.techniques.compression import (
+    THE_MODEL,
+    add_rule,
+    chosen_modules,
+    remove_rule,
+    rules_of,
+)
+from memengine.techniques.compression_rules import Handle, Tally
 from memengine.techniques.saved_operations import Need
 from memengine.techniques.sparsification import Sparsifier
 
@@ -57,7 +63,7 @@ def undo_dropit(model: nn.Module) -> None:
     if not found:
         raise ValueError(f'{_SETTING}: {type(model).__name__} drops nothing')
     for rule in found:
-        rule.undo()
+        remove_rule(model, rule)
 
 
 def drop_activations(
@@ -114,7 +120,7 @@ def drop_activations(
     if any(isinstance(rule, DropIT) for rule in rules_of(model)):
         raise ValueError(f'{_SETTING}: {type(model).__name__} drops already; undo that first')
     by_name = gamma if isinstance(gamma, Mapping) else {'*': gamma}
-    names = [name for name, _ in model.named_modules()]
+    names = [name or THE_MODEL for name, _ in model.named_modules()]
     for glob in by_name:
         if not any(fnmatchcase(name, glob) for name in names):
             raise ValueError(f"{_SETTING}: gamma names '{glob}', which matches no module")
@@ -129,11 +135,11 @@ def drop_activations(
     return rule
 
 
-class DropIT:
+class DropIT(Handle):
     """Which inputs are dropped; made by :func:`drop_activations`.
 
     Attributes:
-        kept: Bytes before and after, by the module's name, of the last forward passes.
+        kept: Bytes before and after, in all forward passes so far, and by module and need.
     """
 
     setting = _SETTING
@@ -141,7 +147,8 @@ class DropIT:
     fidelity = 1  # below that of quantised values, which all that need values can use
 
     def __init__(self, model: nn.Module, sparsifiers: Mapping[str, Sparsifier]) -> None:
-        self._model, self._sparsifiers = model, sparsifiers
+        super().__init__(model)
+        self._sparsifiers = sparsifiers
         self.kept = Tally()
 
     @property
@@ -164,4 +171,4 @@ class DropIT:
 
     def undo(self) -> None:
         """Leave the model as it was."""
-        remove_rule(self._model, self)
+        remove_rule(self.model, self)

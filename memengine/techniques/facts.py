@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -36,11 +37,19 @@ def fact_codec(need: Need, tensor: Tensor, node: Any) -> Codec | None:
     """
     if need is Need.WITHIN:
         low, high = node._saved_min_val, node._saved_max_val
-        return partial(within, low=low, high=high, inside=(low + high) / 2, outside=high)
+        return partial(within, low=low, high=high, inside=_between(low, high), outside=math.inf)
     if need in _MAYBE:
         code = _MAYBE[need](tensor)
         return None if code is None else lambda _: code
     return _CODECS.get(need)
+
+
+def _between(low: float, high: float) -> float:
+    if low < 0 < high:
+        return 0.0
+    if math.isinf(high):
+        return low + max(1.0, abs(low))
+    return high - max(1.0, abs(high)) if math.isinf(low) else (low + high) / 2
 
 
 _CODECS: dict[Need, Codec] = {

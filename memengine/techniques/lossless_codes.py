@@ -126,14 +126,14 @@ def within(tensor: Tensor, low: float, high: float, inside: float, outside: floa
         low: Lower bound.
         high: Upper bound.
         inside: Any number between the bounds, such as their mean.
-        outside: Any other, such as `high`.
+        outside: Any other, such as infinity.
     """
-    return bitmask(
-        tensor,
-        lambda elements: (elements <= low).logical_or_(elements >= high).logical_not_(),
-        on=inside,
-        off=outside,
-    )
+
+    def test(elements: Tensor) -> Tensor:
+        elements = elements.to(torch.promote_types(elements.dtype, torch.float32))  # as torch does
+        return (elements <= low).logical_or_(elements >= high).logical_not_()
+
+    return bitmask(tensor, test, on=inside, off=outside)
 
 
 @torch.no_grad()

@@ -15,8 +15,14 @@ from torch import Tensor, nn
 from memengine.techniques.bit_allocation import allot_bits
 from memengine.techniques.blocks import Selector
 from memengine.techniques.codes import Codec
-from memengine.techniques.compression import add_rule, chosen_modules, remove_rule, rules_of
-from memengine.techniques.compression_rules import Tally
+from memengine.techniques.compression import (
+    THE_MODEL,
+    add_rule,
+    chosen_modules,
+    remove_rule,
+    rules_of,
+)
+from memengine.techniques.compression_rules import Handle, Tally
 from memengine.techniques.quantization import Quantizer
 from memengine.techniques.random_state import RandomState, accelerators_of
 from memengine.techniques.running_ranges import RunningRangeQuantizer
@@ -52,7 +58,7 @@ def quantize_activations(
     ranges: Literal['group', 'running'] = 'group',
     min_numel: int = 1024,
 ) -> QuantizedActivations:
-    """Keep what a model saves for backward in a few bits. Lossy, and unbiased.
+    """Keep what a model saves for backward in a few bits. Lossy, and unbiased in what is kept.
 
     Coded are the inputs of layers, norms and activations, attention's tensors, probabilities and
     factors of products, in any model, however it is written. What is needed for one fact only is
@@ -99,7 +105,7 @@ def quantize_activations(
             f'{_SETTING}: {type(model).__name__} is quantised already; undo that first'
         )
     by_name = dict(bits) if isinstance(bits, Mapping) else {'*': bits}
-    names = [name or 'the model' for name, _ in model.named_modules()]
+    names = [name or THE_MODEL for name, _ in model.named_modules()]
     kinds = {need.value for need in Need if need.is_of_values}
     for key, width in by_name.items():
         if width not in (*_WIDTHS, _AS_IT_IS):
@@ -118,12 +124,12 @@ def quantize_activations(
     return rule
 
 
-class QuantizedActivations:
+class QuantizedActivations(Handle):
     """How many bits are kept where; made by :func:`quantize_activations`.
 
     Attributes:
         bits_of: Bits by module's name and need, as allotted; empty until :meth:`allot`.
-        kept: Bytes before and after, by the same, of the last forward passes.
+        kept: Bytes before and after, in all forward passes so far, and by the same.
     """
 
     setting = _SETTING
@@ -137,7 +143,8 @@ class QuantizedActivations:
         has_running_ranges: bool,
         min_numel: int,
     ) -> None:
-        self._model, self._bits, self._min_numel = model, bits, min_numel
+        super().__init__(model)
+        self._bits, self._min_numel = bits, min_numel
         self._quantizers = {width: Quantizer(width, group_size) for width in _WIDTHS}
         self._running: dict[tuple[object, ...], RunningRangeQuantizer] = {}
         self.by_view = has_running_ranges
@@ -153,13 +160,14 @@ class QuantizedActivations:
 
     def undo(self) -> None:
         """Leave the model as it was."""
-        remove_rule(self._model, self)
+        remove_rule(self.model, self)
 
     def codec(self, name: str, need: Need, tensor: Tensor) -> Codec | None:
         """As many bits as this place has."""
         spot = name, need.value
         width = self._width_at(spot)
-        if width == _AS_IT_IS or tensor.numel() < self._min_numel:
+        numel = tensor.untyped_storage().nbytes() // tensor.itemsize  # which a view would keep
+        if width == _AS_IT_IS or numel < self._min_numel:
             return None
         if self.by_view:
             kind = (*spot, tuple(tensor.shape[1:]))
@@ -197,8 +205,10 @@ class QuantizedActivations:
         """
         if not 1 <= average_bits <= 8:
             raise ValueError(f'{_SETTING}: average_bits is from 1 to 8, got {average_bits!r}')
+        if self.by_view:
+            raise ValueError(f"{_SETTING}: ranges='running' works at 8 bits and has none to allot")
         kept, self.kept = self.kept, Tally()
-        state = RandomState(accelerators_of(self._model))
+        state = RandomState(accelerators_of(self.model))
         try:
             self._gradient(loss, state, None)
             sizes = {spot: before for spot, (before, _) in self.kept.places.items()}
@@ -220,8 +230,8 @@ class QuantizedActivations:
         self, loss: Callable[[], Tensor], state: RandomState, widths: Mapping[_Spot, int] | None
     ) -> list[Tensor | None]:
         self._trial = widths
-        parameters = [p for p in self._model.parameters() if p.requires_grad]
-        with state.replay(), frozen_statistics(self._model):
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        with state.replay(), frozen_statistics(self.model):
             return list(torch.autograd.grad(loss(), parameters, allow_unused=True))
 
 

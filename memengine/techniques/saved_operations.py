@@ -9,11 +9,12 @@ attention, denominators.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
-__all__ = ['Need', 'needs_of', 'operation']
+from torch import nn
+
+__all__ = ['IN_PLACE', 'Need', 'needs_of', 'operation']
 
 
 class Need(Enum):
@@ -86,7 +87,8 @@ _NEEDS: dict[str, dict[str, Need]] = {
     'Gelu': _TAKEN,
     'Silu': _TAKEN,
     'Mish': _TAKEN,
-    'Elu': _TAKEN,
+    'Elu': _TAKEN | _GIVEN,
+    'Celu': _TAKEN | _GIVEN,
     'Softplus': _TAKEN,
     'Hardswish': _TAKEN,
     'Hardsigmoid': _TAKEN,
@@ -95,7 +97,7 @@ _NEEDS: dict[str, dict[str, Need]] = {
     'Sigmoid': _GIVEN,
     'Mul': {'self': Need.PRODUCT, 'other': Need.PRODUCT},
     'Relu': {'result': Need.POSITIVE},
-    'LeakyRelu': {'self': Need.SIGN},
+    'LeakyRelu': {'self': Need.SIGN, 'result': Need.SIGN},
     'Hardtanh': {'self': Need.WITHIN},
     'NativeDropout': {'result1': Need.BOOL},
     'MaskedFill': {'mask': Need.BOOL},
@@ -110,7 +112,12 @@ _NEEDS: dict[str, dict[str, Need]] = {
     'Embedding': {'indices': Need.INDICES},
 }
 
-_SECOND_MATRIX = {'Addmm': 2, 'Mm': 1, 'Linear': 1}  # its place among the node's inputs
+# Of these there are forms that act in place, on a copy of what they save.
+IN_PLACE = frozenset(('Silu', 'Mish', 'Hardswish', 'Hardsigmoid', 'Hardtanh', 'Mul'))
+_WEIGHTS = {'Addmm': 2, 'Mm': 1, 'Linear': 1, 'Convolution': 1}  # their place among the inputs
+_OF_INPUTS = frozenset(  # operations that, with a constant among their inputs, make no weights
+    ('Addmm', 'Mm', 'Bmm', 'Baddbmm', 'Linear', 'Convolution', 'Embedding', 'NativeLayerNorm')
+)
 _LEAF = 'torch::autograd::AccumulateGrad'
 _SOON = 8  # nodes between a product and its weights: a transposition, a cast, a weight norm
 
@@ -131,21 +138,26 @@ def needs_of(node: Any) -> dict[str, Need]:
     """
     name = operation(node)
     needs = _NEEDS.get(name, {})
-    if name in _SECOND_MATRIX and not _is_of_weights(node, _SECOND_MATRIX[name]):
+    if name in _WEIGHTS and not _is_of_weights(node, _WEIGHTS[name]):
         return dict.fromkeys(needs, Need.ATTENTION)
     return needs
 
 
 def _is_of_weights(node: Any, index: int) -> bool:
     """Whether one of a node's inputs is made of parameters alone, in a few operations."""
-    pending = _inner([node.next_functions[index][0]])
+    pending = [node.next_functions[index][0]]
     for _ in range(_SOON):
         if not pending:
             return True
-        pending += _inner(parent for parent, _ in pending.pop().next_functions)
+        made_by = pending.pop()
+        if made_by is None:
+            continue  # a constant beside them
+        if made_by.name() == _LEAF:
+            if not isinstance(made_by.variable, nn.Parameter):
+                return False
+            continue
+        parents = [parent for parent, _ in made_by.next_functions]
+        if operation(made_by) in _OF_INPUTS and (None in parents or len(parents) == 1):
+            return False
+        pending += parents
     return not pending
-
-
-def _inner(nodes: Iterable[Any]) -> list[Any]:
-    """Without constants and leaves."""
-    return [node for node in nodes if node is not None and node.name() != _LEAF]

@@ -38,17 +38,18 @@ class Saved:
 
     __slots__ = (
         '__weakref__', '_dtype', '_is_metered', '_kept', '_layout', '_moved', '_name', '_need',
-        '_piece', '_rules', 'codec', 'is_settled', 'memory', 'rule',
+        '_piece', '_rules', '_told', 'codec', 'is_settled', 'memory', 'rule',
     )  # fmt: skip
 
-    def __init__(self, tensor: Tensor, memory: Memory, name: str, rules: Sequence[Rule]) -> None:
+    def __init__(self, tensor: Tensor, memory: Memory, rules: Sequence[tuple[Rule, str]]) -> None:
         self._keep(KeptAsIs(tensor))
         self.memory = memory
         self.rule: Rule | None = None
         self.codec: Codec | None = None
         self.is_settled = self._is_metered = False
         self._layout, self._dtype = _layout_of(tensor), tensor.dtype
-        self._name, self._rules = name, rules  # of the module that saves it
+        self._rules, self._name = rules, ''  # of the module that saves it
+        self._told = (0, 0)
         self._piece: _Piece | None = None
         self._moved: Callable[[], Tensor] | None = None
         self._need: Need | None = None
@@ -104,25 +105,30 @@ class Saved:
         self._need = need
         self.codec = fact_codec(need, self.content, node)
         if self.codec is None and need.is_of_values and self.content.is_floating_point():
-            for rule in self._rules:
-                if (codec := rule.codec(self._name, need, self.content)) is not None:
-                    self.rule, self.codec = rule, codec
+            for rule, name in self._rules:
+                if (codec := rule.codec(name, need, self.content)) is not None:
+                    self.rule, self.codec, self._name = rule, codec, name
                     return
 
     def take(self, piece: _Piece) -> None:
         """Let go of the tensor, for a piece that it can be read from."""
         if self.rule is not None and self._need is not None:
-            after = 0 if piece.is_counted else piece.nbytes
-            self.rule.kept.add(self._name, self._need.value, self.content.nbytes, after)
+            self._told = self.content.nbytes, 0 if piece.is_counted else piece.nbytes
+            self.rule.kept.add(self._name, self._need.value, *self._told)
             piece.is_counted = True
         self._piece, self._kept = piece, None
 
     def keep(self, memory: Tensor) -> None:
-        """Let go of the code, as the memory is kept anyway."""
+        """Stay as it is for good, let go of the code, as the memory is kept anyway."""
         if not self.is_here:
-            here = memory.new_empty(0, dtype=self._dtype)
-            self._keep(KeptAsIs(here.set_(memory.untyped_storage(), *self._layout)))
+            offset, shape, stride = self._layout
+            here = memory if memory.dtype == self._dtype else memory.view(self._dtype)
+            self._keep(KeptAsIs(here.as_strided(shape, stride, offset)))
             self._piece, self._moved, self._is_metered = None, None, False
+            if self.rule is not None and self._need is not None and any(self._told):
+                before, after = self._told
+                self.rule.kept.add(self._name, self._need.value, -before, -after)
+        self.rule = self.codec = None
 
 
 class Memory:
@@ -130,8 +136,10 @@ class Memory:
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage, self._version = weakref.ref(tensor.untyped_storage()), tensor._version
-        self._saved: list[weakref.ref[Saved]] = []  # in the order of saving
-        self._pieces: list[weakref.ref[_Piece]] = []
+        self._new: list[weakref.ref[Saved]] = []  # in the order of saving; not decided upon
+        self._coded: list[weakref.ref[Saved]] = []
+        self._as_it_is: list[weakref.ref[Saved]] = []
+        self._pieces: dict[_Layout | None, weakref.ref[_Piece]] = {}  # None: of most of it
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether the tensor is a view of it; an address is used again when it is free."""
@@ -139,7 +147,7 @@ class Memory:
 
     def add(self, saved: Saved) -> None:
         """Note what is saved of it."""
-        self._saved.append(weakref.ref(saved))
+        self._new.append(weakref.ref(saved))
 
     def settle(self, alive: Container[int] = ()) -> None:
         """Code what is saved, unless something needs the memory as it is.
@@ -148,28 +156,35 @@ class Memory:
             alive: Addresses of storages that somebody else holds now, so that it is no price that
                 they are here until they are coded.
         """
-        saved = [one for one in (reference() for reference in self._saved) if one is not None]
-        here = [one for one in saved if one.is_here]
-        if not here:
+        new = _alive(self._new)
+        if not new:
             return
-        if here[0].content.untyped_storage()._cdata not in alive:
-            for one in here:
+        content = new[0].content
+        if content.untyped_storage()._cdata not in alive:
+            for one in new:
                 one.meter()
-        if not all(one.is_settled for one in here):
+        if not all(one.is_settled for one in new):
             return  # until the others' operations are looked at
-        if any(one.is_settled and one.codec is None for one in saved):
-            content = here[0].content
-            for one in saved:
-                one.keep(content)
+        if any(one.codec is None for one in new) or self._is_kept():
+            stays = [*new, *_alive(self._coded)]
+            self._coded = []
+            self._pieces.clear()
         else:
-            self._code(here)
-        for one in saved:
-            if one.is_here:
-                one.stay()
+            self._code(new)
+            stays = [one for one in new if one.is_here]
+            self._coded += [weakref.ref(one) for one in new if not one.is_here]
+        for one in stays:
+            one.keep(content)
+            one.stay()
+        self._as_it_is += [weakref.ref(one) for one in stays]
+        self._new = []
 
-    def _code(self, here: list[Saved]) -> None:
-        values = [one for one in here if one.rule is not None]
-        for one in here:
+    def _is_kept(self) -> bool:
+        return any(reference() is not None for reference in reversed(self._as_it_is))
+
+    def _code(self, new: list[Saved]) -> None:
+        values = [one for one in new if one.rule is not None]
+        for one in new:
             if one.rule is None:
                 assert one.codec is not None
                 one.take(_new_piece(one.codec, one.content))
@@ -181,18 +196,29 @@ class Memory:
 
     def _piece_for(self, one: Saved, others: list[Saved], best: Saved) -> _Piece | None:
         """A piece that serves: one that is there already, or a new one by the best's codec."""
-        for reference in self._pieces:
-            piece = reference()
-            if piece is not None and piece.serves(one.content):
+        content = one.content
+        layout = _layout_of(content)
+        for key in (layout, None):  # the very view, or most of the storage
+            piece = self._pieces[key]() if key in self._pieces else None
+            if piece is not None and piece.serves(content):
                 return piece
         assert best.rule is not None and best.codec is not None
+        by_view = best.rule.by_view
+        codec = one.codec if by_view and one.rule is best.rule else best.codec
+        assert codec is not None
         views = [other.content for other in others if other.is_here]
-        base = one.content if best.rule.by_view else _base(one.content, views)
-        piece = _new_piece(best.codec, base)
-        if piece.nbytes >= one.content.untyped_storage().nbytes():
+        base = content if by_view else _base(content, views)
+        piece = _new_piece(codec, base)
+        whole = content.untyped_storage().nbytes()
+        if piece.nbytes >= whole:
             return None
-        self._pieces.append(weakref.ref(piece))
+        is_most = base.nbytes >= _MOSTLY * whole
+        self._pieces[None if is_most else layout] = weakref.ref(piece)
         return piece
+
+
+def _alive(references: list[weakref.ref[Saved]]) -> list[Saved]:
+    return [one for one in (reference() for reference in references) if one is not None]
 
 
 def _base(view: Tensor, views: list[Tensor]) -> Tensor:

@@ -349,6 +349,11 @@ REFUSED = [
         'the three go together, or none is there',
     ),
     (
+        'dropit',
+        dict(gama=0.5, modules=['backbone']),
+        "dropit.gama: DropITHook takes no argument 'gama': did you mean 'gamma'?",
+    ),
+    (
         'runner_type',
         'Runer',
         "runner_type: there is no runner 'Runer': did you mean 'Runner'?",

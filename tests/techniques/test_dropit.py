@@ -15,6 +15,7 @@ from memengine.techniques.compiling import compile_blocks
 from memengine.techniques.dropit import drop_activations, to_dropit, undo_dropit
 from memengine.techniques.grad_cache import Tower, cached_step
 from memengine.techniques.offload import offload_activations
+from memengine.techniques.quantized_activations import quantize_activations
 from memengine.techniques.sparsification import Cast
 from memengine.testing import saved_bytes
 
@@ -523,3 +524,178 @@ def test_an_offload_around_moves_the_codes_and_what_stays_as_it_is(gamma):
     _, got = step(model, x)
     assert all(torch.equal(got[name], expected[name]) for name in expected)
     assert offload.stored_bytes == 0
+
+
+class Towers(nn.Module):
+    """Products of activations that look like layers: their inputs are constants."""
+
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = nn.Linear(64, 32), nn.Linear(64, 32)
+        self.words, self.kernel = nn.Embedding(9, 32), nn.Linear(9, 4 * 3 * 3 * 3)
+
+    def forward(self, images, ids):
+        logits = self.image(images) @ self.text(images.flip(0)).t()
+        logits = logits + self.words(ids) @ self.words(ids.flip(0)).t()
+        kernel = self.kernel(images[:1, :9]).view(4, 3, 3, 3)
+        maps = F.conv2d(images[:, :48].reshape(-1, 3, 4, 4), kernel)
+        return logits.logsumexp(1) + maps.flatten(1).sum(1)
+
+
+def test_products_of_activations_are_no_layers():
+    torch.manual_seed(0)
+    model, x, ids = Towers(), torch.randn(16, 64), torch.arange(16) % 9
+    plain, exact = step(model, x, ids)
+    drop_activations(model, gamma=0.9, exclude=['image', 'text', 'kernel'])
+    output, gradient = step(model, x, ids)
+    assert torch.equal(output, plain)
+    assert all(torch.equal(gradient[name], exact[name]) for name in exact)
+
+
+@pytest.mark.parametrize(
+    'activation',
+    [
+        lambda: nn.SiLU(inplace=True), lambda: nn.Hardswish(inplace=True),
+        lambda: nn.ReLU6(inplace=True), lambda: nn.LeakyReLU(inplace=True),
+        lambda: nn.ELU(inplace=True), lambda: nn.ReLU(inplace=True),
+    ],
+)  # fmt: skip
+def test_activations_in_place_are_coded_and_nothing_is_left(activation):
+    torch.manual_seed(0)
+    layers = [(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), activation()) for _ in range(4)]
+    model, x = nn.Sequential(*(part for some in layers for part in some)), torch.randn(4, 8, 32, 32)
+    with SavedBytes(model) as meter:
+        held = model(x)
+    before = meter.live_bytes
+    del held
+    drop_activations(model, gamma=0.9)
+    quantize_activations(model, 8)
+    for _ in range(3):
+        with SavedBytes(model) as meter:
+            held = model(x)
+            assert meter.live_bytes < 0.4 * before
+            held.sum().backward()
+            del held
+            assert meter.live_bytes == 0
+
+
+def test_what_dies_in_the_forward_is_let_go():
+    class Metric(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x):
+            for _ in range(20):
+                (F.gelu(x * 1.5) * x).softmax(-1).mean()  # its graph ends here
+            return self.layer(x)
+
+    model, x = Metric(), torch.randn(256, 64, requires_grad=True)
+    before = saved_bytes(lambda: model(x), model)
+    drop_activations(model)
+    assert saved_bytes(lambda: model(x), model) <= before
+
+
+def test_undoing_twice_leaves_others_alone():
+    model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(64, 64)
+    drop = drop_activations(model)
+    quantised = quantize_activations(model, min_numel=1)
+    quantised.undo()
+    quantised.undo()
+    step(model, x)
+    assert drop.kept.before
+    drop.undo()
+    assert 'forward' not in vars(model[0])
+
+
+def test_what_wraps_a_forward_afterwards_has_to_go_first():
+    model = nn.Sequential(nn.Linear(64, 64))
+    handle = drop_activations(model)
+    inner = model[0].forward
+    model[0].forward = lambda x: inner(x)
+    with pytest.raises(ValueError, match='forward of 0 was wrapped again'):
+        handle.undo()
+    model[0].forward = inner
+    handle.undo()
+    assert not any('forward' in vars(module) for module in model.modules())
+
+
+def test_names_are_those_of_the_model_that_was_given():
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+
+        def forward(self, x):
+            return self.backbone(x)
+
+    model, x = Whole(), torch.randn(64, 64)
+    drop = drop_activations(model.backbone, gamma={'2': 0.5})
+    rest = quantize_activations(model, {'backbone.*': 8}, min_numel=1)
+    step(model, x)
+    assert list(drop.kept.places) == [('2', 'linear')]
+    assert {name for name, _ in rest.kept.places} == {'backbone.0', 'backbone.1'}
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._autograd, '_top_saved_tensors_default_hooks'),
+    reason='torch before 2.8 does not tell that a checkpoint is around the model',
+)
+def test_a_checkpoint_around_the_model_keeps_nothing():
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(4, 6, 16, requires_grad=True)
+    _, exact = step(model, x)
+    handle = drop_activations(model)
+    model.zero_grad()
+    with SavedBytes(model, x) as meter:
+        output = checkpoint(model, x, use_reentrant=False)
+    assert meter.live_bytes == 0 == handle.kept.before
+    weights = torch.linspace(0.5, 2, output.numel()).view_as(output)
+    (output * weights).sum().backward()
+    assert all(torch.equal(p.grad, exact[name]) for name, p in model.named_parameters())
+
+
+def test_a_forward_may_differentiate():
+    class Force(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x):
+            energy = (self.layer(x).tanh() * x).sum()
+            return torch.autograd.grad(energy, x)[0], energy
+
+    model, x = Force(), torch.randn(8, 16, requires_grad=True)
+    expected = model(x)[0]
+    drop_activations(model)
+    assert torch.equal(model(x)[0], expected)
+
+
+def test_an_input_that_is_kept_anyway_and_modified_is_an_error():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.layer(x), x.sin()
+
+    model, x = Both(), torch.randn(64, 64, requires_grad=True)
+    handle = drop_activations(model)
+    y = model(x)
+    assert handle.kept.before == handle.kept.after == 0  # nothing was gained
+    with torch.no_grad():
+        x.mul_(0)
+    with pytest.raises(RuntimeError, match='modified by an inplace operation'):
+        y[0].sum().backward()
+
+
+def test_a_part_is_copied_without_the_rest():
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(20)))
+    alone = len(pickle.dumps(nn.Linear(64, 64)))
+    drop_activations(model)
+    assert len(pickle.dumps(model[0])) < alone + 2000
+    other = copy.deepcopy(model)
+    undo_dropit(other)
+    assert 'forward' in vars(model[0])
+    assert 'forward' not in vars(other[0])

@@ -1,6 +1,7 @@
 """Quantised activations: the plain forward, an unbiased gradient, the bytes promised."""
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -137,6 +138,31 @@ def test_facts_are_exact_and_small():
         held = model(x)
     assert meter.live_bytes < 0.1 * before
     del held
+
+
+@pytest.mark.parametrize('bounds', [(-0.3, 0.7), (-0.1, 0.1), (-math.inf, 6.0), (0.5, math.inf)])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16, torch.bfloat16])
+def test_hardtanh_at_any_bounds_and_precision(bounds, dtype):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Hardtanh(*bounds)), torch.randn(4096, dtype=dtype)
+    x.requires_grad_()
+    (exact,) = torch.autograd.grad(model(x).sum(), x)
+    quantize_activations(model, min_numel=1)
+    assert torch.equal(torch.autograd.grad(model(x).sum(), x)[0], exact)
+
+
+def test_views_of_one_memory_have_ranges_of_their_own():
+    class Split(nn.Module):
+        def forward(self, x):
+            a, b = (x * 1.0).split([8, 2], 1)
+            return F.gelu(a).sum() + F.gelu(b).sum()
+
+    model, x = Split(), torch.randn(64, 10, requires_grad=True)
+    with quantize_activations(model, ranges='running', min_numel=1) as handle:
+        model(x).backward()
+        assert handle.kept.before
+        with pytest.raises(ValueError, match='has none to allot'):
+            handle.allot(4, lambda: model(x))
 
 
 def test_products_are_as_many_as_without():

@@ -37,7 +37,7 @@ class DropITHook(Hook):
             ``[(0, 0.5), (1000, 0.9)]``. Replaces ``gamma``.
         block_size: Elements of a block of ``'block_mink'``, or ``'row'``.
         value_bits: What is kept in 16 bits (bfloat16), or quantised to 8, 4 or 2; 32 for as it is.
-        strict: Whether it is an error when the first iteration drops nothing.
+        strict: Whether it is an error when the first iteration with a gamma drops nothing.
 
     Raises:
         ValueError: As that function; for a schedule that is not in order; after the first
@@ -95,11 +95,10 @@ class DropITHook(Hook):
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
     ) -> None:
         """Say once what was dropped."""
-        if self._handle is None or self._is_checked:
+        if self._handle is None or self._is_checked or not self._handle.gamma:
             return
         self._is_checked = True
-        is_on = self._handle.gamma > 0
-        check_compressed('dropit', self._handle.kept, self.strict and is_on, runner.logger)
+        check_compressed('dropit', self._handle.kept, self.strict, runner.logger)
 
     def after_train(self, runner: Any) -> None:
         """Leave the model as it was."""

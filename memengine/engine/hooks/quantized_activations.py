@@ -66,6 +66,11 @@ class QuantizedActivationsHook(Hook):
             raise ValueError(
                 f'quantized_activations: level is one of {", ".join(PRESETS)}, got {level!r}'
             )
+        if allot_every and level is None and average_bits is None:
+            raise ValueError(
+                f'quantized_activations: allot_every={allot_every} has nothing to allot; set '
+                'average_bits, or a level that has a mean'
+            )
         self.bits, self.average_bits = (bits, average_bits) if level is None else PRESETS[level]
         self.allot_every = allot_every
         self.modules = modules
@@ -84,6 +89,11 @@ class QuantizedActivationsHook(Hook):
 
     def apply(self, model: nn.Module, logger: Logger) -> None:
         """Begin; called by :func:`memengine.engine.apply.apply_to_model`."""
+        if self.average_bits is not None and self.ranges == 'running':
+            raise ValueError(
+                "quantized_activations: ranges='running' works at 8 bits, and average_bits="
+                f'{self.average_bits:g} wants others; leave one out'
+            )
         self._handle = quantize_activations(
             model,
             self.bits,

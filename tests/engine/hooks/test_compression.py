@@ -94,6 +94,12 @@ def test_bits_are_allotted_before_the_first_iteration_and_again(tmp_path):
         (dict(dropit=dict(value_bits=3)), 'value_bits is 32, 16, 8, 4 or 2, got 3'),
         (dict(quantized_activations=dict(level='L4')), 'level is one of L1, L1.1'),
         (dict(quantized_activations=dict(modules='unused')), 'saved nothing that can be'),
+        (dict(quantized_activations=dict(allot_every=2)), 'allot_every=2 has nothing to allot'),
+        (
+            dict(quantized_activations=dict(level='L2', ranges='running')),
+            "ranges='running' works at 8 bits",
+        ),
+        (dict(dropit=dict(modules='unused', schedule=[(0, 0.0), (2, 0.9)])), 'saved nothing that'),
         (dict(dropit=True, compile=True), 'compile and dropit do not go together'),
         (
             dict(quantized_activations=True, compile_blocks=True),
