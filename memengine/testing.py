@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,6 +37,11 @@ def _rank_main(
         # A rank that leaves early breaks the connections of the others. The group itself ends with
         # the process: torch 2.6 sometimes hangs in destroying one of gloo.
         dist.barrier()
+        time.sleep(0.3)  # the others may still be in it
+        # Without the rest of Python's ending: gloo's threads now and then abort in it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def run_ranks(
@@ -83,8 +91,6 @@ def run_ranks(
 
 def _join(context: Any, timeout_s: float) -> bool:
     """Wait for all ranks; when one has failed or time is up, end the others."""
-    import time
-
     end = time.monotonic() + timeout_s
     try:
         while time.monotonic() < end:
