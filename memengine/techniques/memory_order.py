@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ['MemoryOrder', 'in_memory_order']
+__all__ = ['MemoryOrder', 'in_memory_order', 'is_dense']
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def in_memory_order(tensor: Tensor) -> tuple[Tensor, MemoryOrder]:
     for dim, step in enumerate(tensor.stride()):
         if step == 0 and tensor.shape[dim] > 1:
             once = once.narrow(dim, 0, 1)
-    if not _is_dense(once):
+    if not is_dense(once):
         once = once.clone()
     stride = tuple(
         step if kept == size else 0
@@ -64,7 +64,8 @@ def in_memory_order(tensor: Tensor) -> tuple[Tensor, MemoryOrder]:
     return once.as_strided((once.numel(),), (1,)), order
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill a run of memory without gaps or overlaps."""
     # Of a dense tensor, and of no other, torch takes over the strides.
     return (
         tensor.is_contiguous()

@@ -16,6 +16,7 @@ from memengine.memory.meter import count_kept
 from memengine.techniques.codes import Code, Codec
 from memengine.techniques.compression_rules import Rule
 from memengine.techniques.facts import fact_codec
+from memengine.techniques.memory_order import is_dense
 from memengine.techniques.offload import is_offloading, offloaded
 from memengine.techniques.saved_operations import Need
 from memengine.techniques.saved_tensors import KeptAsIs
@@ -225,7 +226,7 @@ def _base(view: Tensor, views: list[Tensor]) -> Tensor:
     """What to code for a view: all of its storage, if views of that are most of it, or itself."""
     storage = view.untyped_storage()
     for other in views:
-        if other.nbytes == storage.nbytes() and _is_dense(other):
+        if other.nbytes == storage.nbytes() and is_dense(other):
             return other
     parts = {_layout_of(other): other.nbytes for other in views}
     if sum(parts.values()) >= _MOSTLY * storage.nbytes() and storage.nbytes() % view.itemsize == 0:
@@ -278,7 +279,7 @@ class _Piece:
 
     def __init__(self, code: Code, base: Tensor, nbytes: int) -> None:
         self.code, self.nbytes, self.is_counted = code, nbytes, False
-        self._layout, self._dtype, self._is_dense = _layout_of(base), base.dtype, _is_dense(base)
+        self._layout, self._dtype, self._is_dense = _layout_of(base), base.dtype, is_dense(base)
         self._end = _end_of(base)
 
     def serves(self, view: Tensor) -> bool:
@@ -304,13 +305,3 @@ def _end_of(tensor: Tensor) -> int:
     """Behind the last element, in the storage; of a tensor with elements."""
     steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return int(tensor.storage_offset()) + steps + 1
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill a part of the storage without gaps or overlaps."""
-    expected = 1
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and step != expected:
-            return False
-        expected *= size
-    return True
