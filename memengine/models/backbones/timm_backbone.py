@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from timm.models import load_checkpoint
 from torch import Tensor, nn
 
 from memengine.registry import MODELS
+from memengine.suggest import did_you_mean
 
 __all__ = ['TimmBackbone']
 
@@ -44,8 +44,7 @@ class TimmBackbone(nn.Module):
     ) -> None:
         super().__init__()
         if not timm.is_model(model_name):
-            near = difflib.get_close_matches(model_name, timm.list_models(), n=3)
-            hint = f'; did you mean {" or ".join(map(repr, near))}?' if near else ''
+            hint = did_you_mean(model_name, timm.list_models(), after=';')
             raise ValueError(f'TimmBackbone: timm has no model_name={model_name!r}{hint}')
         try:
             self.model = timm.create_model(
