@@ -25,11 +25,10 @@ from memengine.techniques.offload import ActivationOffload
 from memengine.techniques.saved_operations import IN_PLACE, needs_of, operation
 from memengine.techniques.saved_tensors import KeptAsIs, is_parameter, is_plain
 from memengine.techniques.stored_once import Memory, Saved
-from memengine.techniques.wrapped_forward import WrappedForward, is_wrapped, wrapper_of
+from memengine.techniques.wrapped_forward import THE_MODEL, WrappedForward, is_wrapped, wrapper_of
 
-__all__ = ['THE_MODEL', 'Place', 'add_rule', 'chosen_modules', 'remove_rule', 'rules_of']
+__all__ = ['Place', 'add_rule', 'chosen_modules', 'remove_rule', 'rules_of']
 
-THE_MODEL = 'the model'  # the outermost module's name
 _state = threading.local()  # .scope: of the forward that runs; .asked_for: see _asked_for
 
 
@@ -54,12 +53,12 @@ def add_rule(model: nn.Module, rule: Rule, modules: Container[nn.Module]) -> Non
     for name, module in model.named_modules():
         if hasattr(module, '_orig_mod') or module._compiled_call_impl is not None:
             raise ValueError(
-                f'{rule.setting}: {name or "the model"} is compiled, and what compiled code saves '
+                f'{rule.setting}: {name or THE_MODEL} is compiled, and what compiled code saves '
                 'cannot be told apart; use either'
             )
         if is_wrapped(module, ActivationOffload):
             raise ValueError(
-                f'{rule.setting}: activation_offload is applied to {name or "the model"} already, '
+                f'{rule.setting}: activation_offload is applied to {name or THE_MODEL} already, '
                 'and would move what is not compressed yet; apply it afterwards'
             )
     for name, module in model.named_modules():

@@ -13,16 +13,11 @@ from torch import Tensor, nn
 
 from memengine.techniques.blocks import Selector
 from memengine.techniques.codes import Codec
-from memengine.techniques.compression import (
-    THE_MODEL,
-    add_rule,
-    chosen_modules,
-    remove_rule,
-    rules_of,
-)
+from memengine.techniques.compression import add_rule, chosen_modules, remove_rule, rules_of
 from memengine.techniques.compression_rules import Handle, Tally
 from memengine.techniques.saved_operations import Need
 from memengine.techniques.sparsification import Sparsifier
+from memengine.techniques.wrapped_forward import THE_MODEL
 
 __all__ = ['DropIT', 'drop_activations', 'to_dropit', 'undo_dropit']
 

@@ -15,19 +15,14 @@ from torch import Tensor, nn
 from memengine.techniques.bit_allocation import allot_bits
 from memengine.techniques.blocks import Selector
 from memengine.techniques.codes import Codec
-from memengine.techniques.compression import (
-    THE_MODEL,
-    add_rule,
-    chosen_modules,
-    remove_rule,
-    rules_of,
-)
+from memengine.techniques.compression import add_rule, chosen_modules, remove_rule, rules_of
 from memengine.techniques.compression_rules import Handle, Tally
 from memengine.techniques.quantization import Quantizer
 from memengine.techniques.random_state import RandomState, accelerators_of
 from memengine.techniques.running_ranges import RunningRangeQuantizer
 from memengine.techniques.running_statistics import frozen_statistics
 from memengine.techniques.saved_operations import Need
+from memengine.techniques.wrapped_forward import THE_MODEL
 
 __all__ = ['PRESETS', 'Bits', 'QuantizedActivations', 'quantize_activations']
 

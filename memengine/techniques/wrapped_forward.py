@@ -8,7 +8,9 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
-__all__ = ['WrappedForward', 'is_wrapped', 'wrapper_of']
+__all__ = ['THE_MODEL', 'WrappedForward', 'is_wrapped', 'wrapper_of']
+
+THE_MODEL = 'the model'  # what errors call the outermost module, which has no name
 
 Wrapper = TypeVar('Wrapper', bound='WrappedForward')
 
@@ -27,7 +29,7 @@ class WrappedForward:
     setting: ClassVar[str]  # what errors call it
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        self.name, self.module = name or 'the model', module
+        self.name, self.module = name or THE_MODEL, module
         self._replaced = vars(module).get('forward')  # None for the class's own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
