@@ -14,6 +14,9 @@ PAGES = {
     'grad_cache': ROOT / 'docs/techniques/grad_cache.md',
     'dino_slices': ROOT / 'docs/techniques/accumulation.md',
     'optimizer_memory': ROOT / 'docs/techniques/optimizer_memory.md',
+    'compressed_activations': ROOT / 'docs/techniques/compressed_activations.md',
+    'dropit_learning': ROOT / 'docs/techniques/compressed_activations.md',
+    'dropit_selection': ROOT / 'docs/techniques/compressed_activations.md',
 }
 
 
