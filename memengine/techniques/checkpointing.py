@@ -75,9 +75,9 @@ def checkpoint_activations(
             random numbers (so attention with dropout), or that backward does not wait for.
         budget: In place of ``keep``: bytes at the peak, as a fraction from 0 to 1 of what the
             modules keep when they are not checkpointed. What is kept is chosen by the FLOPs that
-            computing it again costs per byte, measured in the first step. 0 keeps nothing, 1
-            everything. A budget below what checkpointing can reach is missed by
-            as much.
+            computing it again costs, measured in the first step, in which nothing is kept: the
+            cheapest mix that fits. 0 keeps nothing, 1 everything. A budget below what
+            checkpointing can reach is missed by as much.
 
     Returns:
         The handle: ``names``, ``unused()``, ``undo()``.
@@ -86,7 +86,7 @@ def checkpoint_activations(
         ValueError: When a selector matches nothing, a module is checkpointed already, an op is
             unknown, or ``keep`` and ``budget`` are both given. In a forward, when a module changes
             its inputs in place, or a buffer that is not a norm layer's statistics, as then its
-            forward cannot be repeated; when none of the ops to keep occurs.
+            forward cannot be repeated; in the second, when none of the ops to keep has occurred.
         TypeError: For a selector or op that is neither a name nor a class or op.
 
     Cost: one more forward of the modules, but for what is kept (and for what comes after the last
@@ -183,12 +183,16 @@ class Checkpointing:
         """What a module keeps. ``trace()`` measures it, when that has not been done."""
         if not self.measures:
             return _ALL
-        if (name, training) not in self._traces:
-            self._traces[name, training] = trace()
+        key = (name, training)
+        if key not in self._traces:
+            self._traces[key] = trace()
             self._plans.clear()
+            if self.budget is not None:
+                return _ALL  # until all are measured, so that the first step fits, too
+            return plan_by_ops(self._traces[key], self.ops)
         if not self._plans:
             self._plan()
-        return self._plans[name, training]
+        return self._plans[key]
 
     def _plan(self) -> None:
         if self.budget is not None:
@@ -202,13 +206,12 @@ class Checkpointing:
             there = Counter(
                 op.call[0].rpartition('.')[0]
                 for trace in self._traces.values()
-                for op in trace.ops
-                if op.may_be_kept
+                for op in trace.may_be_kept
             )
             raise ValueError(
                 f'{_SETTING}: keep: none of {", ".join(sorted(self.ops))} computes anything in '
-                f'{self.names[0]} that backward waits for and that can be kept; there are '
-                f'{", ".join(sorted(there)) or "none"}'
+                f'{", ".join(self.names[:3])} that backward waits for and that can be kept; there '
+                f'are {", ".join(sorted(there)) or "none"}'
             )
 
 

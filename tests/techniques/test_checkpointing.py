@@ -422,8 +422,16 @@ def test_wrong_settings(options, message):
 def test_ops_that_do_not_occur():
     model = vit()
     checkpoint_activations(model, keep='aten.cumsum')
+    model(torch.randn(1, 3, 32, 32))  # measures all of them
     with pytest.raises(ValueError, match=r'none of aten\.cumsum .* there are aten\.\w+'):
         model(torch.randn(1, 3, 32, 32))
+
+
+def test_ops_that_occur_in_some_of_the_modules():
+    model = vit()
+    checkpoint_activations(model, ['patch_embed', 'blocks'], keep='attention')
+    for _ in range(2):
+        step_of(model, torch.randn(1, 3, 32, 32))()
 
 
 @pytest.mark.parametrize('options', [dict(), dict(keep=['matmuls', 'attention']), dict(budget=0.5)])
