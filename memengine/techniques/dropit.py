@@ -68,7 +68,7 @@ def drop_activations(
     *,
     modules: Selector | Sequence[Selector] | None = None,
     exclude: Selector | Sequence[Selector] = (),
-    block_size: int | Literal['row'] = 256,
+    block_size: int | Literal['row'] | None = None,
     values: Codec | None = None,
 ) -> DropIT:
     """Let a model's layers keep only a part of their inputs for backward. Lossy.
@@ -91,7 +91,8 @@ def drop_activations(
         modules: Where, with all that is in them: names, globs, classes, or ``'blocks'``; None for
             everywhere.
         exclude: Where not.
-        block_size: Elements of a block, or ``'row'`` for the last dimension.
+        block_size: For ``'block_mink'`` only: elements of a block, by default 256, or ``'row'`` for
+            the last dimension.
         values: Codec of the elements that are kept, such as ``Cast(torch.bfloat16)`` or
             ``Quantizer(8)``.
 

@@ -464,10 +464,13 @@ def test_slices_of_the_gradient_cache_drop_each_by_itself():
     assert not torch.allclose(sliced['0.weight'], exact['0.weight'], rtol=1e-3)
 
 
-@pytest.mark.parametrize('bad', [dict(gamma=1.0), dict(gamma=-0.1), dict(strategy='minc')])
-def test_settings_that_are_refused(bad):
+@pytest.mark.parametrize(
+    'bad', [dict(gamma=1.0), dict(gamma=-0.1), dict(strategy='minc'), dict(block_size='row')]
+)
+@pytest.mark.parametrize('call', [drop_activations, to_dropit])
+def test_settings_that_are_refused(call, bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
-        drop_activations(nn.Linear(2, 2), **bad)
+        call(nn.Linear(2, 2), **bad)
 
 
 def test_dropping_twice_and_compiled_models_are_refused():

@@ -16,18 +16,26 @@ from memengine.techniques.sparsification import Cast, Sparsifier
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 CHANNELS_LAST = torch.channels_last
+
+
+def distinct(*shape):
+    """The numbers from 1 on in random order, with random signs: few bits tell them apart."""
+    magnitudes = 1 + torch.randperm(math.prod(shape)).float()
+    return (magnitudes * (torch.randint(2, magnitudes.shape) * 2 - 1)).view(shape)
+
+
 TENSORS = {
-    'one dimension': lambda: torch.randn(1000),
-    'of whole blocks': lambda: torch.randn(4, 256),
-    'odd': lambda: torch.randn(3, 5, 7, 11),
-    'channels_last': lambda: torch.randn(2, 6, 5, 7).to(memory_format=CHANNELS_LAST),
-    'transposed': lambda: torch.randn(30, 40).t(),
-    'permuted': lambda: torch.randn(4, 5, 60).permute(2, 0, 1),
-    'with gaps': lambda: torch.randn(40, 50)[:, ::2],
-    'a part': lambda: torch.randn(7, 300)[2:5],
-    'expanded': lambda: torch.randn(20, 1, 30).expand(20, 4, 30),
-    'of sizes 1': lambda: torch.randn(1, 600, 1),
-    'few': lambda: torch.randn(3),
+    'one dimension': lambda: distinct(1000),
+    'of whole blocks': lambda: distinct(4, 256),
+    'odd': lambda: distinct(3, 5, 7, 11),
+    'channels_last': lambda: distinct(2, 6, 5, 7).to(memory_format=CHANNELS_LAST),
+    'transposed': lambda: distinct(30, 40).t(),
+    'permuted': lambda: distinct(4, 5, 60).permute(2, 0, 1),
+    'with gaps': lambda: distinct(40, 50)[:, ::2],
+    'a part': lambda: distinct(7, 300)[2:5],
+    'expanded': lambda: distinct(20, 1, 30).expand(20, 4, 30),
+    'of sizes 1': lambda: distinct(1, 600, 1),
+    'few': lambda: distinct(3),
 }
 
 
@@ -80,16 +88,42 @@ def test_block_mink_is_each_block_without_its_smallest(name, gamma, block_size):
     assert torch.equal(in_memory(decoded), torch.cat(expected))
 
 
-@pytest.mark.parametrize('strategy', ['mink', 'block_mink'])
-@pytest.mark.parametrize('dtype', DTYPES)
-def test_every_dtype_is_compared_in_its_own_precision(dtype, strategy):
-    """Neighbouring numbers: all but bf16 itself tell them apart where bf16 does not."""
+def neighbours(dtype, count, step=1):
+    """Numbers from 1 on in random order, each so many of the dtype's steps from the next."""
     integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}[dtype.itemsize]
     one = torch.ones(1, dtype=dtype).view(integers)
-    tensor = (one + torch.randperm(256).to(integers)).view(dtype)
-    decoded = Sparsifier(strategy, 0.5)(tensor).decode()
+    return (one + step * torch.randperm(count).to(integers)).view(dtype)
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
+def test_mink_compares_every_dtype_in_its_own_precision(dtype):
+    """All but bf16 itself tell numbers apart where bf16 does not."""
+    tensor = neighbours(dtype, 256)
+    decoded = Sparsifier('mink', 0.5)(tensor).decode()
     assert decoded.dtype == dtype
     assert torch.equal(decoded, smallest_dropped(tensor, 128))
+
+
+@pytest.mark.parametrize(
+    ('dtype', 'size', 'step'),
+    [
+        (torch.bfloat16, 128, 1),
+        (torch.float16, 256, 1),
+        (torch.float32, 256, 2**8),
+        (torch.float32, 768, 2**10),
+        (torch.float32, 2**16 + 1, 1),
+        (torch.float64, 256, 2**8),
+    ],
+)
+def test_a_position_in_a_block_takes_bits_of_precision(dtype, size, step):
+    tensor = neighbours(dtype, size, step)
+    decoded = Sparsifier('block_mink', 0.5, size)(tensor).decode()
+    assert torch.equal(decoded, smallest_dropped(tensor, size - round(size / 2)))
+    if step > 1:
+        closer = neighbours(dtype, size)
+        decoded = Sparsifier('block_mink', 0.5, size)(closer).decode()
+        assert (decoded != 0).sum() == size - round(size / 2)
+        assert not torch.equal(decoded, smallest_dropped(closer, size // 2))
 
 
 @pytest.mark.parametrize('strategy', ['mink', 'random', 'block_mink'])
@@ -237,7 +271,7 @@ def test_above_a_third_it_never_costs_more(dtype, strategy, values):
     for numel in [1, 2, 3, 5, 9, 200, 257, 3000]:
         tensor = torch.randn(numel).to(dtype)
         for gamma in [0.31, 0.5, 0.87, 0.9, 0.99]:
-            for block_size in [1, 3, 16, 256, 1000]:
+            for block_size in [1, 3, 16, 256, 1000] if strategy == 'block_mink' else [None]:
                 code = Sparsifier(strategy, gamma, block_size, values)(tensor)
                 assert code_bytes(code) <= numel * dtype.itemsize
 
@@ -264,7 +298,7 @@ def test_no_values_in_few_bits():
 
 def test_a_layer_that_keeps_codes():
     """As a codec is used: the gradient is the formula's, and nothing of the dense input is kept."""
-    tensor, weight = torch.randn(64, 256), torch.randn(8, 256, requires_grad=True)
+    tensor, weight = distinct(64, 256), torch.randn(8, 256, requires_grad=True)
     codes = []
 
     def pack(saved):
@@ -328,6 +362,9 @@ def test_nonsense_is_refused():
     for block_size in (0, -1, 2.5, 'rows'):
         with pytest.raises(ValueError, match='block_size: expected'):
             Sparsifier('block_mink', block_size=block_size)
+    for strategy in ('mink', 'random'):
+        with pytest.raises(ValueError, match="'block_mink' has blocks, got block_size=256 with"):
+            Sparsifier(strategy, block_size=256)
     with pytest.raises(TypeError, match=r'torch\.float32.*got torch\.int64'):
         Sparsifier()(torch.arange(3))
     with pytest.raises(ValueError, match=r'dtype: expected .*, got torch\.int8'):
@@ -336,7 +373,8 @@ def test_nonsense_is_refused():
 
 @pytest.mark.parametrize('strategy', ['mink', 'block_mink'])
 def test_pickle(strategy):
-    sparsifier = Sparsifier(strategy, 0.8, 64, Cast(torch.float16))
+    block_size = 64 if strategy == 'block_mink' else None
+    sparsifier = Sparsifier(strategy, 0.8, block_size, Cast(torch.float16))
     tensor = torch.randn(500)
     copied = pickle.loads(pickle.dumps(sparsifier))
     code = pickle.loads(pickle.dumps(copied(tensor)))

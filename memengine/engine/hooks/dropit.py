@@ -35,7 +35,7 @@ class DropITHook(Hook):
         exclude: Where not.
         schedule: Pairs of an iteration and the share from there on, linear in between:
             ``[(0, 0.5), (1000, 0.9)]``. Replaces ``gamma``.
-        block_size: Elements of a block of ``'block_mink'``, or ``'row'``.
+        block_size: For ``'block_mink'`` only: elements of a block, by default 256, or ``'row'``.
         value_bits: What is kept in 16 bits (bfloat16), or quantised to 8, 4 or 2; 32 for as it is.
         strict: Whether it is an error when the first iteration with a gamma drops nothing.
 
@@ -51,7 +51,7 @@ class DropITHook(Hook):
         modules: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] = (),
         schedule: Sequence[tuple[int, float]] | None = None,
-        block_size: int | Literal['row'] = 256,
+        block_size: int | Literal['row'] | None = None,
         value_bits: int = 32,
         strict: bool = True,
     ) -> None:

@@ -91,6 +91,7 @@ def test_bits_are_allotted_before_the_first_iteration_and_again(tmp_path):
         (dict(dropit=dict(modules='bloks')), "dropit: .* did you mean 'blocks'"),
         (dict(dropit=dict(schedule=[(5, 0.1), (2, 0.2)])), 'schedule is pairs .* in order'),
         (dict(dropit=dict(schedule=[(0, 1.5)])), 'schedule: gamma is from 0 to below 1'),
+        (dict(dropit=dict(block_size=64)), "block_size: only strategy='block_mink' has blocks"),
         (dict(dropit=dict(value_bits=3)), 'value_bits is 32, 16, 8, 4 or 2, got 3'),
         (dict(quantized_activations=dict(level='L4')), 'level is one of L1, L1.1'),
         (dict(quantized_activations=dict(modules='unused')), 'saved nothing that can be'),
