@@ -28,6 +28,7 @@ _HOME = {
     'efficient_conv_bn_eval': 'techniques',
     'offload_activations': 'techniques',
     'quantize_activations': 'techniques',
+    'recompute_activations': 'techniques',
     'run_step': 'engine',
     'to_dropit': 'techniques',
     'undo_dropit': 'techniques',

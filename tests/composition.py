@@ -118,6 +118,7 @@ TECHNIQUES = [
     Technique('loss in tiles', loss=dict(tile_size=3), models=('SimCLR',)),
     Technique('activation checkpointing', cfg=dict(activation_checkpointing=['blocks'])),
     Technique('activation offload', cfg=dict(activation_offload=dict(store='disk', min_bytes=64))),
+    Technique('recomputed activations', cfg=dict(recomputed_activations=True)),
     Technique(
         'dropped activations',
         cfg=dict(dropit=dict(strategy='block_mink', block_size='row', gamma=0.5)),

@@ -20,6 +20,7 @@ from memengine.engine.hooks import (
     CompileBlocksHook,
     DropITHook,
     QuantizedActivationsHook,
+    RecomputedActivationsHook,
 )
 from memengine.techniques.compression import rules_of
 from memengine.techniques.conv_bn_eval import efficient_conv_bn_eval
@@ -28,9 +29,10 @@ from memengine.techniques.sync_batchnorm import convert_sync_batchnorm
 __all__ = ['apply_before_wrapping', 'apply_to_model', 'hooks_of_keys']
 
 # Hooks that act on the model, by the config's key for them, in the order in which they are
-# applied: how what is saved is coded, what is computed again instead, then where that which is left
-# to save goes; compiled is a block with all that is in its forward.
+# applied: how what is saved is coded, which modules are computed again instead, then where that
+# which is left to save goes; compiled is a block with all that is in its forward.
 _MODEL_HOOKS: dict[str, Any] = {
+    'recomputed_activations': RecomputedActivationsHook,
     'dropit': DropITHook,
     'quantized_activations': QuantizedActivationsHook,
     'activation_checkpointing': ActivationCheckpointingHook,

@@ -271,6 +271,7 @@ TOP_PLACES: Mapping[str, PlaceOrChoice] = {
     'compile_blocks': _short_for('CompileBlocksHook'),
     'dropit': _short_for('DropITHook'),
     'quantized_activations': _short_for('QuantizedActivationsHook'),
+    'recomputed_activations': _short_for('RecomputedActivationsHook'),
     'custom_imports': Place(accepts=frozenset({'imports', 'allow_failed_imports'})),
     'runner_type': Place('RUNNERS', by_name=True),
     'tta_model': Place('MODELS', supplied=frozenset({'module'})),
@@ -290,7 +291,8 @@ _READ_BY_MMENGINE = (
     'model_wrapper_cfg runner_type sync_bn tta_model tta_pipeline _scope_'
 )
 _READ_BY_MEMENGINE = (
-    'activation_offload compile_blocks dropit quantized_activations trusted_globals'
+    'activation_offload compile_blocks dropit quantized_activations recomputed_activations '
+    'trusted_globals'
 )
 TOP_KEYS = frozenset(inspect.signature(Runner.__init__).parameters) - {'self', 'cfg'} | {
     *_READ_BY_MMENGINE.split(),

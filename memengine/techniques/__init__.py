@@ -14,6 +14,7 @@ from memengine.techniques.optimizer_in_backward import step_in_backward
 from memengine.techniques.quantization import Quantizer
 from memengine.techniques.quantized_activations import QuantizedActivations, quantize_activations
 from memengine.techniques.random_state import RandomState
+from memengine.techniques.recomputed_activations import RecomputedActivations, recompute_activations
 from memengine.techniques.sharded_gradients import clip_grad_norm_
 from memengine.techniques.sharding import ShardedModel, shard_model
 from memengine.techniques.slicing import additive_step, split_batch
@@ -33,6 +34,7 @@ __all__ = [
     'QuantizedActivations',
     'Quantizer',
     'RandomState',
+    'RecomputedActivations',
     'ShardedModel',
     'Sparsifier',
     'Tower',
@@ -49,6 +51,7 @@ __all__ = [
     'offload_activations',
     'plan_slices',
     'quantize_activations',
+    'recompute_activations',
     'select_modules',
     'shard_model',
     'split_batch',

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Container, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +21,16 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memengine.memory.ledger import owned_by, tensors_in
 from memengine.techniques.blocks import Selector, select_modules
-from memengine.techniques.compression_rules import Rule
+from memengine.techniques.compression_rules import EXACT, Rule
 from memengine.techniques.offload import ActivationOffload
+from memengine.techniques.repeated_operations import Held, Repetition, repetition_of
 from memengine.techniques.saved_operations import IN_PLACE, needs_of, operation
-from memengine.techniques.saved_tensors import KeptAsIs, is_parameter, is_plain
+from memengine.techniques.saved_tensors import (
+    KeptAsIs,
+    is_in_backward,
+    is_parameter,
+    is_plain,
+)
 from memengine.techniques.stored_once import Memory, Saved
 from memengine.techniques.wrapped_forward import THE_MODEL, WrappedForward, is_wrapped, wrapper_of
 
@@ -69,7 +76,12 @@ def add_rule(model: nn.Module, rule: Rule, modules: Container[nn.Module]) -> Non
         place.users.append(rule)
         if module in modules:
             rules = [*place.rules, (rule, name or THE_MODEL)]
-            place.rules = sorted(rules, key=lambda pair: pair[0].fidelity)
+            place.rules = sorted(rules, key=_order)
+
+
+def _order(pair: tuple[Rule, str]) -> tuple[bool, int]:
+    """Exact rules first, then those for the fewest tensors."""
+    return pair[0].fidelity != EXACT, pair[0].fidelity
 
 
 def chosen_modules(
@@ -138,9 +150,8 @@ class Place(WrappedForward):
         scope = getattr(_state, 'scope', None)
         if scope is not None:
             return self._run(scope, args, kwargs)
-        again = torch._C._current_graph_task_id() != -1  # recomputed, in the middle of backward
         off = not torch.is_grad_enabled() or not self.module.training
-        if off or again or _is_checkpointing():
+        if off or is_in_backward() or _is_checkpointing():  # of which the middle one recomputes
             return self.plain(*args, **kwargs)
         scope = _state.scope = _Scope(self.module)
         try:
@@ -172,9 +183,11 @@ class _Scope(saved_tensors_hooks):
         self._looked_at: set[int] = set()  # nodes of the graph, by number
         self._unsettled: dict[int, list[weakref.ref[Saved]]] = {}  # by the node that saved it
         self._memory_of: dict[int, Memory] = {}
+        self._saving: set[int] = set()  # nodes that have saved something here, by number
         super().__init__(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> Any:
+        self._saving.add(_next_node() - 1)
         if not is_plain(tensor):
             return tensor
         storage = tensor.untyped_storage()
@@ -184,7 +197,7 @@ class _Scope(saved_tensors_hooks):
         if memory is None or not memory.is_of(tensor):
             memory = self._memory_of[storage._cdata] = Memory(tensor)
         assert self.place is not None
-        saved = Saved(tensor, memory, self.place.rules)
+        saved = Saved(tensor, memory, self.place.module, self.place.rules)
         self._unsettled.setdefault(_next_node() - 1, []).append(weakref.ref(saved))
         return saved
 
@@ -209,8 +222,9 @@ class _Scope(saved_tensors_hooks):
         waiting = [n for n in numbers if n in self._unsettled]
         found: list[Saved] = []
         for field, need in needs_of(node).items() if waiting else ():
-            for saved in _asked_for(node, field):
-                saved.settle(need, node)
+            saved = _asked_for(node, field)
+            if isinstance(saved, Saved):
+                saved.settle(need, node, partial(self._repeat, node, field, saved.content))
                 found.append(saved)
         for number in waiting:
             kept = [one for one in (reference() for reference in self._unsettled[number]) if one]
@@ -220,6 +234,15 @@ class _Scope(saved_tensors_hooks):
         for saved in found:
             saved.is_settled = True
         return found
+
+    def _repeat(self, node: Any, field: str, tensor: Tensor) -> Repetition | None:
+        return repetition_of(node, field, tensor, self._held)
+
+    def _held(self, node: Any, field: str) -> Held | None:
+        """What is held of another node of this forward, if it has saved with these hooks."""
+        number = node._sequence_nr()
+        ours = number in self._saving or number + 1 in self._saving and operation(node) in IN_PLACE
+        return _asked_for(node, field) if ours else None
 
     def end(self) -> None:
         """What no output depends on is kept as it is, if it is kept at all."""
@@ -259,26 +282,26 @@ def _next_node() -> int:
     return torch.autograd._get_sequence_nr()
 
 
-def _asked_for(node: Any, field: str) -> list[Saved]:
-    """What a node has in a field, if it is ours."""
+def _asked_for(node: Any, field: str) -> Saved | KeptAsIs | None:
+    """What hooks hold of a node's field, if they are ours."""
     if not hasattr(type(node), f'_saved_{field}'):
-        return []
-    found: list[Saved] = []
+        return None
+    found: list[Saved | KeptAsIs] = []
     _state.asked_for = found
     try:
         getattr(node, f'_saved_{field}')  # unpacks it
     except RuntimeError:  # a backward inside of the forward has used it up
-        return []
+        return None
     finally:
         _state.asked_for = None
-    return found
+    return found[0] if found else None
 
 
 def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
     found = getattr(_state, 'asked_for', None)
-    if found is not None and isinstance(packed, Saved):
-        found.append(packed)
-        return packed.content
-    return packed.tensor()
+    if found is None:
+        return packed.tensor()
+    found.append(packed)
+    return torch.empty(0)  # nobody looks at it

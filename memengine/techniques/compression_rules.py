@@ -9,9 +9,13 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from memengine.techniques.codes import Codec
+from memengine.techniques.repeated_operations import Repetition
 from memengine.techniques.saved_operations import Need
 
-__all__ = ['Handle', 'Rule', 'Tally']
+__all__ = ['EXACT', 'Handle', 'Repeat', 'Rule', 'Tally']
+
+EXACT = 100  # a fidelity
+Repeat = Callable[[], Repetition | None]
 
 
 class Tally:
@@ -67,7 +71,8 @@ class Rule(Protocol):
 
     Attributes:
         setting: What errors call it.
-        fidelity: Of several rules' codes of one tensor, that of the highest is kept.
+        fidelity: Of several rules' codes of one tensor, that of the highest is kept; EXACT for one
+        that gives back what there was, which comes before all others.
         by_view: Whether each view of a storage has a code of its own, because its shape matters.
         kept: What it has saved so far.
     """
@@ -77,5 +82,8 @@ class Rule(Protocol):
     by_view: bool
     kept: Tally
 
-    def codec(self, name: str, need: Need, tensor: Tensor) -> Codec | None:
-        """How to keep a tensor that the module of that name needs; None for as it is."""
+    def codec(self, name: str, need: Need, tensor: Tensor, repeat: Repeat) -> Codec | None:
+        """How to keep a tensor that the module of that name needs; None for as it is.
+
+        ``repeat()`` finds out how to compute the tensor's storage again from what is kept anyway.
+        """

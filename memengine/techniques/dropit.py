@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from memengine.techniques.blocks import Selector
 from memengine.techniques.codes import Codec
 from memengine.techniques.compression import add_rule, chosen_modules, remove_rule, rules_of
-from memengine.techniques.compression_rules import Handle, Tally
+from memengine.techniques.compression_rules import Handle, Repeat, Tally
 from memengine.techniques.saved_operations import Need
 from memengine.techniques.sparsification import Sparsifier
 from memengine.techniques.wrapped_forward import THE_MODEL
@@ -157,7 +157,7 @@ class DropIT(Handle):
         for sparsifier in self._sparsifiers.values():
             sparsifier.gamma = gamma
 
-    def codec(self, name: str, need: Need, tensor: Tensor) -> Codec | None:
+    def codec(self, name: str, need: Need, tensor: Tensor, repeat: Repeat) -> Codec | None:
         """Drop what layers keep."""
         if need in (Need.LINEAR, Need.CONVOLUTION):
             for glob, sparsifier in self._sparsifiers.items():

@@ -16,7 +16,7 @@ from memengine.techniques.bit_allocation import allot_bits
 from memengine.techniques.blocks import Selector
 from memengine.techniques.codes import Codec
 from memengine.techniques.compression import add_rule, chosen_modules, remove_rule, rules_of
-from memengine.techniques.compression_rules import Handle, Tally
+from memengine.techniques.compression_rules import Handle, Repeat, Tally
 from memengine.techniques.quantization import Quantizer
 from memengine.techniques.random_state import RandomState, accelerators_of
 from memengine.techniques.running_ranges import RunningRangeQuantizer
@@ -157,7 +157,7 @@ class QuantizedActivations(Handle):
         """Leave the model as it was."""
         remove_rule(self.model, self)
 
-    def codec(self, name: str, need: Need, tensor: Tensor) -> Codec | None:
+    def codec(self, name: str, need: Need, tensor: Tensor, repeat: Repeat) -> Codec | None:
         """As many bits as this place has."""
         spot = name, need.value
         width = self._width_at(spot)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ['IN_PLACE', 'Need', 'needs_of', 'operation']
+__all__ = ['IN_PLACE', 'Need', 'made_by', 'needs_of', 'operation']
 
 
 class Need(Enum):
@@ -118,6 +118,13 @@ _WEIGHTS = {'Addmm': 2, 'Mm': 1, 'Linear': 1, 'Convolution': 1}  # their place a
 _OF_INPUTS = frozenset(  # operations that, with a constant among their inputs, make no weights
     ('Addmm', 'Mm', 'Bmm', 'Baddbmm', 'Linear', 'Convolution', 'Embedding', 'NativeLayerNorm')
 )
+# Which input of its operation a field holds, but for the first; and fields that hold a result.
+_INPUT = {'mat1': 1, 'mat2': 1, 'batch1': 1, 'batch2': 2, 'other': 1, 'key': 1, 'value': 2}
+_RESULTS = frozenset(('result', 'output', 'out'))
+_VIEWS = frozenset(
+    ('View', 'UnsafeView', 'ReshapeAlias', 'Alias', 'Transpose', 'T', 'Permute', 'Expand')
+    + ('Unsqueeze', 'Squeeze', 'Select', 'Slice', 'Split', 'SplitWithSizes', 'Unbind', 'Unfold')
+)
 _LEAF = 'torch::autograd::AccumulateGrad'
 _SOON = 8  # nodes between a product and its weights: a transposition, a cast, a weight norm
 
@@ -141,6 +148,23 @@ def needs_of(node: Any) -> dict[str, Need]:
     if name in _WEIGHTS and not _is_of_weights(node, _WEIGHTS[name]):
         return dict.fromkeys(needs, Need.ATTENTION)
     return needs
+
+
+def made_by(node: Any, field: str) -> Any:
+    """The node of the operation that computed what a node has saved; views are looked through.
+
+    Args:
+        node: Of autograd's graph.
+        field: Of those in :func:`needs_of`.
+
+    Returns:
+        None for what no operation with a gradient has computed.
+    """
+    if field not in _RESULTS:
+        node = node.next_functions[_INPUT.get(field, 0)][0]
+    while node is not None and operation(node) in _VIEWS:
+        node = node.next_functions[0][0]
+    return node
 
 
 def _is_of_weights(node: Any, index: int) -> bool:

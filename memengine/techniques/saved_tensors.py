@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ['KeptAsIs', 'is_parameter', 'is_plain']
+__all__ = ['KeptAsIs', 'is_in_backward', 'is_parameter', 'is_plain']
 
 
 class KeptAsIs:
@@ -14,6 +14,9 @@ class KeptAsIs:
     It is detached, as a saved output would otherwise hold its own graph in a cycle. Autograd
     leaves the check of its version to the hooks.
     """
+
+    is_exact = True  # of what hooks hold of saved tensors, as is the module
+    module: nn.Module | None = None
 
     def __init__(self, tensor: Tensor) -> None:
         self.content, self._version = tensor.detach(), tensor._version
@@ -37,6 +40,10 @@ class KeptAsIs:
             )
         return self.content
 
+    def ahead(self) -> Tensor:
+        """The same; there is nothing to decode."""
+        return self.tensor()
+
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is its storage, seen through a shape: no subclass, not sparse, not lazy."""
@@ -46,6 +53,11 @@ def is_plain(tensor: Tensor) -> bool:
         and tensor.device.type != 'meta'
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
     )
+
+
+def is_in_backward() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def is_parameter(tensor: Tensor) -> bool:

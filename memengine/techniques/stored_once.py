@@ -9,17 +9,18 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memengine.memory.ledger import tensors_in
 from memengine.memory.meter import count_kept
 from memengine.techniques.codes import Code, Codec
-from memengine.techniques.compression_rules import Rule
+from memengine.techniques.compression_rules import Repeat, Rule
 from memengine.techniques.facts import fact_codec
 from memengine.techniques.memory_order import is_dense
 from memengine.techniques.offload import is_offloading, offloaded
+from memengine.techniques.repeated_operations import Repeated
 from memengine.techniques.saved_operations import Need
-from memengine.techniques.saved_tensors import KeptAsIs
+from memengine.techniques.saved_tensors import KeptAsIs, is_in_backward
 
 __all__ = ['Memory', 'Saved']
 
@@ -35,16 +36,23 @@ class Saved:
         rule: The rule that has a codec for it.
         codec: That codec, or one for a fact that all it is needed for is.
         is_settled: Whether its operation has been looked at.
+        module: Which saved it.
     """
 
     __slots__ = (
-        '__weakref__', '_dtype', '_is_metered', '_kept', '_layout', '_moved', '_name', '_need',
-        '_piece', '_rules', '_told', 'codec', 'is_settled', 'memory', 'rule',
+        '__weakref__', '_ahead', '_dtype', '_is_metered', '_kept', '_layout', '_moved', '_name',
+        '_need', '_piece', '_rules', '_told', 'codec', 'is_settled', 'memory', 'module', 'rule',
     )  # fmt: skip
 
-    def __init__(self, tensor: Tensor, memory: Memory, rules: Sequence[tuple[Rule, str]]) -> None:
+    def __init__(
+        self,
+        tensor: Tensor,
+        memory: Memory,
+        module: nn.Module,
+        rules: Sequence[tuple[Rule, str]],
+    ) -> None:
         self._keep(KeptAsIs(tensor))
-        self.memory = memory
+        self.memory, self.module = memory, module
         self.rule: Rule | None = None
         self.codec: Codec | None = None
         self.is_settled = self._is_metered = False
@@ -52,6 +60,7 @@ class Saved:
         self._rules, self._name = rules, ''  # of the module that saves it
         self._told = (0, 0)
         self._piece: _Piece | None = None
+        self._ahead: Tensor | None = None
         self._moved: Callable[[], Tensor] | None = None
         self._need: Need | None = None
         memory.add(self)
@@ -96,10 +105,35 @@ class Saved:
         if self._moved is not None:
             return self._moved()
         assert self._piece is not None
-        return self._piece.read(self._layout)
+        ahead, self._ahead = self._ahead, None
+        return self._piece.read(self._layout) if ahead is None else ahead
 
-    def settle(self, need: Need, node: Any) -> None:
-        """Learn what the tensor is for, and so how to code it; its memory decides whether."""
+    def ahead(self) -> Tensor:
+        """The tensor, for what is computed from it in backward before autograd asks for it too.
+
+        That comes next, as a rule, so what is decoded in backward is kept until then.
+        """
+        tensor = self.tensor()
+        if self._piece is not None and is_in_backward():
+            self._ahead = tensor
+        return tensor
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it gives back what was saved."""
+        if self._piece is None or self.rule is None:
+            return True  # no code, or one of a fact
+        code = self._piece.code
+        return isinstance(code, Repeated) and code.repetition.is_exact
+
+    def settle(self, need: Need, node: Any, repeat: Repeat) -> None:
+        """Learn what the tensor is for, and so how to code it; its memory decides whether.
+
+        Args:
+            need: What the derivative needs of it.
+            node: The node that saved it.
+            repeat: As rules take it.
+        """
         assert self._kept is not None
         if self._kept().is_modified:
             return  # an error in backward, as it is without codes
@@ -107,7 +141,7 @@ class Saved:
         self.codec = fact_codec(need, self.content, node)
         if self.codec is None and need.is_of_values and self.content.is_floating_point():
             for rule, name in self._rules:
-                if (codec := rule.codec(name, need, self.content)) is not None:
+                if (codec := rule.codec(name, need, self.content, repeat)) is not None:
                     self.rule, self.codec, self._name = rule, codec, name
                     return
 
@@ -238,7 +272,7 @@ def _new_piece(codec: Codec, base: Tensor) -> _Piece:
     with torch.no_grad():
         code = codec(base)
     nbytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(code))
-    if is_offloading():
+    if is_offloading() and nbytes:
         code = _OffloadedCode(code)
     else:
         count_kept(code)

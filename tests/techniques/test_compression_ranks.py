@@ -1,4 +1,4 @@
-"""Dropped and quantised activations under DDP and sharding: the gradient of one process."""
+"""Recomputed, dropped, quantised activations under DDP and sharding: one process's gradient."""
 
 import pytest
 import torch
@@ -6,7 +6,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from memengine.techniques import drop_activations, quantize_activations, shard_model
+from memengine.techniques import (
+    drop_activations,
+    quantize_activations,
+    recompute_activations,
+    shard_model,
+)
 from memengine.testing import assert_same_step, relative_error, run_ranks
 
 
@@ -24,9 +29,22 @@ class Network(nn.Module):
         return x
 
 
-def model_and_batch():
+class PostNorm(nn.Module):
+    """A unit's last result is the next one's first input."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32)) for _ in range(3))
+        )
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+def model_and_batch(kind=Network):
     torch.manual_seed(0)
-    return Network().double(), torch.randn(8, 32, dtype=torch.float64)
+    return kind().double(), torch.randn(8, 32, dtype=torch.float64)
 
 
 def gradients(model, wrapped, x):
@@ -38,6 +56,7 @@ def gradients(model, wrapped, x):
 
 
 APPLY = {
+    'recomputed': recompute_activations,
     'dropped': lambda model: drop_activations(model, 'block_mink', 0.5, block_size='row'),
     'quantised': lambda model: quantize_activations(model, 8, min_numel=1),
 }
@@ -63,11 +82,27 @@ def test_two_ranks_follow_one_process(how, wrap):
     model, x = model_and_batch()
     APPLY[how](model)
     lossy = gradients(model, model, x)
-    assert not all(torch.equal(lossy[name], exact[name]) for name in exact)
+    is_exact = all(torch.equal(lossy[name], exact[name]) for name in exact)
+    assert is_exact == (how == 'recomputed')
     for found, before, after in run_ranks(2, _rank, how, wrap):
         assert after < before
-        if how == 'dropped':  # by row, so that it does not matter which rows are together
-            assert_same_step(found, lossy)
-        else:
+        if how == 'quantised':
             for name in exact:
                 assert 0 < relative_error(found[name], exact[name]) < 0.05, name
+        else:  # dropped by row, so that it does not matter which rows are together
+            assert_same_step(found, lossy)
+
+
+def _post_norm_rank(rank, world_size, recomputes):
+    model, x = model_and_batch(PostNorm)
+    if recomputes:
+        recompute_activations(model)
+    wrapped = WRAP['fsdp'](model)
+    return [gradients(model, wrapped, x[rank::world_size]) for _ in range(2)][1]
+
+
+def test_what_a_unit_gives_another_does_not_need_the_first_ones_weights():
+    """In backward the second unit runs before the first is gathered."""
+    expected = run_ranks(2, _post_norm_rank, False)
+    for found, plain in zip(run_ranks(2, _post_norm_rank, True), expected, strict=True):
+        assert all(torch.equal(found[name], plain[name]) for name in plain)

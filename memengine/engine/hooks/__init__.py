@@ -14,6 +14,7 @@ from memengine.engine.hooks.memory import MemoryHook
 from memengine.engine.hooks.progress import ProgressHook
 from memengine.engine.hooks.quantized_activations import QuantizedActivationsHook
 from memengine.engine.hooks.random_state import RandomStateHook
+from memengine.engine.hooks.recomputed_activations import RecomputedActivationsHook
 from memengine.engine.hooks.report import ReportHook
 
 __all__ = [
@@ -32,5 +33,6 @@ __all__ = [
     'ProgressHook',
     'QuantizedActivationsHook',
     'RandomStateHook',
+    'RecomputedActivationsHook',
     'ReportHook',
 ]

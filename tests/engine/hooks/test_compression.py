@@ -1,4 +1,4 @@
-"""Dropped and quantised activations from a config: keys, hooks, base configs, schedules."""
+"""Recomputed, dropped, quantised activations from a config: keys, hooks, bases, schedules."""
 
 import pytest
 import torch
@@ -59,6 +59,25 @@ def test_training_keeps_less_and_goes_nearly_the_same_way(way, expected, tmp_pat
     assert f'{setting}: ' in log and 'MiB in the first iteration, in ' in log
 
 
+@pytest.mark.parametrize(
+    'settings',
+    [
+        dict(recomputed_activations=['blocks']),
+        dict(hooks=[dict(type='RecomputedActivationsHook', exclude=['head'])]),
+        base('recomputed_activations'),
+    ],
+    ids=['key', 'hook by name', 'base config'],
+)
+def test_recomputing_goes_the_very_same_way(settings, expected, tmp_path):
+    settings = dict(settings)
+    state, kept = train(tmp_path, *settings.pop('hooks', ()), **settings)
+    assert len(kept) == 6
+    assert max(kept) < 0.8 * max(expected[1])
+    assert all(torch.equal(state[name], expected[0][name]) for name in state)
+    log = next(tmp_path.glob('*/*.log')).read_text()
+    assert 'recomputed_activations: ' in log and 'MiB in the first iteration, in ' in log
+
+
 def test_gamma_follows_the_schedule(tmp_path):
     seen = []
 
@@ -102,6 +121,8 @@ def test_bits_are_allotted_before_the_first_iteration_and_again(tmp_path):
         ),
         (dict(dropit=dict(modules='unused', schedule=[(0, 0.0), (2, 0.9)])), 'saved nothing that'),
         (dict(dropit=True, compile=True), 'compile and dropit do not go together'),
+        (dict(recomputed_activations=['unused']), 'saved nothing that can be'),
+        (dict(recomputed_activations=True, compile=True), 'compile and recomputed_activations do'),
         (
             dict(quantized_activations=True, compile_blocks=True),
             'compile_blocks and quantized_activations do not go together',

@@ -1,0 +1,117 @@
+"""Recomputed activations: what norms and activation functions give is computed again in backward.
+
+A layer keeps its input for the gradient of its weight. Where that input is a GELU's or a norm's
+result, what it was computed from is kept as well, by the GELU or the norm itself; so one of the two
+is kept for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from memengine.techniques.blocks import Selector
+from memengine.techniques.codes import Codec
+from memengine.techniques.compression import add_rule, chosen_modules, remove_rule, rules_of
+from memengine.techniques.compression_rules import EXACT, Handle, Repeat, Tally
+from memengine.techniques.repeated_operations import Repetition
+from memengine.techniques.saved_operations import Need
+
+__all__ = ['RecomputedActivations', 'recompute_activations']
+
+_SETTING = 'recomputed_activations'
+
+
+def recompute_activations(
+    model: nn.Module,
+    *,
+    modules: Selector | Sequence[Selector] | None = None,
+    exclude: Selector | Sequence[Selector] = (),
+) -> RecomputedActivations:
+    """Let a model compute the results of cheap operations again instead of keeping them. Exact.
+
+    Cheap are GELU, SiLU and their kin, LayerNorm, GroupNorm and BatchNorm (of modules), ReLU and
+    dropout after one of them, and elementwise products. What is computed again is what they gave to
+    linear layers, convolutions and each other; no product of matrices and no convolution is. What
+    is needed for one fact only is kept in that: where ReLU is positive and dropout's masks in one
+    bit, max-pool's indices in the fewest bytes that hold them, pooled inputs as a shape.
+
+    Also a context manager: ``with recompute_activations(model): ...``.
+
+    Args:
+        model: Changed in place; names, parameters and state dict stay what they are.
+        modules: Where, with all that is in them: names, globs, classes, or ``'blocks'``; None for
+            everywhere.
+        exclude: Where not.
+
+    Returns:
+        The handle: ``kept`` says what was saved; ``undo()``.
+
+    Raises:
+        ValueError: For names that the model lacks, a model that recomputes already or that is
+            compiled.
+
+    Cost: one pass or two over each such result, for every layer that needs it; of a pre-norm vision
+    transformer's bytes three eighths are not kept. Gradients are those of the plain step, bit for
+    bit: in the first step each kind of result is computed again at once and compared, and kept if
+    it differs. No random state is touched; BatchNorm counts once; autocast, DDP, FSDP, slices and
+    the gradient cache compose. Beside quantised activations, what is computed again comes from
+    their codes and is as near as those. Inside activation checkpointing nothing happens.
+
+    Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022
+    (its selective recomputation, of other operations); Rota Bulo et al., In-Place Activated
+    BatchNorm, 2018.
+    """
+    if any(isinstance(rule, RecomputedActivations) for rule in rules_of(model)):
+        raise ValueError(f'{_SETTING}: {type(model).__name__} recomputes already; undo that first')
+    rule = RecomputedActivations(model)
+    add_rule(model, rule, chosen_modules(model, modules, exclude, _SETTING))
+    return rule
+
+
+class RecomputedActivations(Handle):
+    """What is computed again; made by :func:`recompute_activations`.
+
+    Attributes:
+        kept: Bytes that were not kept, in all forward passes so far, and by module and need.
+    """
+
+    setting = _SETTING
+    by_view = False
+    fidelity = EXACT
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.kept = Tally()
+        self._is_same: dict[tuple[object, ...], bool] = {}
+
+    def __enter__(self) -> RecomputedActivations:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
+
+    def undo(self) -> None:
+        """Leave the model as it was."""
+        remove_rule(self.model, self)
+
+    def codec(self, name: str, need: Need, tensor: Tensor, repeat: Repeat) -> Codec | None:
+        """Keep nothing of what can be computed again."""
+        repetition = repeat()
+        if repetition is None:
+            return None
+        kind = (name, need, repetition.operation, tensor.shape[-1:], tensor.dtype)
+        if repetition.is_exact and kind not in self._is_same:
+            self._is_same[kind] = _is_same(tensor, repetition)
+        if not self._is_same.get(kind, True):
+            return None
+        return repetition.code
+
+
+@torch.no_grad()
+def _is_same(tensor: Tensor, repetition: Repetition) -> bool:
+    """Whether what is computed again is there already, bit for bit (any NaN is like another)."""
+    again = repetition.code(tensor).decode()
+    return torch.allclose(again, tensor, rtol=0, atol=0, equal_nan=True)

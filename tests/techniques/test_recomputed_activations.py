@@ -1,0 +1,346 @@
+"""Recomputed activations: the plain step bit for bit, fewer bytes, no product more."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from memengine.memory import SavedBytes
+from memengine.techniques.offload import offload_activations
+from memengine.techniques.quantized_activations import quantize_activations
+from memengine.techniques.recomputed_activations import recompute_activations
+from memengine.testing import relative_error, saved_bytes
+
+
+class Gate(nn.Module):
+    """Squeeze and excitation: a product of two results."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return x * self.gate(x).sigmoid()
+
+
+class Attend(nn.Module):
+    """Attention written out, with dropout of its probabilities."""
+
+    def forward(self, x):
+        probabilities = F.dropout(F.softmax(x @ x.transpose(-1, -2), -1), 0.3, self.training)
+        return probabilities @ x
+
+
+class NativeDropout(nn.Module):
+    """As on a GPU: a mask instead of noise."""
+
+    def forward(self, x):
+        return torch.native_dropout(x, 0.4, True)[0]
+
+
+OPERATIONS = {
+    'gelu': nn.GELU,
+    'gelu by tanh': lambda: nn.GELU('tanh'),
+    'silu': nn.SiLU,
+    'mish': nn.Mish,
+    'hardswish': nn.Hardswish,
+    'softplus': lambda: nn.Softplus(beta=2, threshold=5),
+    'layer norm': lambda: nn.LayerNorm(16, eps=1e-3),
+    'layer norm without bias': lambda: nn.LayerNorm(16, bias=False),
+    'layer norm without weights': lambda: nn.LayerNorm(16, elementwise_affine=False),
+    'group norm': lambda: nn.GroupNorm(2, 6),
+    'batch norm': lambda: nn.BatchNorm1d(6),
+    'batch norm in eval mode': lambda: nn.BatchNorm1d(6).eval(),
+    'batch norm without statistics': lambda: nn.BatchNorm1d(6, track_running_stats=False),
+    'batch norm, relu': lambda: nn.Sequential(nn.BatchNorm1d(6), nn.ReLU()),
+    'batch norm, relu in place': lambda: nn.Sequential(nn.BatchNorm1d(6), nn.ReLU(inplace=True)),
+    'batch norm, silu in place': lambda: nn.Sequential(nn.BatchNorm1d(6), nn.SiLU(inplace=True)),
+    'gelu, dropout': lambda: nn.Sequential(nn.GELU(), nn.Dropout(0.3)),
+    'layer norm, masked dropout': lambda: nn.Sequential(nn.LayerNorm(16), NativeDropout()),
+    'layer norm, a factor': lambda: nn.Sequential(nn.LayerNorm(16), Gate()),
+    'attention': Attend,
+}
+
+
+def network(operation, dtype=torch.float64):
+    """A layer, the operation, a layer; the first makes the operation's input one to be kept."""
+    torch.manual_seed(0)
+    parts = nn.Linear(16, 16), OPERATIONS[operation](), nn.Linear(16, 16)
+    return nn.Sequential(*parts).to(dtype), torch.randn(5, 6, 16, dtype=dtype)
+
+
+def step(model, x, amp=False):
+    """Output, gradients and state of a step in which no two elements weigh alike."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    with torch.autocast('cpu', torch.bfloat16, enabled=amp):
+        output = model(x)
+    weights = torch.linspace(0.5, 2, output.numel(), dtype=output.dtype).view_as(output)
+    (output * weights).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    buffers = {f'buffer {name}': b.clone() for name, b in model.named_buffers()}
+    return {'output': output.detach(), **gradients, **buffers, 'next random': torch.rand(3)}
+
+
+def assert_bitwise(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize('amp', [False, True], ids=['', 'bf16'])
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32], ids=['float64', 'float32'])
+@pytest.mark.parametrize('operation', OPERATIONS)
+def test_a_step_is_the_plain_one_bit_for_bit(operation, dtype, amp):
+    model, x = network(operation, dtype)
+    same, _ = network(operation, dtype)
+    with recompute_activations(model) as handle:
+        for _ in range(2):  # the first compares what it computes again
+            assert_bitwise(step(model, x, amp), step(same, x, amp))
+    # On CPU masked dropout rounds to bf16 twice, which cannot be repeated; so its result is kept.
+    is_kept = amp and dtype == torch.float32 and operation == 'layer norm, masked dropout'
+    assert (handle.kept.before > handle.kept.after) != is_kept
+
+
+@pytest.mark.parametrize('operation', OPERATIONS)
+def test_less_is_kept_and_no_product_computed_again(operation):
+    model, x = network(operation)
+
+    def flops():
+        with FlopCounterMode(display=False) as counter:
+            step(model, x)
+        return counter.get_total_flops()
+
+    plain, plain_flops = saved_bytes(lambda: model(x), model, x), flops()
+    recompute_activations(model)
+    assert saved_bytes(lambda: model(x), model, x) < plain
+    assert flops() == plain_flops
+
+
+class Block(nn.Module):
+    """A transformer's."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+        x = x + self.proj(mixed)
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def test_of_a_vision_transformer_just_the_results_of_norms_and_gelu_are_not_kept():
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block()).double()
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    plain = saved_bytes(lambda: model(x), model)
+    handle = recompute_activations(model)
+    tokens = x.nbytes
+    assert plain - saved_bytes(lambda: model(x), model) == 2 * (1 + 1 + 4) * tokens
+    assert {need for _, need in handle.kept.places} == {'linear'}
+    assert handle.kept.after == 0
+
+
+def test_a_result_that_several_layers_need_and_one_that_backward_needs_whole():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(16)
+            self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.power = False
+
+        def forward(self, x):
+            x = self.norm(x)
+            y = self.one(x) + self.two(x)
+            return y + x.pow(3) if self.power else y
+
+    model, x = Branches().double(), torch.randn(4, 16, dtype=torch.float64)
+    plain = saved_bytes(lambda: model(x), model)
+    with recompute_activations(model):
+        assert plain - saved_bytes(lambda: model(x), model) == x.nbytes
+    model.power = True
+    plain = saved_bytes(lambda: model(x), model)
+    with recompute_activations(model):
+        assert saved_bytes(lambda: model(x), model) == plain
+
+
+def test_the_graph_may_be_used_twice_and_differentiated():
+    model, x = network('gelu, dropout')
+
+    def gradients():
+        torch.manual_seed(1)
+        output = model(x).square().sum()
+        weights = list(model.parameters())
+        first = torch.autograd.grad(output, weights, create_graph=True)
+        second = torch.autograd.grad(output, weights, retain_graph=True)
+        of_first = torch.autograd.grad(sum(g.square().sum() for g in first), weights)
+        return [*first, *second, *of_first]
+
+    expected = gradients()
+    recompute_activations(model)
+    assert all(map(torch.equal, gradients(), expected))
+
+
+class Edited(nn.Module):
+    """Changes a result behind autograd's back."""
+
+    def forward(self, x):
+        x = F.gelu(x)
+        with torch.no_grad():
+            x.mul_(2)
+        return x
+
+
+class OtherEpsilon(nn.LayerNorm):
+    """A module whose setting is not what it uses."""
+
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, 0.1)
+
+
+class InFunction(nn.Module):
+    """A norm that is in no module of norms: its epsilon is not to be had."""
+
+    def forward(self, x):
+        return F.layer_norm(x, (16,), eps=0.1)
+
+
+@pytest.mark.parametrize('operation', [Edited, lambda: OtherEpsilon(16), InFunction])
+def test_what_does_not_come_out_the_same_is_kept(operation):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), operation(), nn.Linear(16, 16)).double()
+    x = torch.randn(6, 16, dtype=torch.float64)
+    expected, plain = step(model, x), saved_bytes(lambda: model(x), model)
+    recompute_activations(model)
+    assert_bitwise(step(model, x), expected)
+    assert saved_bytes(lambda: model(x), model) == plain
+
+
+def test_weights_changed_before_backward_are_an_error():
+    model, x = network('layer norm')
+    recompute_activations(model)
+    output = model(x).sum()
+    with torch.no_grad():
+        model[1].weight.add_(1)
+    with pytest.raises(RuntimeError, match='modified by an inplace operation'):
+        output.backward()
+
+
+def test_nothing_happens_in_evaluation_and_without_gradients():
+    model, x = network('gelu')
+    handle = recompute_activations(model)
+    with torch.no_grad():
+        model(x)
+    model.eval()
+    model(x).sum().backward()
+    assert handle.kept.before == 0
+
+
+def test_copies_recompute_and_undoing_leaves_no_trace():
+    model, x = network('gelu')
+    plain = saved_bytes(lambda: model(x), model)
+    state = model.state_dict().keys()
+    handle = recompute_activations(model)
+    assert model.state_dict().keys() == state
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert saved_bytes(lambda of=copied: of(x), copied) < plain
+    handle.undo()
+    assert all('forward' not in vars(module) for module in model.modules())
+    assert saved_bytes(lambda: model(x), model) == plain
+
+
+def test_with_quantised_activations_each_saves_its_part():
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    x = torch.randn(8, 9, 32)
+    exact = step(model, x)
+
+    def measured():
+        return saved_bytes(lambda: model(x), model), relative_error(
+            step(model, x)['1.up.weight'], exact['1.up.weight']
+        )
+
+    with quantize_activations(model, min_numel=1):
+        quantised, error = measured()
+        with recompute_activations(model):
+            both, error_of_both = measured()
+    assert both < 0.8 * quantised
+    assert 0 < error_of_both < 2 * error
+
+
+@pytest.mark.parametrize('store', ['pinned', 'disk'])
+def test_with_offload_the_sources_move(store, tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block()).double()
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    expected = step(model, x)
+    recompute_activations(model)
+    options = dict(store='disk', folder=tmp_path) if store == 'disk' else {}
+    offload_activations(model, min_bytes=64, **options)
+    assert_bitwise(step(model, x), expected)
+
+
+def test_inside_checkpointing_there_is_nothing_to_do():
+    torch.manual_seed(0)
+    blocks = nn.ModuleList([Block(), Block()]).double()
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = blocks
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    model, x = Network(), torch.randn(2, 9, 32, dtype=torch.float64)
+    expected = step(model, x)
+    handle = recompute_activations(model)
+    assert_bitwise(step(model, x), expected)
+    assert handle.kept.before == 0
+
+
+def test_backward_holds_no_more_at_once_than_the_plain_one():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(4))).double()
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    with SavedBytes(model, x) as plain:
+        model(x).sum().backward()
+    recompute_activations(model)
+    step(model, x)
+    with SavedBytes(model, x) as recomputed:
+        model(x).sum().backward()
+    assert recomputed.peak_bytes < 0.7 * plain.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ('settings', 'message'),
+    [
+        (dict(modules='bloks'), "recomputed_activations: .* 'bloks'"),
+        (dict(exclude=['nothing.*']), "recomputed_activations: .* 'nothing"),
+    ],
+)
+def test_names_that_match_nothing_are_errors(settings, message):
+    with pytest.raises(ValueError, match=message):
+        recompute_activations(nn.Sequential(Block(), Block()), **settings)
+
+
+def test_twice_is_an_error_and_some_modules_can_be_chosen():
+    model = nn.Sequential(Block(), Block()).double()
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    plain = saved_bytes(lambda: model(x), model)
+    recompute_activations(model, modules=['0', '1'], exclude='1.*')
+    with pytest.raises(ValueError, match='recomputes already; undo that first'):
+        recompute_activations(model)
+    saved = plain - saved_bytes(lambda: model(x), model)
+    assert saved == (6 + 4 - 4) * x.nbytes
