@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from mmengine.device import get_device
 from mmengine.dist import init_dist, is_distributed
+from torch.distributed.rendezvous import rendezvous
 
 from memengine.engine.launchers import DEFAULT_TIMEOUT_S, Ranks, read_ranks
 
@@ -58,7 +59,20 @@ def init_process_group(launcher: str, dist_cfg: dict[str, Any]) -> None:
         backend = 'gloo'
     if 'init_method' in options:  # a file, say, knows nothing of ranks
         options.update(rank=ranks.rank, world_size=ranks.world_size)
+    elif 'TORCHELASTIC_RESTART_COUNT' in os.environ:
+        options.update(_meeting_of_this_start(_timeout))
     dist.init_process_group(backend, **options)
+
+
+def _meeting_of_this_start(timeout: timedelta) -> dict[str, Any]:
+    """Where ranks find each other, apart from where they did before torchrun started them again.
+
+    torchrun's store outlives a restart, and a rank that is faster than another would find there
+    the address of the one that died.
+    """
+    store, rank, world_size = next(rendezvous('env://', timeout=timeout))
+    start = f'start {os.environ["TORCHELASTIC_RESTART_COUNT"]}'
+    return dict(store=dist.PrefixStore(start, store), rank=rank, world_size=world_size)
 
 
 def _device_index(ranks: Ranks) -> int:
