@@ -7,48 +7,20 @@ policies; what is ours is which modules, which ops, and that a repeated forward 
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
-from torch.utils.flop_counter import flop_registry
+from torch import nn
 
-from memengine.suggest import did_you_mean
 from memengine.techniques.blocks import BLOCKS, Selector, select_modules
-from memengine.techniques.random_state import RandomState, accelerators_of
-from memengine.techniques.recompute_plan import (
-    Call,
-    Kept,
-    Trace,
-    draws,
-    measure,
-    plan_by_budget,
-    plan_by_ops,
-)
-from memengine.techniques.wrapped_forward import WrappedForward, is_wrapped
+from memengine.techniques.checkpointed_forward import SETTING, CheckpointedForward
+from memengine.techniques.kept_ops import Op, op_names
+from memengine.techniques.recompute_plan import Kept, Trace, plan_by_budget, plan_by_ops
+from memengine.techniques.wrapped_forward import is_wrapped
 
 __all__ = ['Checkpointing', 'checkpoint_activations', 'refuse_to_compile']
 
-_SETTING = 'activation_checkpointing'
 _ALL: Kept = frozenset()  # nothing is kept, all is computed again
-
-# From torch 2.9 or so on, kept tensors may pass through the saved-tensor hooks around a module
-# (a meter, offloading), as every other saved tensor does.
-_HOOKS_SEE_KEPT = 'respect_saved_tensors_hooks' in inspect.signature(checkpoint).parameters
-
-Op = str | torch._ops.OpOverload | torch._ops.OpOverloadPacket
 
 
 def checkpoint_activations(
@@ -107,15 +79,15 @@ def checkpoint_activations(
     """
     if budget is not None and not 0 <= budget <= 1:
         raise ValueError(
-            f'{_SETTING}: budget is a fraction of the plain bytes from 0 to 1, got {budget!r}'
+            f'{SETTING}: budget is a fraction of the plain bytes from 0 to 1, got {budget!r}'
         )
-    ops = _op_names(keep)
+    ops = op_names(keep, SETTING)
     if ops and budget is not None:
-        raise ValueError(f'{_SETTING}: keep and budget both say what is kept; give one of them')
-    chosen = select_modules(model, modules, every=every, setting=_SETTING)
+        raise ValueError(f'{SETTING}: keep and budget both say what is kept; give one of them')
+    chosen = select_modules(model, modules, every=every, setting=SETTING)
     for name, module in chosen.items():
-        if is_wrapped(module, _Forward):
-            raise ValueError(f'{_SETTING}: {name or "the model"} is checkpointed already')
+        if is_wrapped(module, CheckpointedForward):
+            raise ValueError(f'{SETTING}: {name or "the model"} is checkpointed already')
     return Checkpointing(chosen, ops, budget)
 
 
@@ -128,17 +100,17 @@ def refuse_to_compile(module: nn.Module, setting: str, backend: object) -> None:
     """
     for part in module.modules():
         forward = vars(part).get('forward')
-        if not isinstance(forward, _Forward):
+        if not isinstance(forward, CheckpointedForward):
             continue
         if forward.owner.budget is not None:
             raise ValueError(
-                f'{setting} and {_SETTING} with a budget do not go together, as a budget is '
+                f'{setting} and {SETTING} with a budget do not go together, as a budget is '
                 f'measured op by op ({forward.name}); use keep, or set '
                 'torch._functorch.config.activation_memory_budget for the compiler'
             )
         if backend == 'eager':
             raise ValueError(
-                f"{setting}: backend='eager' and {_SETTING} do not go together "
+                f"{setting}: backend='eager' and {SETTING} do not go together "
                 f"({forward.name}); to try without a compiler use backend='aot_eager'"
             )
 
@@ -152,7 +124,9 @@ class Checkpointing:
         self.ops, self.budget = ops, budget
         self._traces: dict[tuple[str, bool], Trace] = {}  # by name and training mode
         self._plans: dict[tuple[str, bool], Kept] = {}
-        self._forwards = {name: _Forward(name, module, self) for name, module in modules.items()}
+        self._forwards = {
+            name: CheckpointedForward(name, module, self) for name, module in modules.items()
+        }
         for forward in self._forwards.values():
             forward.begin()
 
@@ -209,221 +183,7 @@ class Checkpointing:
                 for op in trace.may_be_kept
             )
             raise ValueError(
-                f'{_SETTING}: keep: none of {", ".join(sorted(self.ops))} computes anything in '
+                f'{SETTING}: keep: none of {", ".join(sorted(self.ops))} computes anything in '
                 f'{", ".join(self.names[:3])} that backward waits for and that can be kept; there '
                 f'are {", ".join(sorted(there)) or "none"}'
             )
-
-
-class _Forward(WrappedForward):
-    """A module's forward, computed again in backward."""
-
-    setting = _SETTING
-
-    def __init__(self, name: str, module: nn.Module, owner: Checkpointing) -> None:
-        super().__init__(name, module)
-        self.owner = owner
-        self.calls = self.checkpointed = 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and self.owner.budget is None:
-            return self._traced_by_compile(*args, **kwargs)
-        return self._eager(*args, **kwargs)
-
-    @torch.compiler.disable
-    def _eager(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if not torch.is_grad_enabled() or not self._needs_gradient(tensors):
-            return self.plain(*args, **kwargs)
-        run = _Run(self.plain, structure, (args, kwargs))
-        first = not self.checkpointed
-        state = RandomState(accelerators_of(self.module, tensors))
-        kept = self.owner.kept(
-            self.name, self.module.training, partial(self._measure, run, leaves, tensors, state)
-        )
-        self.checkpointed += 1
-        if kept is None:
-            return self.plain(*args, **kwargs)
-        with _repeatable(self.name, self.module, tensors, buffers=first):
-            return self._checkpoint(run, leaves, state, kept)
-
-    def _needs_gradient(self, tensors: list[Tensor]) -> bool:
-        parameters = self.module.parameters()
-        return any(t.requires_grad for t in tensors) or any(p.requires_grad for p in parameters)
-
-    def _measure(
-        self, run: _Run, leaves: list[Any], tensors: list[Tensor], state: RandomState
-    ) -> Trace:
-        with _Again(state, self.module):
-            return measure(self.module, partial(run.again, *leaves), tensors)
-
-    def _checkpoint(self, run: _Run, leaves: list[Any], state: RandomState, kept: Kept) -> Any:
-        again = _Again(state, self.module)
-        options: dict[str, Any] = dict(context_fn=lambda: (ExitStack(), again))
-        with ExitStack() as stack:
-            if kept:
-                forward, repeated = create_selective_checkpoint_contexts(_Policy(kept))
-                again = _Again(state, self.module, repeated)
-                options = dict(context_fn=lambda: (forward, again))
-                if _HOOKS_SEE_KEPT:
-                    options['respect_saved_tensors_hooks'] = True
-                # A weight that is cast already would be cast again, and the calls not be paired.
-                stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
-                torch.set_autocast_cache_enabled(False)
-            return checkpoint(
-                run, *leaves, use_reentrant=False, preserve_rng_state=False, **options
-            )
-
-    def _traced_by_compile(self, *args: Any, **kwargs: Any) -> Any:
-        self.checkpointed = 1  # a constant, so that it is no reason to compile again
-        options: dict[str, Any] = {}
-        if self.owner.ops:
-            policy = partial(_policy_by_ops, self.owner.ops)
-            options['context_fn'] = partial(create_selective_checkpoint_contexts, policy)
-        return checkpoint(self.plain, *args, use_reentrant=False, **options, **kwargs)
-
-
-class _Run:
-    """A forward on flat arguments, so that every tensor in them is one that checkpoint saves."""
-
-    def __init__(self, forward: Callable[..., Any], structure: Any, given: Any) -> None:
-        self._forward, self._structure = forward, structure
-        self._given = [given]  # for the first forward the very objects: it may write into a list
-
-    def __call__(self, *leaves: Any) -> Any:
-        if not self._given:
-            return self.again(*leaves)
-        args, kwargs = self._given.pop()
-        return self._forward(*args, **kwargs)
-
-    def again(self, *leaves: Any) -> Any:
-        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
-        return self._forward(*args, **kwargs)
-
-
-class _Again:
-    """The context of a repeated forward; entered once for each backward through the graph."""
-
-    def __init__(self, state: RandomState, module: nn.Module, *more: Any) -> None:
-        self._state, self._more = state, more
-        self._norms = [  # how they count now; slices and schedules change it before backward
-            (layer, dict(training=layer.training, track_running_stats=layer.track_running_stats))
-            for layer in module.modules()
-            if isinstance(layer, _NormBase)
-        ]
-        self._stack = ExitStack()
-
-    def __enter__(self) -> None:
-        with ExitStack() as stack:
-            stack.enter_context(self._state.replay())
-            stack.enter_context(_spared_statistics(self._norms))
-            for context in self._more:
-                stack.enter_context(context)
-            self._stack = stack.pop_all()
-
-    def __exit__(self, *exception: Any) -> None:
-        self._stack.__exit__(*exception)
-
-
-@contextmanager
-def _spared_statistics(norms: list[tuple[_NormBase, dict[str, bool]]]) -> Iterator[None]:
-    """Let norm layers run as they did, and count into copies of their statistics.
-
-    (Without statistics they would save other tensors than in the first forward.)
-    """
-    before = [{key: getattr(layer, key) for key in flags} for layer, flags in norms]
-    buffers = [dict(layer._buffers) for layer, _ in norms]
-    for layer, flags in norms:
-        vars(layer).update(flags)
-        if layer.training and layer.track_running_stats:
-            present = {key: b for key, b in layer._buffers.items() if b is not None}
-            layer._buffers.update({key: b.clone() for key, b in present.items()})
-    try:
-        yield
-    finally:
-        for (layer, _), flags, own in zip(norms, before, buffers, strict=True):
-            vars(layer).update(flags)
-            layer._buffers.update(own)
-
-
-@contextmanager
-def _repeatable(
-    name: str, module: nn.Module, tensors: list[Tensor], buffers: bool
-) -> Iterator[None]:
-    """Refuse a forward that changes what it would be repeated from."""
-    versions = [tensor._version for tensor in tensors]
-    watched = {}
-    if buffers:
-        counted = {id(b) for m in module.modules() if isinstance(m, _NormBase) for b in m.buffers()}
-        watched = {k: (b, b._version) for k, b in module.named_buffers() if id(b) not in counted}
-    yield
-    if versions != [tensor._version for tensor in tensors]:
-        raise ValueError(
-            f'{_SETTING}: {name} changes its input in place, so its forward cannot '
-            'be repeated from it; set inplace=False in its first layers, or leave it out'
-        )
-    for key, (buffer, version) in watched.items():
-        if module.get_buffer(key) is not buffer or buffer._version != version:
-            raise ValueError(
-                f'{_SETTING}: the buffer {key} of {name} changes in every forward, '
-                'so the forward cannot be repeated; leave the module out'
-            )
-
-
-class _Policy:
-    """Which calls are kept, counted anew in each pass."""
-
-    def __init__(self, kept: frozenset[Call]) -> None:
-        self._kept = kept
-        self._counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
-
-    def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        counts = self._counts[context.is_recompute]
-        call = (str(op), counts[str(op)])
-        counts[str(op)] += 1
-        if call in self._kept and not draws(op, args, kwargs):
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _policy_by_ops(
-    ops: frozenset[str], context: Any, op: Any, *args: Any, **kwargs: Any
-) -> CheckpointPolicy:
-    """The policy where ops are not measured: the compiler leaves out what it does not need."""
-    if str(op).rpartition('.')[0] in ops and not draws(op, args, kwargs):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _op_names(keep: Op | Sequence[Op]) -> frozenset[str]:
-    """Ops by name, without the overload: ``aten.mm``."""
-    wanted = list(keep) if isinstance(keep, Sequence) and not isinstance(keep, str) else [keep]
-    counted = {str(op) for op in flop_registry if isinstance(op, torch._ops.OpOverloadPacket)}
-    counted = {name for name in counted if 'backward' not in name}
-    attention = {name for name in counted if 'attention' in name}
-    groups = {'matmuls': counted - attention, 'attention': attention}
-    names: set[str] = set()
-    for op in wanted:
-        if isinstance(op, torch._ops.OpOverload):
-            names.add(str(op.overloadpacket))
-        elif isinstance(op, torch._ops.OpOverloadPacket):
-            names.add(str(op))
-        elif not isinstance(op, str):
-            raise TypeError(
-                f'{_SETTING}: keep: expected ops or their names, got {type(op).__name__} {op!r}'
-            )
-        else:
-            names |= groups.get(op) or {_op_name(op, list(groups))}
-    return frozenset(names)
-
-
-def _op_name(text: str, groups: list[str]) -> str:
-    namespace, dot, name = text.partition('.')
-    if not dot:
-        namespace, name = 'aten', text
-    if not hasattr(getattr(torch.ops, namespace), name):
-        hint = did_you_mean(text, [*groups, *dir(torch.ops.aten)], after=';')
-        raise ValueError(f"{_SETTING}: keep: torch has no op '{text}'{hint}")
-    return f'{namespace}.{name}'
