@@ -15,10 +15,12 @@ from PIL import Image
 
 from tests.datasets.toy import write_cifar
 
-DEIT_TINY, DEIT_SMALL, DEIT_BASE, FASTER_RCNN, MASK_RCNN, GPT2 = RECIPES = (
+DEIT_TINY, *CIFAR, FASTER_RCNN, MASK_RCNN, GPT2 = RECIPES = (
     'configs/deit/deit_vit-tiny-p16_8xb128-300e_imagenet.py',
     'configs/deit/deit_vit-small-p16_2xb384-1000e_cifar100.py',
     'configs/deit/deit_vit-base-p16_2xb384-1000e_cifar100.py',
+    'configs/deit/deit_vit-small-p16_2xb384-1000e_cifar100_dropit-gact.py',
+    'configs/deit/deit_vit-small-p16_2xb384-1000e_cifar100_dropit-mesa.py',
     'configs/detection/faster-rcnn_resnet50-fpn_8xb2-26e_coco.py',
     'configs/detection/mask-rcnn_resnet50-fpn_8xb2-26e_coco.py',
     'configs/gpt2/gpt2_1xb8-3e_text.py',
@@ -193,7 +195,7 @@ def provide(name, monkeypatch):
     elif name == GPT2:
         write_text(data / 'text')
         write_gpt2(data / 'pretrained' / 'gpt2', data / 'text' / 'train.txt')
-    elif name in (DEIT_SMALL, DEIT_BASE):
+    elif name in CIFAR:
         data.mkdir()
         write_colourful_cifar(data, monkeypatch)
         for size, digest in (('small', 'cd65a155'), ('base', 'b5f2ef4d')):

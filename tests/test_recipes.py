@@ -46,7 +46,7 @@ def test_deit_from_scratch(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', [recipes.DEIT_SMALL, recipes.DEIT_BASE], ids=['small', 'base'])
+@pytest.mark.parametrize('name', recipes.CIFAR, ids=['small', 'base', 'gact', 'mesa'])
 def test_deit_fine_tuning(name, tmp_path, monkeypatch):
     settings = {
         'train_dataloader.batch_size': 20,
@@ -60,9 +60,9 @@ def test_deit_fine_tuning(name, tmp_path, monkeypatch):
 
 def test_deit_starts_from_the_weights_at_its_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    recipes.provide(recipes.DEIT_SMALL, monkeypatch)
-    cfg = Config.fromfile(ROOT / recipes.DEIT_SMALL)
-    recipes.shrink_model(recipes.DEIT_SMALL, cfg)
+    recipes.provide(recipes.CIFAR[0], monkeypatch)
+    cfg = Config.fromfile(ROOT / recipes.CIFAR[0])
+    recipes.shrink_model(recipes.CIFAR[0], cfg)
     cfg.work_dir, cfg.experiment_name = 'run', 'weights'
     given = Runner.from_cfg(cfg).model.backbone.model.state_dict()
     expected = torch.load(cfg.model.backbone.checkpoint_path)['model']

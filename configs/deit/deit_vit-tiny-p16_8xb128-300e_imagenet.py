@@ -4,8 +4,8 @@ Not measured here (no ImageNet). Reported by the DropIT paper, top-1: 72.1 % pla
 gamma=0.5, 72.4 % at 0.6, 72.1 % at 0.7. Start with torchrun --nproc_per_node 8 tools/train.py THIS
 --launcher pytorch; fewer processes want a larger train_dataloader.batch_size, 1024 in all.
 
-The settings are those of DeiT's training script, but for its repeated augmentation, which is left
-out. ``dropit=None`` is the plain run.
+The settings are those of DeiT's training script, with its repeated augmentation.
+``dropit=None`` is the plain run.
 
 Sources: H. Touvron et al., Training data-efficient image transformers, ICML 2021; J. Chen et al.,
 DropIT, ICLR 2023.

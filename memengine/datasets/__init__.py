@@ -5,6 +5,7 @@ from memengine.datasets.coco import CocoDetection, list_samples
 from memengine.datasets.collate import stack_views
 from memengine.datasets.folders import CIFAR10, CIFAR100, ImageFolder, ImageNet
 from memengine.datasets.image_dataset import ImageDataset
+from memengine.datasets.samplers import RepeatedAugmentation
 from memengine.datasets.sources import Digits, Photographs
 from memengine.datasets.text import TextBlocks
 from memengine.datasets.tokenizers import (
@@ -36,6 +37,7 @@ __all__ = [
     'PackInputs',
     'Photographs',
     'Pipeline',
+    'RepeatedAugmentation',
     'TextBlocks',
     'TimmRandAugment',
     'Tokenize',

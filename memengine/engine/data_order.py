@@ -48,17 +48,24 @@ def seed_generators(seed: int) -> None:
 
 
 class Draw(int):
-    """A sample's index that remembers in which pass over the data it was drawn."""
+    """A sample's index that remembers when it was drawn.
+
+    Attributes:
+        epoch: The pass over the data.
+        repetition: How often the sample was drawn before in this pass, by samplers that mark their
+            indices with such an attribute.
+    """
 
     epoch: int
+    repetition: int
 
-    def __new__(cls, index: int, epoch: int) -> Draw:  # noqa: D102
+    def __new__(cls, index: int, epoch: int, repetition: int = 0) -> Draw:  # noqa: D102
         draw = super().__new__(cls, index)
-        draw.epoch = epoch
+        draw.epoch, draw.repetition = epoch, repetition
         return draw
 
-    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]
-        return int(self), self.epoch
+    def __getnewargs__(self) -> tuple[int, int, int]:  # type: ignore[override]
+        return int(self), self.epoch, self.repetition
 
 
 class ResumableSampler(Sampler[int]):
@@ -90,7 +97,8 @@ class ResumableSampler(Sampler[int]):
         start, self.start = self.start, 0
         world_size = get_world_size()
         for position, index in enumerate(islice(iter(self.sampler), start, self.limit), start):
-            yield Draw(int(index), self.epoch + position * world_size // self.dataset_size)
+            epoch = self.epoch + position * world_size // self.dataset_size
+            yield Draw(int(index), epoch, getattr(index, 'repetition', 0))
 
     def __len__(self) -> int:
         length = len(cast(Sized, self.sampler))
@@ -115,7 +123,10 @@ class SeededDataset(Dataset[Any]):
         self.size = len(dataset) if size is None else min(size, len(dataset))
 
     def __getitem__(self, index: int) -> Any:
-        seed_generators(derive_seed(self.seed, getattr(index, 'epoch', 0), int(index)))
+        place = [getattr(index, 'epoch', 0), int(index)]
+        if repetition := getattr(index, 'repetition', 0):
+            place.append(repetition)
+        seed_generators(derive_seed(self.seed, *place))
         return self.dataset[int(index)]
 
     def __len__(self) -> int:

@@ -3,15 +3,23 @@
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
 from mmengine.dataset import DefaultSampler
 from mmengine.hooks import Hook
 from torch.utils.data import DataLoader
 
+from memengine.datasets import RepeatedAugmentation
 from memengine.engine import data_order
-from memengine.engine.data_order import Draw, ResumableSampler, derive_seed, train_loader
-from tests.engine.toy import Losses, params, toy_runner
+from memengine.engine.data_order import (
+    Draw,
+    ResumableSampler,
+    SeededDataset,
+    derive_seed,
+    train_loader,
+)
+from tests.engine.toy import Losses, ToyData, params, toy_runner
 
 LOOPS = {
     'epochs': dict(by_epoch=True, max_epochs=3),
@@ -62,6 +70,21 @@ def test_resume_within_an_infinite_sampler_is_bit_exact(tmp_path):
         tmp_path / 'parts', second, train_cfg=LOOPS['iterations'], loader=loader, resume=True
     ).train()
     assert first.seen + second.seen == whole
+
+
+@pytest.mark.parametrize('loop', LOOPS)
+def test_resume_among_the_repetitions_of_a_sample_is_bit_exact(tmp_path, loop):
+    loader = dict(sampler=dict(type='RepeatedAugmentation'))
+    whole, _ = uninterrupted(tmp_path, train_cfg=LOOPS[loop], loader=loader)
+    first, second = Losses(), Losses()
+    stop = dict(LOOPS[loop], stop_at_iter=7)  # after 8 draws of a pass: two and two thirds
+    toy_runner(tmp_path / 'parts', first, train_cfg=stop, loader=loader).train()
+    toy_runner(
+        tmp_path / 'parts', second, train_cfg=LOOPS[loop], loader=loader, resume=True
+    ).train()
+    assert first.seen + second.seen == whole
+    other = uninterrupted(tmp_path / 'once', train_cfg=LOOPS[loop])
+    assert other[0] != whole
 
 
 @pytest.mark.parametrize('loop', LOOPS)
@@ -135,8 +158,24 @@ def test_sampler_starts_in_the_middle_and_tells_passes_apart():
 def test_draw_survives_the_way_to_a_worker():
     import pickle
 
-    draw = pickle.loads(pickle.dumps(Draw(4, 2)))
-    assert (draw, draw.epoch) == (4, 2)
+    draw = pickle.loads(pickle.dumps(Draw(4, 2, 1)))
+    assert (draw, draw.epoch, draw.repetition) == (4, 2, 1)
+
+
+def test_repetitions_of_a_sample_are_augmented_anew_and_alike_in_every_run():
+    sampler = RepeatedAugmentation(range(6), seed=3)
+    data = SeededDataset(ToyData(6), seed=5)
+    passes = [[data[draw]['x'] for draw in ResumableSampler(sampler, 6)] for _ in range(2)]
+    assert torch.equal(torch.stack(passes[0]), torch.stack(passes[1]))
+    for sample in torch.stack(passes[0]).split(3):
+        assert len(sample.unique(dim=0)) == 3
+    once = data[Draw(4, 0)]['x']
+    assert torch.equal(once, data[Draw(4, 0, 0)]['x']) and torch.equal(once, data[4]['x'])
+
+
+def test_numbers_that_have_a_method_of_that_kind_are_plain_indices():
+    for indices in (np.arange(3), torch.arange(3)):
+        assert [draw.repetition for draw in ResumableSampler(indices, 3)] == [0, 0, 0]
 
 
 def test_seeds_of_neighbours_differ():

@@ -1,4 +1,4 @@
-"""CIFAR-100 enlarged to 224x224, with DeiT's augmentations.
+"""CIFAR-100 enlarged to 224x224, with DeiT's augmentations, repeated.
 
 The data lies in ``data/cifar-100-python``, in its Python layout.
 """

@@ -1,7 +1,8 @@
-"""ImageNet-1k with DeiT's augmentations: RandAugment and random erasing at 224x224.
+"""ImageNet-1k with DeiT's augmentations: RandAugment and random erasing at 224x224, repeated.
 
 The data lies in ``data/imagenet/train`` and ``data/imagenet/val`` (a link to it will do), one
-folder per class. MixUp and CutMix act on batches and are a part of the model, ``MixedBatches``.
+folder per class. An epoch is a third of the images, each in three augmentations. MixUp and CutMix
+act on batches and are a part of the model, ``MixedBatches``.
 
 Source: H. Touvron et al., Training data-efficient image transformers, ICML 2021.
 """
@@ -17,7 +18,7 @@ train_dataloader = dict(
     num_workers=8,
     persistent_workers=True,
     drop_last=True,
-    sampler=dict(type='DefaultSampler', shuffle=True),
+    sampler=dict(type='RepeatedAugmentation', num_repeats=3),
     collate_fn=dict(type='stack_views'),
     dataset=dict(
         type='ImageDataset',
