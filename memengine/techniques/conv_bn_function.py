@@ -1,4 +1,7 @@
-"""The step of a convolution and a BatchNorm in eval mode that keeps only the convolution's input.
+"""The steps of BatchNorm in eval mode that do not keep what it reads.
+
+Behind a convolution only the convolution's input is kept; with a weight that takes no gradient
+nothing is, whatever is in front.
 
 Shapes: N samples, C channels in, K channels out, G groups, ... the spatial axes, R the kernel's.
 """
@@ -11,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ['Geometry', 'conv_bn_eval']
+__all__ = ['Geometry', 'conv_bn_eval', 'frozen_bn']
 
 
 def _each(value: int | Sequence[int], axes: int) -> list[int]:
@@ -159,3 +162,58 @@ def conv_bn_eval(
         *(x, weight, bias, *affine, kept, *statistics, output.detach()),
         *(normalise, eps, geometry, activation),
     )
+
+
+class _FrozenBN(torch.autograd.Function):
+    """BatchNorm in eval mode whose weight takes no gradient: a scale and a shift."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        weight: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        eps: float,
+        normalise: Callable[..., Tensor],
+    ) -> Tensor:
+        ctx.save_for_backward(weight, var)
+        ctx.eps, ctx.x_dtype, ctx.bias_dtype = eps, x.dtype, None if bias is None else bias.dtype
+        return normalise(x, mean, var, weight, bias, eps=eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        weight, var = ctx.saved_tensors
+        (grad,) = grads
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            scale = torch.rsqrt(var + ctx.eps)  # [K]
+            scale = scale if weight is None else scale * weight
+            grad_x = (grad * scale.view(-1, *[1] * (grad.dim() - 2))).to(ctx.x_dtype)
+        if ctx.needs_input_grad[1]:
+            axes = [axis for axis in range(grad.dim()) if axis != 1]
+            grad_bias = grad.sum(axes, dtype=torch.promote_types(grad.dtype, torch.float32))
+            grad_bias = grad_bias.to(ctx.bias_dtype)
+        return grad_x, grad_bias, *[None] * 5
+
+
+def frozen_bn(
+    normalise: Callable[..., Tensor],
+    x: Tensor,
+    mean: Tensor | None,
+    var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """``normalise``, which is ``F.batch_norm``, of ``x`` [N, K, ...] in eval mode.
+
+    Only where ``weight`` [K] takes no gradient: then nothing but parameters is kept. ``bias`` [K]
+    may take one. ``training`` and ``momentum`` are not used.
+    """
+    assert not training and not (weight is not None and weight.requires_grad)
+    output: Tensor = _FrozenBN.apply(x, bias, weight, mean, var, eps, normalise)
+    return output

@@ -41,12 +41,14 @@ MODELS = [
     'res2net50_26w_4s',
     'densenet121',
     'mask_rcnn',
+    'densenet121, weights frozen',
 ]
 SIZES = ((32, 224), (8, 128))  # images in a batch, pixels of a side
 
 
 def make(name: str) -> nn.Module:
-    """A model in training mode whose BatchNorm layers are in eval mode."""
+    """A model in training mode whose BatchNorm layers are in eval mode, or frozen altogether."""
+    name, _, is_frozen = name.partition(', ')
     with torch.device('meta'):
         if name == 'mask_rcnn':
             model = maskrcnn_resnet50_fpn(weights=None, weights_backbone=None).backbone
@@ -54,7 +56,7 @@ def make(name: str) -> nn.Module:
             model = timm.create_model(name)
     for layer in model.train().modules():
         if isinstance(layer, _BatchNorm):
-            layer.eval()
+            layer.eval().requires_grad_(not is_frozen)
     return model
 
 
@@ -74,23 +76,26 @@ def mmengines(model: nn.Module) -> Callable[[], int]:
 WAYS = {'plain': lambda model: lambda: 0, 'memengine': ours, 'MMEngine': mmengines}
 
 
-def pairs_that_exist(model: nn.Module, images: torch.Tensor) -> int:
-    """BatchNorm layers whose input, as autograd knows, is the output of a convolution."""
+def pairs_that_exist(model: nn.Module) -> tuple[int, float]:
+    """BatchNorm layers that read, as autograd knows, a convolution's output; and MiB of these."""
     found = []
+
+    def look(layer: nn.Module, args: tuple[torch.Tensor]) -> None:
+        if type(args[0].grad_fn).__name__.startswith('Conv'):
+            found.append(args[0].nbytes)
+
     for layer in model.modules():
         if isinstance(layer, _BatchNorm):
-            layer.register_forward_pre_hook(
-                lambda _, args: found.append(type(args[0].grad_fn).__name__.startswith('Conv'))
-            )
-    model(images)
-    return sum(found)
+            layer.register_forward_pre_hook(look)
+    batch, side = SIZES[0]
+    model(torch.empty(batch, 3, side, side, device='meta'))
+    return len(found), sum(found) / measuring.MIB
 
 
 def count(name: str) -> dict[str, Any]:
     """Pairs and bytes of one model, by way and size."""
     facts: dict[str, Any] = {'pairs': {}, 'mib': {}, 'flops': {}}
-    small = torch.empty(1, 3, 128, 128, device='meta')
-    facts['pairs']['exist'] = pairs_that_exist(make(name), small)
+    facts['pairs']['exist'], facts['between_mib'] = pairs_that_exist(make(name))
     for way, turn_on in WAYS.items():
         model = make(name)
         try:
@@ -121,13 +126,14 @@ def flops_of(model: nn.Module) -> int:
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """The page's table, and where it comes from."""
     sizes = [f'{batch}×{side}²' for batch, side in SIZES]
-    heads = ['', 'pairs', 'fused', 'by MMEngine']
+    heads = ['', 'pairs', 'fused', 'by MMEngine', f'bytes between the two, of plain at {sizes[0]}']
     for size in sizes:
         heads += [f'plain, MiB at {size}', 'memengine', 'MMEngine']
     cells = [[*heads, 'largest weight made in backward, MiB']]
     for name, facts in results['models'].items():
         pairs, mib = facts['pairs'], facts['mib']
         row = [name, *(str(pairs.get(way, '–')) for way in ('exist', 'memengine', 'MMEngine'))]
+        row.append(f'{facts["between_mib"] / mib["plain"][0]:.0%}')
         for index in range(len(SIZES)):
             row.append(f'{mib["plain"][index]:.0f}')
             for way in ('memengine', 'MMEngine'):
