@@ -98,10 +98,20 @@ class Ledger:
     def __init__(self) -> None:
         self.freed: deque[tuple[int, ...]] = deque()
         self.excluded: dict[int, Any] = {}
+        self._owners: tuple[nn.Module | Tensor, ...] = ()
         self._lock = threading.Lock()
         self._holders: dict[int, int] = {}
         self._nbytes: dict[int, int] = {}
         self._live = self._peak = self._total = 0
+
+    def exclude(self, owners: tuple[nn.Module | Tensor, ...]) -> None:
+        """Leave out from now on what the owners have, and nothing else."""
+        self._owners, self.excluded = owners, owned_by(owners)
+
+    def see_parameter(self, parameter: nn.Parameter) -> None:
+        """Look again at what the owners have if this is not known to be theirs."""
+        if self._owners and any(b.key not in self.excluded for b in blocks_of(parameter)):
+            self.excluded.update(owned_by(self._owners))
 
     def _settle(self) -> None:
         while self.freed:

@@ -20,6 +20,16 @@ from memengine.memory.ledger import Block, Ledger, blocks_of, owned_by, tensors_
 __all__ = ['SavedBytes', 'count_kept', 'hidden_bytes', 'saved_bytes']
 
 
+def _blocks(tensor: Tensor, ledgers: Iterable[Ledger]) -> list[Block]:
+    """The memory behind a saved tensor, of which the ledgers know whether a model owns it: sharding
+    gathers parameters after a meter was entered, into memory that was not the model's then."""
+    base = tensor if tensor._base is None else tensor._base
+    if isinstance(base, nn.Parameter):
+        for ledger in ledgers:
+            ledger.see_parameter(base)
+    return list(blocks_of(tensor))
+
+
 class _Kept:
     """What autograd holds in place of a saved tensor; its end is the end of the saving.
 
@@ -32,7 +42,7 @@ class _Kept:
     def __init__(self, tensor: Tensor, ledgers: tuple[Ledger, ...]) -> None:
         self.holdings: list[tuple[deque[tuple[int, ...]], tuple[int, ...]]] = []
         self.tensor, self.version = tensor.detach(), tensor._version
-        blocks = list(blocks_of(tensor))
+        blocks = _blocks(tensor, ledgers)
         for ledger in ledgers:
             self.holdings.append((ledger.freed, ledger.hold(blocks)))
 
@@ -73,7 +83,7 @@ class _Watch:
                 self._count(block.owner, [block])
             raise
         for kept in tensors_in(packed):
-            self._count(kept, list(blocks_of(kept)))
+            self._count(kept, _blocks(kept, self._ledgers))
         return packed
 
     def _count(self, owner: Any, blocks: list[Block]) -> None:
@@ -163,7 +173,7 @@ class SavedBytes:
         return self._ledger.figures()[2]
 
     def __enter__(self) -> SavedBytes:
-        self._ledger.excluded = owned_by(self._exclude)
+        self._ledger.exclude(self._exclude)
         around = _surrounding_hooks()
         if not _active:
             saved_tensors_hooks.__enter__ = _enter_watched  # type: ignore[method-assign]
@@ -185,7 +195,7 @@ class SavedBytes:
         if not _active:
             saved_tensors_hooks.__enter__ = _enter_hooks  # type: ignore[method-assign]
         if not self._entered:
-            self._ledger.excluded = {}
+            self._ledger.exclude(())
 
     def hidden_bytes(self, outputs: Tensor | Iterable[Tensor]) -> int:
         """As the function ``hidden_bytes``, without what this meter has counted or excludes."""

@@ -2,79 +2,224 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ['ReceivedBytes']
 
+# Libraries of operators that communicate.
+_LIBRARIES = (
+    'c10d',
+    '_c10d_functional',
+    '_c10d_functional_autograd',
+    'c10d_functional',
+    '_dtensor',
+    'symm_mem',
+)
 
-def _size(tensors: Tensor | list[Tensor]) -> int:
-    return sum(t.nbytes for t in ([tensors] if isinstance(tensors, Tensor) else tensors))
+
+def _size(tensors: Any) -> int:
+    return sum(t.nbytes for t in pytree.tree_leaves(tensors) if isinstance(t, Tensor))
 
 
-class ReceivedBytes:
+class _Call:
+    """A collective's arguments by name, and the group in it."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+        group = values['group_name' if 'group_name' in values else 'process_group']
+        if isinstance(group, str):
+            group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+        elif not isinstance(group, dist.ProcessGroup):
+            group = dist.ProcessGroup.unbox(group)
+        self.ranks, self.rank = group.size(), group.rank()
+
+    def size(self, *names: str) -> int:
+        """Bytes of the tensors in the first of the arguments that there is."""
+        return _size(next(self.values[name] for name in names if name in self.values))
+
+    @property
+    def outputs(self) -> int:
+        return self.size('output_tensors', 'output_tensor', 'output_lists', 'outputs', 'output')
+
+    @property
+    def inputs(self) -> int:
+        return self.size(
+            'input_tensors', 'input_tensor', 'input_list', 'inputs', 'input', 'tensors', 'tensor'
+        )
+
+    def of_others(self, nbytes: float) -> float:
+        """What others have sent of it, each its own number of rows or all as many."""
+        rows = self.values['output_split_sizes'] or [1] * self.ranks
+        return nbytes * (1 - rows[self.rank] / sum(rows)) if sum(rows) else 0.0
+
+
+def _nothing(call: _Call) -> float:
+    return 0.0
+
+
+def _everything(call: _Call) -> float:
+    return call.inputs
+
+
+def _all_reduce(call: _Call) -> float:
+    return 2 * call.inputs * (call.ranks - 1) / call.ranks
+
+
+def _reduce(call: _Call) -> float:
+    """Added up in parts, which the root receives then."""
+    passes = 2 if call.rank == call.values['root_rank'] else 1
+    return passes * call.inputs * (call.ranks - 1) / call.ranks
+
+
+def _broadcast(call: _Call) -> float:
+    return call.inputs if call.rank != call.values.get('root_rank', call.values.get('src')) else 0.0
+
+
+def _gathered(call: _Call) -> float:
+    return max(call.outputs - call.inputs, 0)  # no outputs but at the root of a gather
+
+
+def _scattered(call: _Call) -> float:
+    return 0.0 if call.inputs else call.outputs
+
+
+def _to_root(call: _Call) -> float:
+    return _gathered(call) if call.rank == call.values['root_rank'] else 0.0
+
+
+def _reduce_scatter(call: _Call) -> float:
+    return call.inputs - call.outputs
+
+
+def _all_to_all_of_lists(call: _Call) -> float:
+    return call.outputs - call.values['output_tensors'][call.rank].nbytes
+
+
+def _all_to_all(call: _Call) -> float:
+    return call.of_others(call.outputs)
+
+
+def _functional_all_gather(call: _Call) -> float:
+    return call.inputs * (call.ranks - 1)
+
+
+def _share_of_others(call: _Call) -> float:
+    return call.inputs * (call.ranks - 1) / call.ranks
+
+
+def _functional_all_to_all(call: _Call) -> float:
+    tensor, rows = call.values['input'], call.values['output_split_sizes']
+    return call.of_others(sum(rows) * tensor[:1].nbytes)
+
+
+# By operator: what to call it, and what a rank receives in it.
+_Rule = tuple[str, Callable[[_Call], float]]
+_RULES: dict[str, dict[str, _Rule]] = {
+    'c10d': {
+        '_allgather_base_': ('all_gather_into_tensor', _gathered),
+        '_reduce_scatter_base_': ('reduce_scatter_tensor', _reduce_scatter),
+        'allgather_': ('all_gather', _gathered),
+        'allgather_coalesced_': ('all_gather_coalesced', _gathered),
+        'allgather_into_tensor_coalesced_': ('all_gather_into_tensor_coalesced', _gathered),
+        'allreduce_': ('all_reduce', _all_reduce),
+        'allreduce_coalesced_': ('all_reduce_coalesced', _all_reduce),
+        'alltoall_': ('all_to_all', _all_to_all_of_lists),
+        'alltoall_base_': ('all_to_all_single', _all_to_all),
+        'barrier': ('barrier', _nothing),
+        'broadcast_': ('broadcast', _broadcast),
+        'check_for_nan': ('check_for_nan', _nothing),
+        'gather_': ('gather', _gathered),
+        'gather_into_tensor_': ('gather_into_tensor', _to_root),
+        'monitored_barrier_': ('monitored_barrier', _nothing),
+        'recv_': ('recv', _everything),
+        'recv_any_source_': ('recv', _everything),
+        'reduce_': ('reduce', _reduce),
+        'reduce_scatter_': ('reduce_scatter', _reduce_scatter),
+        'reduce_scatter_tensor_coalesced_': ('reduce_scatter_tensor_coalesced', _reduce_scatter),
+        'scatter_': ('scatter', _scattered),
+        'send': ('send', _nothing),
+    },
+    '_c10d_functional': {
+        '_wrap_tensor_autograd': ('wait', _nothing),
+        'all_gather_into_tensor': ('all_gather_into_tensor', _functional_all_gather),
+        'all_gather_into_tensor_coalesced': (
+            'all_gather_into_tensor_coalesced',
+            _functional_all_gather,
+        ),
+        'all_gather_into_tensor_out': ('all_gather_into_tensor', _functional_all_gather),
+        'all_reduce': ('all_reduce', _all_reduce),
+        'all_reduce_': ('all_reduce', _all_reduce),
+        'all_reduce_coalesced': ('all_reduce_coalesced', _all_reduce),
+        'all_reduce_coalesced_': ('all_reduce_coalesced', _all_reduce),
+        'all_to_all_single': ('all_to_all_single', _functional_all_to_all),
+        'broadcast': ('broadcast', _broadcast),
+        'broadcast_': ('broadcast', _broadcast),
+        'reduce_scatter_tensor': ('reduce_scatter_tensor', _share_of_others),
+        'reduce_scatter_tensor_coalesced': ('reduce_scatter_tensor_coalesced', _share_of_others),
+        'reduce_scatter_tensor_out': ('reduce_scatter_tensor', _share_of_others),
+        'wait_tensor': ('wait', _nothing),
+        'wait_tensors': ('wait', _nothing),
+    },
+    '_dtensor': {
+        'mesh_get_process_group': ('wait', _nothing),
+        'shard_dim_alltoall': ('all_to_all_single', _share_of_others),
+    },
+}
+
+
+class ReceivedBytes(TorchDispatchMode):
     """Counts what this rank receives from others while it is entered.
 
     It is what the algorithms that need the fewest bytes move, whatever the backend does: a gather
     receives what the rank has not, an all-reduce twice (N - 1) / N of its tensor (once to add up,
-    once to hand out), an exchange between all what the others send.
+    once to hand out), an exchange between all what the others send. Operators of torch are counted,
+    so it does not matter which function called them: also those of DDP, ``fully_shard``, DTensor,
+    batches of sends, and of the backward pass.
 
     Attributes:
         nbytes: Bytes so far, tensors of embeddings and their gradients among them.
-        calls: Number of collectives so far, by name.
+        calls: Number of collectives so far, by the name of torch's function.
+
+    Raises:
+        NotImplementedError: For a collective that it does not know, rather than count nothing.
     """
 
-    _NAMES = (
-        'all_gather',
-        'all_gather_into_tensor',
-        'all_reduce',
-        'all_to_all_single',
-        'irecv',
-        'recv',
-        'reduce_scatter_tensor',
-        'scatter',
-    )
-
     def __init__(self) -> None:
+        super().__init__()
         self.nbytes = 0.0
         self.calls: dict[str, int] = {}
-        self._originals: dict[str, Any] = {}
 
-    def __enter__(self) -> ReceivedBytes:
-        for name in self._NAMES:
-            self._originals[name] = getattr(dist, name)
-            setattr(dist, name, self._counting(name, self._originals[name]))
-        return self
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # which does its communication in operators of its own
+        kwargs = kwargs or {}
+        if func.namespace in _LIBRARIES:
+            self._count(func, args, kwargs)
+        return func(*args, **kwargs)
 
-    def __exit__(
-        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for name, original in self._originals.items():
-            setattr(dist, name, original)
-
-    def _counting(self, name: str, original: Any) -> Any:
-        def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            self.calls[name] = self.calls.get(name, 0) + 1
-            self.nbytes += self._received(name, tensor, args, kwargs)
-            return original(tensor, *args, **kwargs)
-
-        return counted
-
-    def _received(self, name: str, tensor: Any, args: Any, kwargs: Any) -> float:
-        ranks = dist.get_world_size(kwargs.get('group'))
-        if name in ('recv', 'irecv'):
-            return _size(tensor)
-        if name == 'scatter':
-            source = args[1] if len(args) > 1 else kwargs.get('src', 0)
-            return _size(tensor) if source != dist.get_rank() else 0.0
-        if name == 'all_reduce':
-            return 2 * _size(tensor) * (ranks - 1) / ranks
-        if name == 'reduce_scatter_tensor':
-            return _size(tensor) * (ranks - 1)
-        if name == 'all_to_all_single' and len(args) > 1:  # from each rank its own number of rows
-            rows, mine = args[1], args[1][dist.get_rank(kwargs.get('group'))]
-            return _size(tensor) * (1 - mine / sum(rows)) if sum(rows) else 0.0
-        return _size(tensor) * (ranks - 1) / ranks
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rule = _RULES.get(func.namespace, {}).get(func._opname)
+        if rule is None:
+            raise NotImplementedError(
+                f'ReceivedBytes does not know how many bytes {func} receives; add it to the rules '
+                f'of {__name__}'
+            )
+        name, received = rule
+        if received is _nothing:
+            return
+        names = [argument.name for argument in func._schema.arguments]
+        self.nbytes += received(_Call({**dict(zip(names, args, strict=False)), **kwargs}))
+        self.calls[name] = self.calls.get(name, 0) + 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,63 +30,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 from torch.utils import _pytree as pytree
 
-from memengine.techniques.blocks import Selector, find_blocks, select_modules
 from memengine.techniques.materializing import materialize
+from memengine.techniques.sharded_buffers import one_unit_at_a_time
+from memengine.techniques.sharded_units import Units, choose_units
 
-__all__ = ['ShardedModel', 'Units', 'choose_units', 'shard_model']
-
-# A callable is a wrap policy as of FSDP1: policy(module=, recurse=, nonwrapped_numel=) -> bool.
-Units: TypeAlias = Selector | Sequence[Selector] | int | Callable[..., bool] | None
+__all__ = ['ShardedModel', 'shard_model']
 
 FREE_AFTER = ('forward', 'backward', 'step')
-
-
-def choose_units(model: nn.Module, units: Units = None) -> list[str]:
-    """Names of the modules that are gathered and freed by themselves, inner ones first.
-
-    Args:
-        model: Not sharded yet.
-        units: None for the model's repeated blocks, or nothing where it has none; names, globs and
-            classes as for :func:`~memengine.techniques.blocks.select_modules`; a whole number for
-            modules of at least that many parameters that are in no smaller unit; or a wrap policy
-            of FSDP1 (``size_based_auto_wrap_policy``, ``ModuleWrapPolicy``, ...).
-
-    Raises:
-        ValueError: For a number below 1, and as ``select_modules``.
-    """
-    if units is None:
-        return list(find_blocks(model))
-    if isinstance(units, int):
-        if units < 1:
-            raise ValueError(f'units: a unit has at least 1 parameter, got {units}')
-        least = units
-        return _by_policy(model, lambda nonwrapped_numel, **_: nonwrapped_numel >= least)
-    if not isinstance(units, (str, type, Sequence)):
-        return _by_policy(model, units)
-    return list(select_modules(model, units, setting='units')) if units else []
-
-
-def _by_policy(model: nn.Module, policy: Callable[..., bool]) -> list[str]:
-    """What FSDP1 would wrap: the policy is asked whether to look into a module, and afterwards
-    whether to wrap what its wrapped children have left of it."""
-    found: list[str] = []
-
-    def visit(name: str, module: nn.Module) -> int:
-        numel = sum(p.numel() for p in module.parameters())
-        if not policy(module=module, recurse=True, nonwrapped_numel=numel):
-            return 0
-        wrapped = sum(
-            visit(f'{name}.{key}' if name else key, child) for key, child in module.named_children()
-        )
-        has_forward = type(module) not in (nn.ModuleList, nn.ModuleDict)
-        rest = numel - wrapped
-        if name and has_forward and policy(module=module, recurse=False, nonwrapped_numel=rest):
-            found.append(name)
-            return numel
-        return wrapped
-
-    visit('', model)
-    return found
 
 
 def _mesh(replicas: int) -> DeviceMesh:
@@ -156,7 +106,8 @@ def shard_model(
     *,
     offload: bool = False,
     free_after: str = 'forward',
-    reduce_once: bool = True,
+    reduce_once: bool | None = None,
+    prefetch: bool | None = None,
     replicas: int = 1,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
@@ -166,14 +117,19 @@ def shard_model(
 
     Args:
         model: On any device, or partly or wholly on ``meta``. Rank 0's values become all ranks'.
-        units: What is gathered and freed by itself; see :func:`choose_units`.
+        units: What is gathered and freed by itself; by default the blocks, and with ``offload``
+            their parts; see :func:`~memengine.techniques.sharded_units.choose_units`.
         offload: Shards, their gradients and so the optimiser's state live in host memory; a
             unit is copied to the device to be gathered, and the update runs on the CPU.
         free_after: When gathered parameters are freed: after each ``'forward'``; after the next
             ``'backward'``; or after the last slice of the ``'step'``, so that slices do not
             gather them again.
         reduce_once: In a step of several slices, add up whole gradients and reduce them in the
-            last one; otherwise every slice reduces, and only shards are held in between.
+            last one; otherwise every slice reduces, and only shards are held in between. By
+            default once, but with ``offload`` in every slice, as whole gradients are on the device.
+        prefetch: Whether the next unit is gathered, and the last one's gradient reduced, while one
+            computes; by default, unless ``offload``. See
+            :mod:`memengine.techniques.sharded_buffers`.
         replicas: Copies of the model among the ranks (hybrid sharding): a rank then holds
             replicas / N of it, and only gradients cross between copies. Copies are consecutive
             ranks, so as many as there are machines keeps gathering inside of them.
@@ -190,7 +146,8 @@ def shard_model(
             for a setting out of range; for parameters on ``meta`` that nothing gives a value to.
 
     Cost, for P bytes of parameters on N ranks: P / N of parameters, gradients and each optimiser
-    state, one gathered unit (two, where a device gathers the next one ahead) and the rest. Per
+    state, the rest, and at most five times the largest unit, or twice with ``prefetch=False``; with
+    ``offload`` all but these units and the rest with its gradient is in host memory. Per
     forward and per backward a rank receives P (N - 1) / N, and as much to reduce gradients. With
     ``free_after='step'`` P is gathered once in a step and stays; with ``reduce_once`` whole
     gradients, P, are held between slices. Scalars are held by every rank. Gradients are means over
@@ -214,7 +171,7 @@ def shard_model(
         shard_placement_fn=_placement(dist.get_world_size() // replicas),
         offload_policy=CPUOffloadPolicy(device.type == 'cuda') if offload else OffloadPolicy(),
     )
-    names = choose_units(model, units)
+    names = choose_units(model, units, fine=offload)
     ready: set[Tensor] = set()
 
     def shard(module: nn.Module, reshard_after_forward: bool) -> None:
@@ -226,6 +183,10 @@ def shard_model(
     for name in sorted(names, key=lambda name: -name.count('.')):
         shard(model.get_submodule(name), free_after == 'forward')
     shard(model, False)
+    if not (not offload if prefetch is None else prefetch):
+        one_unit_at_a_time(model)
+    if reduce_once is None:
+        reduce_once = not offload
     scalars = [p for p in model.parameters() if p.ndim == 0]
     return ShardedModel(model, names, scalars, free_after, reduce_once)
 

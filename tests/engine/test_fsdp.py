@@ -296,8 +296,9 @@ def _of_mmengine(rank, world_size):
         dict(mixed_precision=dict(param_dtype='bfloat16', buffer_dtype='float32')),
         dict(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)),
     ]
+    parts = tuple(f'{block}.{part}' for block in blocks for part in ('attn', 'mlp'))
     for settings in accepted:
-        assert units(**settings)[1] == blocks
+        assert units(**settings)[1] == (parts if 'cpu_offload' in settings else blocks)
     by_size = dict(type='size_based_auto_wrap_policy', min_num_params=500)
     FUNCTIONS.register_module(module=size_based_auto_wrap_policy)
     assert (

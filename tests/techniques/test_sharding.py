@@ -7,17 +7,22 @@ from functools import partial
 import pytest
 import timm
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memengine.memory import saved_bytes
+from memengine.memory.allocated import allocated_peak_bytes
 from memengine.techniques.sharded_gradients import (
     clip_each_grad_norm_,
     clip_grad_norm_,
     clip_grad_value_,
 )
-from memengine.techniques.sharding import choose_units, shard_model
+from memengine.techniques.sharded_units import choose_units
+from memengine.techniques.sharding import shard_model
 from memengine.techniques.weight_norm import WeightNormLinear, shared_weights
 from memengine.testing import assert_same_step, run_ranks
 
@@ -101,10 +106,37 @@ def test_units_are_the_blocks_or_what_is_named():
     assert choose_units(vit, type(vit.blocks[0])) == blocks
     assert choose_units(vit, []) == []
     assert choose_units(nn.Linear(2, 2)) == []
+    assert choose_units(vit, fine=True) == [
+        f'{b}.{part}' for b in blocks for part in ('attn', 'mlp')
+    ]
     with pytest.raises(ValueError, match="units: .* no module 'block.0'; did you mean 'blocks.0'"):
         choose_units(vit, 'block.0')
     with pytest.raises(ValueError, match='at least 1 parameter, got 0'):
         choose_units(vit, 0)
+
+
+def test_blocks_that_use_their_childrens_weights_stay_whole():
+    layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2)
+    assert choose_units(layers, fine=True) == ['layers.0', 'layers.1']
+    listed = nn.Sequential(Listed(), Listed())
+    assert choose_units(listed, fine=True) == ['0', '1']
+    own = nn.Sequential(Own(), Own())
+    assert choose_units(own, fine=True) == ['0', '1']
+
+
+class Listed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+
+class Own(nn.Module):
+    """Most of it is its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64, 64))
+        self.outer = nn.Linear(8, 8)
 
 
 def test_units_by_size_and_by_policies_of_fsdp1():
@@ -144,6 +176,8 @@ def _gradients(rank, world_size):
         },
         'reduced by each slice': dict(reduce_once=False),
         'offloaded': dict(offload=True),
+        'offloaded, ahead': dict(offload=True, prefetch=True, reduce_once=True, units='blocks'),
+        'not ahead': dict(prefetch=False),
         'head by itself': dict(units=['blocks', 'head']),
         'one unit': dict(units=[]),
         'copies': dict(replicas=world_size // 2 or 1),
@@ -174,7 +208,10 @@ def test_slices_on_ranks_give_the_gradient_of_one_process(world_size, expected):
     assert gathers['backward'] == 3 * 3 + 1
     assert gathers['step'] == 3 + 1
     assert reduces['forward'] == reduces['backward'] == reduces['step'] == 3 + 1
-    assert reduces['reduced by each slice'] > 3 * 3
+    assert gathers['offloaded'] == 2 * gathers['forward'] - 1  # blocks are in two parts
+    assert gathers['offloaded, ahead'] == gathers['not ahead'] == gathers['forward']
+    assert reduces['offloaded, ahead'] == reduces['not ahead'] == 3 + 1
+    assert reduces['reduced by each slice'] > 3 * 3 and reduces['offloaded'] > 3 * 6
     assert gathers['one unit'] == reduces['one unit'] == 1
     for way in ('forward', 'backward', 'step'):
         assert calls[way]['allreduce'] == 1  # of the scalar
@@ -211,14 +248,14 @@ class GatheredBytes:
         self.everything = max(self.everything, nbytes)
 
 
-def vit():
+def vit(width=WIDTH, depth=8, img_size=8):
     torch.manual_seed(0)
     return timm.create_model(
         'vit_tiny_patch16_224',
-        img_size=8,
+        img_size=img_size,
         patch_size=4,
-        depth=8,
-        embed_dim=WIDTH,
+        depth=depth,
+        embed_dim=width,
         num_heads=2,
         num_classes=8,
     )
@@ -228,11 +265,15 @@ def _bytes(rank, world_size):
     results = {}
     for offload in (False, True):
         model = vit()
+        images = torch.randn(2, 3, 8, 8)
+        saved = saved_bytes(lambda m=model, x=images: m(x).sum(), model)
         sharded = shard_model(model, offload=offload, reduce_once=False)
         optimizer = torch.optim.AdamW(model.parameters())
         seen = GatheredBytes(model)
         with sharded.gathered():
-            sharded(torch.randn(2, 3, 8, 8)).sum().backward()
+            # what is gathered is the model's, and no activation
+            assert saved_bytes(lambda s=sharded, x=images: s(x).sum(), model) == saved
+            sharded(images).sum().backward()
             optimizer.step()
         results[offload] = held_bytes(model, optimizer), seen.parameters, seen.everything
     return results
@@ -245,13 +286,60 @@ def test_a_rank_holds_its_share_and_one_unit(world_size):
     model(torch.randn(2, 3, 8, 8)).sum().backward()
     optimizer.step()
     total = held_bytes(model, optimizer)
-    block = sum(p.nbytes for p in model.blocks[0].parameters())
-    rest = sum(p.nbytes for p in model.parameters()) - 8 * block
+    everything = size_of(model)
+    units = {  # the largest, and what is in none
+        False: (size_of(model.blocks[0]), everything - size_of(model.blocks)),
+        True: (
+            size_of(model.blocks[0].mlp),
+            everything - sum(size_of(part) for b in model.blocks for part in (b.attn, b.mlp)),
+        ),
+    }
     for results in run_ranks(world_size, _bytes):
-        for held, parameters, everything in results.values():
+        for offload, (held, parameters, with_gradients) in results.items():
             assert total / world_size <= held <= 1.05 * total / world_size
-            assert parameters == block + rest <= 2 * block
-            assert block + rest < everything <= 2 * (block + rest)
+            unit, rest = units[offload]
+            assert parameters == unit + rest <= 2 * unit
+            assert unit + rest < with_gradients <= 2 * (unit + rest)
+
+
+def size_of(module):
+    return sum(p.nbytes for p in module.parameters())
+
+
+@pytest.mark.parametrize('world_size', [1, 2, 4])
+def test_with_offload_a_step_holds_less_than_two_blocks_on_the_device(world_size):
+    """All that is allocated in a step, the transport's buffers and activations too.
+
+    The group sends nothing. Gradients are there from the step before, and so are no part of it.
+    """
+    dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        wide = partial(vit, width=256, depth=3, img_size=4)
+        peaks = {}
+        for name, settings in {
+            'plain': {},
+            'offload': dict(offload=True),
+            'blocks': dict(offload=True, units='blocks'),
+            'ahead': dict(offload=True, units='blocks', prefetch=True),
+        }.items():
+            model = wide()
+            sharded = shard_model(model, **settings)
+
+            def step(sharded=sharded):
+                with sharded.gathered():
+                    sharded(torch.ones(1, 3, 4, 4)).sum().backward()
+
+            step()
+            peaks[name] = allocated_peak_bytes(step)
+    finally:
+        dist.destroy_process_group()
+    model = wide()
+    block, everything = size_of(model.blocks[0]), size_of(model)
+    rest = everything - size_of(model.blocks)
+    assert size_of(model.blocks[0].mlp) < peaks['offload'] < 1.5 * block
+    assert block < peaks['blocks'] <= 2 * (block + rest) + 0.05 * block  # of activations
+    for name in ('plain', 'ahead'):
+        assert peaks[name] > 2.9 * block
 
 
 # ------------------------------------------------------------------ clipping

@@ -17,6 +17,7 @@ PAGES = {
     'compressed_activations': ROOT / 'docs/techniques/compressed_activations.md',
     'dropit_learning': ROOT / 'docs/techniques/compressed_activations.md',
     'dropit_selection': ROOT / 'docs/techniques/compressed_activations.md',
+    'sharding_memory': ROOT / 'docs/techniques/fsdp.md',
 }
 
 
@@ -105,6 +106,20 @@ def test_optimizer_memory(script, tmp_path):
     assert rows['AdamW, multi-tensor']['operations'] < plain['operations'] < fused['operations']
     assert '| AdamWBf16 | 4.00 |' in page.read_text()
     assert (tmp_path / 'optimizer_memory.png').stat().st_size > 0
+
+
+def test_sharding_memory(script, tmp_path):
+    page = page_with(tmp_path, 'sharding_memory')
+    script('sharding_memory').run('--quick', '--out', tmp_path, '--page', page)
+    results = results_of(tmp_path, 'sharding_memory')
+    blocks = {
+        way: [peak / results['block_mib'] for peak in peaks]
+        for way, peaks in results['rows'].items()
+    }
+    plain = blocks['units are blocks']
+    assert min(plain) > 3 and plain[1] > plain[0] + 0.9
+    assert max(blocks['`offload=True`']) < 2 < min(blocks["`offload=True, units='blocks'`"])
+    assert '| `offload=True` | 1.' in page.read_text()
 
 
 PEER = """

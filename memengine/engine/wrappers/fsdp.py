@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from memengine.engine.step import run_step
 from memengine.engine.wrappers.disco import losses_with_a_group
 from memengine.registry import FUNCTIONS, MODEL_WRAPPERS
-from memengine.techniques.sharding import Units, shard_model
+from memengine.techniques.sharded_units import Units
+from memengine.techniques.sharding import shard_model
 
 __all__ = ['FullyShardedDataParallel', 'MMFullyShardedDataParallel', 'refuse_beside_sharding']
 
@@ -50,13 +51,17 @@ class FullyShardedDataParallel(nn.Module):
 
     Args:
         module: The model.
-        units: What is gathered and freed by itself: by default the model's repeated blocks; names,
-            globs or classes of modules, a least number of parameters, or a wrap policy of FSDP1.
+        units: What is gathered and freed by itself: by default the model's repeated blocks, and
+            with ``offload`` their parts; names, globs or classes of modules, a least number of
+            parameters, or a wrap policy of FSDP1.
         offload: Whether shards and the optimiser's state live in host memory.
         free_after: When gathered parameters are freed: after each ``'forward'``, after its
             ``'backward'``, or after the whole ``'step'`` (of several slices).
         reduce_once: Whether the slices of a step reduce gradients once, in the last, and hold
-            whole gradients until then; otherwise each slice reduces.
+            whole gradients until then; otherwise each slice reduces. By default once, unless
+            ``offload``.
+        prefetch: Whether the next unit is gathered while one computes; by default, unless
+            ``offload``.
         replicas: Copies of the model among the ranks (hybrid sharding), e.g. one per machine.
         param_dtype: What to gather and compute in, e.g. ``'bfloat16'``; by default the
             parameters' own.
@@ -84,7 +89,8 @@ class FullyShardedDataParallel(nn.Module):
         units: Units = None,
         offload: bool = False,
         free_after: str = 'forward',
-        reduce_once: bool = True,
+        reduce_once: bool | None = None,
+        prefetch: bool | None = None,
         replicas: int = 1,
         param_dtype: str | torch.dtype | None = None,
         reduce_dtype: str | torch.dtype | None = None,
@@ -99,6 +105,7 @@ class FullyShardedDataParallel(nn.Module):
             offload=offload,
             free_after=free_after,
             reduce_once=reduce_once,
+            prefetch=prefetch,
             replicas=replicas,
             param_dtype=_dtype(param_dtype, 'param_dtype'),
             reduce_dtype=_dtype(reduce_dtype, 'reduce_dtype'),
@@ -172,8 +179,10 @@ _AS_EVER: dict[str, tuple[tuple[Any, ...], str]] = {
     'use_orig_params': ((True,), 'parameters are always the original ones, cut up one by one'),
     'sync_module_states': ((True, False), "rank 0's values are always broadcast"),
     'limit_all_gathers': ((True,), 'at most two units are ever gathered'),
-    'forward_prefetch': ((False, True), 'a GPU always gathers the next unit ahead'),
-    'backward_prefetch': ((None, 'BACKWARD_PRE'), 'a GPU always gathers the next unit ahead'),
+    'backward_prefetch': (
+        (None, 'BACKWARD_PRE'),
+        'gathering after a unit has computed saves nothing',
+    ),
     'process_group': (
         (None,),
         'the ranks are always all of them; for hybrid sharding set replicas',
@@ -241,19 +250,20 @@ class MMFullyShardedDataParallel(FullyShardedDataParallel):
         cpu_offload: True, False or FSDP1's ``CPUOffload``.
         auto_wrap_policy: A policy of FSDP1, the name of one in ``FUNCTIONS``, or a dict of name and
             arguments. None shards the repeated blocks (FSDP1 shards nothing by itself then).
-        backward_prefetch: ``'BACKWARD_PRE'`` or None.
+        backward_prefetch: ``'BACKWARD_PRE'`` is ``prefetch=True``; or None.
         mixed_precision: Dict of ``param_dtype`` and ``reduce_dtype``.
         param_init_fn: ``init_fn``.
         use_orig_params: True.
         sync_module_states: Either; values are broadcast.
-        forward_prefetch: Either; units are gathered ahead.
+        forward_prefetch: True is ``prefetch=True``.
         limit_all_gathers: True.
         device_id: None.
         device_mesh: None.
         ignored_modules: None.
         ignored_parameters: None.
         ignored_states: None.
-        **kwargs: ``free_after``, ``reduce_once``, ``replicas``, ``meta``, ``global_losses``.
+        **kwargs: ``free_after``, ``reduce_once``, ``prefetch``, ``replicas``, ``meta``,
+            ``global_losses``.
 
     Raises:
         ValueError: For what has no meaning any more, with the reason.
@@ -300,6 +310,8 @@ class MMFullyShardedDataParallel(FullyShardedDataParallel):
         if 'HYBRID' in strategy:
             kwargs.setdefault('replicas', _copies())
         kwargs.setdefault('free_after', _FREE_AFTER[strategy])
+        if backward_prefetch or forward_prefetch:
+            kwargs.setdefault('prefetch', True)
         super().__init__(
             module,
             units=_function(auto_wrap_policy, 'auto_wrap_policy'),
