@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from enum import Enum
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -131,7 +132,12 @@ _SOON = 8  # nodes between a product and its weights: a transposition, a cast, a
 
 def operation(node: Any) -> str:
     """A node's name without what autograd puts around it: ``'Addmm'``."""
-    return re.sub(r'Backward\d*$', '', node.name())
+    return _without_suffix(node.name())
+
+
+@cache
+def _without_suffix(name: str) -> str:
+    return re.sub(r'Backward\d*$', '', name)
 
 
 def needs_of(node: Any) -> dict[str, Need]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ['KeptAsIs', 'is_in_backward', 'is_parameter', 'is_plain']
+__all__ = ['KeptAsIs', 'current_backward', 'is_in_backward', 'is_parameter', 'is_plain']
 
 
 class KeptAsIs:
@@ -55,9 +55,14 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
+def current_backward() -> int:
+    """The number of the backward that autograd runs in this thread, -1 outside."""
+    return torch._C._current_graph_task_id()
+
+
 def is_in_backward() -> bool:
     """Whether autograd runs a backward in this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return current_backward() != -1
 
 
 def is_parameter(tensor: Tensor) -> bool:

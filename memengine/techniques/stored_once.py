@@ -20,7 +20,7 @@ from memengine.techniques.memory_order import is_dense
 from memengine.techniques.offload import is_offloading, offloaded
 from memengine.techniques.repeated_operations import Repeated
 from memengine.techniques.saved_operations import Need
-from memengine.techniques.saved_tensors import KeptAsIs, is_in_backward
+from memengine.techniques.saved_tensors import KeptAsIs, current_backward, is_in_backward
 
 __all__ = ['Memory', 'Saved']
 
@@ -307,14 +307,16 @@ class _Piece:
     """A code, and which part of a storage it stands for."""
 
     __slots__ = (
-        '__weakref__', '_dtype', '_end', '_is_dense', '_layout',
-        'code', 'is_counted', 'nbytes',
+        '__weakref__', '_backward', '_decoded', '_dtype', '_end', '_found', '_is_dense',
+        '_layout', 'code', 'is_counted', 'nbytes',
     )  # fmt: skip
 
     def __init__(self, code: Code, base: Tensor, nbytes: int) -> None:
         self.code, self.nbytes, self.is_counted = code, nbytes, False
         self._layout, self._dtype, self._is_dense = _layout_of(base), base.dtype, is_dense(base)
         self._end = _end_of(base)
+        self._decoded: weakref.ref[torch.UntypedStorage] | None = None
+        self._backward, self._found = -1, self._layout  # when, and how what was decoded lies
 
     def serves(self, view: Tensor) -> bool:
         """Whether a view of the storage can be read from it."""
@@ -323,12 +325,17 @@ class _Piece:
         return view.dtype == self._dtype and (within or layout == self._layout)
 
     def read(self, layout: _Layout) -> Tensor:
-        """A view that it serves."""
-        base = self.code.decode()
-        if layout == self._layout:
-            return base
-        offset, shape, stride = layout
-        return base.as_strided(shape, stride, base.storage_offset() + offset - self._layout[0])
+        """A view that it serves; of memory that an earlier one still holds, as q, k and v do."""
+        storage = self._decoded() if self._decoded is not None else None
+        if storage is None or self._backward != current_backward():
+            base = self.code.decode()
+            storage, self._backward = base.untyped_storage(), current_backward()
+            self._decoded, self._found = weakref.ref(storage), _layout_of(base)
+        offset, shape, stride = self._found
+        if layout != self._layout:
+            offset, shape, stride = offset + layout[0] - self._layout[0], *layout[1:]
+        view = torch.empty(0, dtype=self._dtype, device=storage.device)
+        return view.set_(storage, offset, shape, stride)
 
 
 def _layout_of(tensor: Tensor) -> _Layout:

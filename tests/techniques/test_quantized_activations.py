@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from memengine.memory import SavedBytes
 from memengine.techniques.dropit import drop_activations
 from memengine.techniques.private_random import restart_private_generators
+from memengine.techniques.quantization import QuantizedCode
 from memengine.techniques.quantized_activations import quantize_activations
 from memengine.testing import saved_bytes
 
@@ -328,3 +329,31 @@ def test_settings_that_are_refused(settings, message):
     quantize_activations(model := Block())
     with pytest.raises(ValueError, match='is quantised already'):
         quantize_activations(model)
+
+
+def test_what_is_needed_at_once_is_decoded_once(monkeypatch):
+    """Attention's backward asks for q, k and v, which are views of one product."""
+    torch.manual_seed(0)
+    qkv = nn.Linear(16, 48)
+
+    class Attend(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = qkv
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).view(2, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
+            return F.scaled_dot_product_attention(q, k, v)
+
+    model, x = Attend(), torch.randn(2, 8, 16)
+    quantize_activations(model, min_numel=1)
+    decoded = []
+    decode = QuantizedCode.decode
+    monkeypatch.setattr(QuantizedCode, 'decode', lambda code: decoded.append(1) or decode(code))
+    output = model(x)
+    output.sum().backward(retain_graph=True)
+    assert len(decoded) == 3  # the layer's input, its output in three views, attention's output
+    gradient, qkv.weight.grad = qkv.weight.grad, None
+    output.sum().backward()
+    assert torch.equal(qkv.weight.grad, gradient)
+    assert len(decoded) == 6  # nothing was kept in between

@@ -2,7 +2,7 @@
 
 The student's part of a step (forward of all crops, loss, backward; no teacher, no optimiser, which
 are the same for all) is carried out as in DINO's training script, by the recipe of its issue #269,
-with one forward per crop, and in slices. The weights are the same and the steps run in turn, in one
+with one forward per crop, and in slices, as they are and with recomputed activations. The weights are the same and the steps run in turn, in one
 process. The first three have the head of the script, with torch's weight norm, and its loss.
 
     python tools/benchmarks/dino_slices.py --out docs/benchmarks \
@@ -28,7 +28,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from memengine.losses import DINOLoss
 from memengine.models import DINOHead
-from memengine.techniques import dino_step
+from memengine.techniques import dino_step, recompute_activations
 
 FULL = dict(
     batch_size=8,
@@ -55,6 +55,7 @@ SCRIPT = "plain, DINO's script"
 PLAIN = 'plain, memengine'
 RECIPE = 'issue #269'
 PER_CROP = 'one forward per crop'
+RECOMPUTED = ', recomputed'
 
 
 class Student(nn.Module):
@@ -93,6 +94,8 @@ class Task:
         self.batch_size, self.out_dim = settings['batch_size'], settings['out_dim']
         self.student = Student(settings['depth'], self.out_dim, settings['hidden_dim']).to(device)
         self.scripts_student = self.student.with_torch_weight_norm()
+        self.recomputing = copy.deepcopy(self.student).train()
+        recompute_activations(self.recomputing)
         self.crops = [
             torch.randn(self.batch_size, 3, size, size, device=device)
             for size in settings['crop_sizes']
@@ -102,10 +105,14 @@ class Task:
     def steps(self, micro_batch_sizes: list[float]) -> dict[str, tuple[Student, Step]]:
         """Each step by its name, with the student that it trains."""
         theirs = {SCRIPT: self.script, RECIPE: self.recipe, PER_CROP: self.per_crop}
-        ours = {f'slices of {size:g}': partial(self.slices, size) for size in micro_batch_sizes}
-        return {name: (self.scripts_student, step) for name, step in theirs.items()} | {
-            name: (self.student, step) for name, step in {PLAIN: self.plain, **ours}.items()
+        steps: dict[str, tuple[Student, Step]] = {
+            name: (self.scripts_student, step) for name, step in theirs.items()
         }
+        steps[PLAIN] = self.student, self.plain
+        for student, how in ((self.student, ''), (self.recomputing, RECOMPUTED)):
+            for size in micro_batch_sizes:
+                steps[f'slices of {size:g}{how}'] = student, partial(self.slices, student, size)
+        return steps
 
     # ------------------------------------------------------------------ as others do it
 
@@ -147,8 +154,8 @@ class Task:
     def plain(self) -> None:
         self.loss()(self.student(*self.crops), self.teacher_output, 0).backward()
 
-    def slices(self, micro_batch_size: float) -> None:
-        dino_step(self.student, self.crops, self.teacher_output, self.loss(), 0, micro_batch_size)
+    def slices(self, student: Student, micro_batch_size: float) -> None:
+        dino_step(student, self.crops, self.teacher_output, self.loss(), 0, micro_batch_size)
 
 
 def measure(settings: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
@@ -194,6 +201,7 @@ def plot(results: Mapping[str, Any], folder: Path) -> None:
     """Time against bytes, one point a step."""
     rows = results['rows']
     ours = {name: row for name, row in rows.items() if name.startswith('slices of')}
+    recomputed = [ours.pop(name) for name in list(ours) if name.endswith(RECOMPUTED)]
     looks = {SCRIPT: 'plain', RECIPE: RECIPE, PER_CROP: PER_CROP}
     with measuring.figure(folder / 'dino_slices.png', 7, 4.2) as figure:
         axes = figure.subplots()
@@ -209,6 +217,12 @@ def plot(results: Mapping[str, Any], folder: Path) -> None:
             (row['saved_mib'], row['time_to_script']) for row in [rows[PLAIN], *ours.values()]
         ]
         axes.plot(*zip(*points, strict=True), label='memengine, in slices', **LOOKS['memengine'])
+        points_recomputed = [(row['saved_mib'], row['time_to_script']) for row in recomputed]
+        axes.plot(
+            *zip(*points_recomputed, strict=True),
+            label='memengine, in slices, recomputed',
+            **{**LOOKS['memengine'], 'color': '#2a9d8f', 'marker': 'D'},
+        )
         for text, point in zip(['all at once', *ours], points, strict=True):
             axes.annotate(
                 text.replace('slices of ', ''),
