@@ -19,19 +19,21 @@ from memengine.engine.hooks import (
     ActivationOffloadHook,
     CompileBlocksHook,
     DropITHook,
+    EfficientConvBNEvalHook,
     QuantizedActivationsHook,
     RecomputedActivationsHook,
 )
 from memengine.techniques.compression import rules_of
-from memengine.techniques.conv_bn_eval import efficient_conv_bn_eval
 from memengine.techniques.sync_batchnorm import convert_sync_batchnorm
 
 __all__ = ['apply_before_wrapping', 'apply_to_model', 'hooks_of_keys']
 
 # Hooks that act on the model, by the config's key for them, in the order in which they are
-# applied: how what is saved is coded, which modules are computed again instead, then where that
-# which is left to save goes; compiled is a block with all that is in its forward.
+# applied: what is not saved at all, how the rest is coded, which modules are computed again
+# instead, then where that which is left to save goes; compiled is a block with all that is in its
+# forward.
 _MODEL_HOOKS: dict[str, Any] = {
+    'efficient_conv_bn_eval': EfficientConvBNEvalHook,
     'recomputed_activations': RecomputedActivationsHook,
     'dropit': DropITHook,
     'quantized_activations': QuantizedActivationsHook,
@@ -69,18 +71,14 @@ def hooks_of_keys(cfg: Any) -> dict[str, dict[str, Any]]:
 
 
 def apply_to_model(model: nn.Module, cfg: Any, logger: Logger, hooks: Iterable[Hook] = ()) -> None:
-    """Apply the model techniques that the config's own keys and the hooks name, in order.
+    """Apply the model techniques that the hooks name, in order.
 
     Args:
         model: The bare model.
-        cfg: The run's config; keys ``efficient_conv_bn_eval`` and ``compile``.
+        cfg: The run's config; its key ``compile``.
         logger: Told what was applied.
         hooks: The run's hooks, with those that keys are short for.
     """
-    modules = cfg.get('efficient_conv_bn_eval')
-    if modules:
-        logger.info(f'Applying efficient_conv_bn_eval to {modules}')
-        efficient_conv_bn_eval(model, modules, report=logger.info)
     hooks = list(hooks)
     for kind in _MODEL_HOOKS.values():
         for hook in hooks:

@@ -270,6 +270,7 @@ TOP_PLACES: Mapping[str, PlaceOrChoice] = {
     'activation_offload': _short_for('ActivationOffloadHook'),
     'compile_blocks': _short_for('CompileBlocksHook'),
     'dropit': _short_for('DropITHook'),
+    'efficient_conv_bn_eval': _short_for('EfficientConvBNEvalHook'),
     'quantized_activations': _short_for('QuantizedActivationsHook'),
     'recomputed_activations': _short_for('RecomputedActivationsHook'),
     'custom_imports': Place(accepts=frozenset({'imports', 'allow_failed_imports'})),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from logging import Logger
 from typing import Any
 
 from mmengine.hooks import Hook
+from torch import nn
 
 from memengine.engine.step import unwrap
 from memengine.registry import HOOKS
@@ -25,8 +27,8 @@ class EfficientConvBNEvalHook(Hook):
     Raises:
         ValueError: As that function, in the first iteration at the latest.
 
-    Cost: see that function. The config's key ``efficient_conv_bn_eval=['backbone']`` does the
-    same with ``strict=True``.
+    Cost: see that function. The config's key ``efficient_conv_bn_eval=['backbone']`` is short for
+    this hook with these ``modules``; it takes a dict of the hook's arguments, too.
     """
 
     def __init__(self, modules: str | Sequence[str] | None = None, strict: bool = True) -> None:
@@ -35,9 +37,14 @@ class EfficientConvBNEvalHook(Hook):
         self._found: ConvBNEval | None = None
 
     def before_train(self, runner: Any) -> None:
-        """Begin, on the model inside of its wrapper."""
+        """Begin under MMEngine's own Runner, which does not call ``apply``."""
+        if self._found is None:
+            self.apply(unwrap(runner.model), runner.logger)
+
+    def apply(self, model: nn.Module, logger: Logger) -> None:
+        """Begin; called by :func:`memengine.engine.apply.apply_to_model`."""
         self._found = efficient_conv_bn_eval(
-            unwrap(runner.model), self.modules, strict=self.strict, report=runner.logger.info
+            model, self.modules, strict=self.strict, report=logger.info
         )
 
     def after_train_iter(
@@ -51,3 +58,4 @@ class EfficientConvBNEvalHook(Hook):
         """Leave the model as it was."""
         if self._found is not None:
             self._found.remove()
+            self._found = None

@@ -87,6 +87,7 @@ WAYS = {
     'hook by name': dict(hooks=[dict(type='EfficientConvBNEvalHook', modules=['backbone'])]),
     'key': dict(efficient_conv_bn_eval=['backbone']),
     "key as in MMEngine's page": dict(efficient_conv_bn_eval='[backbone]'),
+    'key with arguments': dict(efficient_conv_bn_eval=dict(modules='backbone', strict=False)),
     'base config': Config.fromfile(ROOT / 'configs/_base_/techniques/conv_bn_eval.py').to_dict(),
 }
 
@@ -113,12 +114,21 @@ def test_plain_runner_of_mmengine_takes_the_hook(tmp_path):
         train_dataloader=loader(Images()),
         train_cfg=dict(by_epoch=True, max_epochs=1),
         optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.01)),
-        custom_hooks=[hook := EfficientConvBNEvalHook('backbone')],
+        custom_hooks=[EfficientConvBNEvalHook('backbone')],
         experiment_name='conv_bn_plain',
     )
     run.train()
-    assert hook._found.fused == [('backbone.0', 'backbone.1'), ('backbone.3', 'backbone.4')]
+    log = next(tmp_path.glob('*/*.log')).read_text()
+    assert 'backbone.0 → backbone.1, backbone.3 → backbone.4' in log
     assert not run.model.backbone[0]._forward_hooks  # as it was
+
+
+def test_training_twice_begins_twice(tmp_path):
+    run = image_runner(tmp_path, EfficientConvBNEvalHook(), model=FrozenBN(), epochs=1)
+    for epochs in (1, 2):
+        run.train_loop._max_epochs = epochs
+        run.train()
+    assert next(tmp_path.glob('*/*.log')).read_text().count('2 of 2 Conv-BN pairs') == 2
 
 
 def test_nothing_to_do_is_an_error(tmp_path):
