@@ -2,7 +2,8 @@
 
 None is a product of matrices or a convolution: GELU and its kin from their input, norms from
 theirs, factors and dropout from both sides. A chain of them (BatchNorm, ReLU) is computed from its
-start. They run as they ran, on the same input, so the result is the same bit for bit.
+start; a ReLU after a residual sum from the last such ReLU, if that is kept. They run as they ran,
+on the same input, so the result is the same bit for bit.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ class Held(Protocol):
     @property
     def is_exact(self) -> bool:
         """Whether what it gives back is what was saved."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it stays as it is."""
 
     @property
     def module(self) -> nn.Module | None:
@@ -142,13 +147,17 @@ class _Made:
         """An input: as it is saved, or computed again."""
         return self.saved(field) or self.before(index)
 
-    def before(self, index: int = 0) -> Compute | None:
-        """The result of the operation before: as that saves it, or computed again."""
+    def before(self, index: int = 0, steps: int = _STEPS) -> Compute | None:
+        """The result of the operation before: as that saves it, or computed again in few steps."""
         node, output = self.node.next_functions[index]
         if node is None or output:
             return None
-        maker = _Made(node, self.holder, self.sources, self.steps - 1)
-        return maker.saved('result') if operation(node) in _KEEP_RESULT else maker.repeated()
+        maker = _Made(node, self.holder, self.sources, min(self.steps - 1, steps))
+        if operation(node) in _KEEP_RESULT:
+            return maker.saved('result')
+        if operation(node) == 'Relu' and (held := self.holder(node, 'result')) and held.is_whole:
+            return held.ahead
+        return maker.repeated()
 
     def setting(self, name: str) -> Any:
         return getattr(self.node, f'_saved_{name}')
@@ -170,6 +179,14 @@ def _pointwise(function: Callable[..., Tensor], *settings: str) -> Callable[[_Ma
 def _relu(made: _Made) -> Compute | None:
     x = made.before()
     return (lambda: torch.relu(x())) if x is not None else None
+
+
+def _sum(made: _Made) -> Compute | None:
+    """Of a residual branch that ends in BatchNorm; one step each, so that sums do not add up."""
+    a, b = made.before(0, steps=1), made.before(1, steps=1)
+    if a is None or b is None or made.setting('alpha') != 1:
+        return None
+    return lambda: a() + b()
 
 
 def _cast(made: _Made) -> Compute | None:
@@ -244,6 +261,7 @@ _REPEATED: dict[str, Callable[[_Made], Compute | None]] = {
     'Relu': _relu,
     'ToCopy': _cast,
     'Mul': _product,
+    'Add': _sum,
     'NativeDropout': _dropout,
     'NativeLayerNorm': _norm(_layer_norm, nn.LayerNorm),
     'NativeGroupNorm': _norm(_group_norm, nn.GroupNorm),

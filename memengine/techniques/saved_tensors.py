@@ -15,7 +15,7 @@ class KeptAsIs:
     leaves the check of its version to the hooks.
     """
 
-    is_exact = True  # of what hooks hold of saved tensors, as is the module
+    is_exact = is_whole = True  # of what hooks hold of saved tensors, as is the module
     module: nn.Module | None = None
 
     def __init__(self, tensor: Tensor) -> None:

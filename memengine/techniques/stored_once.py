@@ -36,12 +36,14 @@ class Saved:
         rule: The rule that has a codec for it.
         codec: That codec, or one for a fact that all it is needed for is.
         is_settled: Whether its operation has been looked at.
+        is_whole: Whether it stays as it is.
         module: Which saved it.
     """
 
     __slots__ = (
         '__weakref__', '_ahead', '_dtype', '_is_metered', '_kept', '_layout', '_moved', '_name',
-        '_need', '_piece', '_rules', '_told', 'codec', 'is_settled', 'memory', 'module', 'rule',
+        '_need', '_piece', '_rules', '_told', 'codec', 'is_settled', 'is_whole',
+        'memory', 'module', 'rule',
     )  # fmt: skip
 
     def __init__(
@@ -55,7 +57,7 @@ class Saved:
         self.memory, self.module = memory, module
         self.rule: Rule | None = None
         self.codec: Codec | None = None
-        self.is_settled = self._is_metered = False
+        self.is_settled = self.is_whole = self._is_metered = False
         self._layout, self._dtype = _layout_of(tensor), tensor.dtype
         self._rules, self._name = rules, ''  # of the module that saves it
         self._told = (0, 0)
@@ -82,6 +84,7 @@ class Saved:
 
     def stay(self) -> None:
         """Stay as it is: here, or where an offload that is active moves it to."""
+        self.is_whole = True
         if is_offloading():
             self._moved, self._kept = offloaded(self.content), None
         else:
