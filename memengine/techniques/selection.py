@@ -78,7 +78,10 @@ def offsets_in_blocks(flat: Tensor, size: int, kept: int) -> Tensor:
 def positions_of(mask: Tensor) -> Tensor:
     """Where a mask ``[n]`` is true, rising, int64. Its number is read from the device."""
     if mask.device.type == 'cpu':
-        return torch.from_numpy(mask.numpy().nonzero()[0])
+        # Up to a tenth, NumPy searches for each one, which at gamma 0.9 takes twice as long.
+        more = mask.new_ones(mask.numel() // 50)
+        found = torch.cat([mask, more]).numpy().nonzero()[0]
+        return torch.from_numpy(found[: len(found) - len(more)])
     return mask.nonzero()[:, 0]
 
 
