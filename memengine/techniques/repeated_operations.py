@@ -237,6 +237,11 @@ def _group_norm(made: _Made, module: Any) -> Callable[..., Tensor]:
     return lambda x, w, b: torch.native_group_norm(x, w, b, n, c, hw, group, module.eps)[0]
 
 
+def _rms_norm(made: _Made, module: Any) -> Callable[..., Tensor]:
+    shape, eps = made.setting('normalized_shape'), module.eps
+    return lambda x, w, _: torch.ops.aten._fused_rms_norm(x, shape, w, eps)[0]
+
+
 def _batch_norm(made: _Made, module: Any) -> Callable[..., Tensor] | None:
     eps, training = module.eps, made.setting('training')
     mean, var = (None if training else made.saved(f'running_{name}') for name in ('mean', 'var'))
@@ -265,6 +270,7 @@ _REPEATED: dict[str, Callable[[_Made], Compute | None]] = {
     'NativeDropout': _dropout,
     'NativeLayerNorm': _norm(_layer_norm, nn.LayerNorm),
     'NativeGroupNorm': _norm(_group_norm, nn.GroupNorm),
+    'FusedRmsNorm': _norm(_rms_norm, nn.RMSNorm),  # of GPUs; elsewhere it is products
     'NativeBatchNorm': _BATCH_NORM,
     'CudnnBatchNorm': _BATCH_NORM,
     'MiopenBatchNorm': _BATCH_NORM,

@@ -65,6 +65,7 @@ OPERATIONS = {
     'layer norm': lambda: nn.LayerNorm(16, eps=1e-3),
     'layer norm without bias': lambda: nn.LayerNorm(16, bias=False),
     'layer norm without weights': lambda: nn.LayerNorm(16, elementwise_affine=False),
+    'rms norm': lambda: nn.RMSNorm(16),
     'group norm': lambda: nn.GroupNorm(2, 6),
     'batch norm': lambda: nn.BatchNorm1d(6),
     'batch norm in eval mode': lambda: nn.BatchNorm1d(6).eval(),
@@ -92,7 +93,7 @@ def step(model, x, amp=False):
     """Output, gradients and state of a step in which no two elements weigh alike."""
     torch.manual_seed(1)
     model.zero_grad()
-    with torch.autocast('cpu', torch.bfloat16, enabled=amp):
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=amp):
         output = model(x)
     weights = torch.linspace(0.5, 2, output.numel(), dtype=output.dtype).view_as(output)
     (output * weights).sum().backward()
@@ -119,6 +120,19 @@ def test_a_step_is_the_plain_one_bit_for_bit(operation, dtype, amp):
     # On CPU masked dropout rounds to bf16 twice, which cannot be repeated; so its result is kept.
     is_kept = amp and dtype == torch.float32 and operation == 'layer norm, masked dropout'
     assert (handle.kept.before > handle.kept.after) != is_kept
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('amp', [False, True], ids=['', 'bf16'])
+@pytest.mark.parametrize('operation', OPERATIONS)
+def test_on_a_gpu_it_is_the_plain_one_too(operation, amp):
+    model, x = network(operation, torch.float32)
+    model, x = model.cuda(), x.cuda()
+    same = copy.deepcopy(model)
+    with recompute_activations(model) as handle:
+        for _ in range(2):
+            assert_bitwise(step(model, x, amp), step(same, x, amp))
+    assert handle.kept.before > handle.kept.after
 
 
 @pytest.mark.parametrize('operation', OPERATIONS)
