@@ -33,10 +33,11 @@ def recompute_activations(
     """Let a model compute the results of cheap operations again instead of keeping them. Exact.
 
     Cheap are GELU, SiLU and their kin, LayerNorm, RMSNorm, GroupNorm and BatchNorm (of modules),
-    ReLU and dropout after one of them, and elementwise products. What is computed again is what they gave to
-    linear layers, convolutions and each other; no product of matrices and no convolution is. What
-    is needed for one fact only is kept in that: where ReLU is positive and dropout's masks in one
-    bit, max-pool's indices in the fewest bytes that hold them, pooled inputs as a shape.
+    ReLU and dropout after one of them, and elementwise products. What is computed again is what
+    they gave to linear layers, convolutions and each other; no product of matrices and no
+    convolution is. What is needed for one fact only is kept in that: where ReLU is positive and
+    dropout's masks in one bit, max-pool's indices in the fewest bytes that hold them, pooled inputs
+    as a shape.
 
     Also a context manager: ``with recompute_activations(model): ...``.
 
