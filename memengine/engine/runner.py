@@ -36,7 +36,7 @@ from memengine.engine.sharded_checkpoint import SUFFIX, ShardedWriter, is_sharde
 from memengine.engine.step import unwrap
 from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
 from memengine.engine.wrappers.fsdp import FullyShardedDataParallel, refuse_beside_sharding
-from memengine.registry import LOOPS, MODEL_WRAPPERS, RUNNERS
+from memengine.registry import LOOPS, MODEL_WRAPPERS, MODELS, RUNNERS
 
 __all__ = ['Runner']
 
@@ -105,6 +105,9 @@ class Runner(_Runner):
     def build_model(self, model: nn.Module | dict[str, Any]) -> nn.Module:
         """Build the model, without values (on the meta device) if its wrapper will give them."""
         is_meta = (self.cfg.get('model_wrapper_cfg') or {}).get('meta', False)
+        if is_meta and isinstance(model, dict) and model.get('data_preprocessor'):
+            built = MODELS.build(model['data_preprocessor'])  # its values are the config's
+            model = {**model, 'data_preprocessor': built}
         with torch.device('meta') if is_meta else nullcontext():
             return super().build_model(model)
 

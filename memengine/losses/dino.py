@@ -152,6 +152,10 @@ class DINOLoss(nn.Module):
         self.centering = centering
         self.register_buffer('center', torch.zeros(1, out_dim))
 
+    def reset_parameters(self) -> None:
+        """Forget what the teacher has put out."""
+        self.center.zero_()
+
     def temperature(self, epoch: int) -> float:
         """Teacher temperature at ``epoch``: linear warm-up, then constant."""
         if epoch >= self.warmup_teacher_temp_epochs:

@@ -1,11 +1,13 @@
-"""Values for parameters that a model was built without (on the ``meta`` device), module by module.
+"""Values for parameters that a model was built without (on the ``meta`` device), part by part.
 
 So that a model which no process could hold is built, one part of it at a time being there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ from torch import Tensor, nn
 
 __all__ = ['materialize']
 
+# Their models draw values while they are constructed; those without init_weights() only then.
+_LIBRARIES = ('timm.models', 'torchvision.models', 'transformers', 'open_clip')
+
 
 @torch.no_grad()
 def materialize(
@@ -21,61 +26,163 @@ def materialize(
     device: torch.device,
     init_fn: Callable[[nn.Module], Any] | None = None,
     ready: Collection[Tensor] = (),
+    model: nn.Module | None = None,
 ) -> None:
     """Bring a module onto the device, with rank 0's values on all ranks, in place.
+
+    What was on ``meta`` is drawn anew as constructors do: by ``reset_parameters()`` (or
+    ``_reset_parameters()``) of modules and of those that hold them, inner ones first; by
+    ``init_weights()`` of the outermost modules that have it, as timm's do; by ``init_fn``. All of
+    them find on ``meta`` what is not this module's, so that it stays as it is.
 
     Args:
         module: Holds parameters and buffers on any device, ``meta`` included.
         device: Where they go.
-        init_fn: ``init_fn(module)`` gives values to a module's own tensors that were on ``meta``,
-            after its ``reset_parameters()`` (or ``_reset_parameters()``) if it has that.
+        init_fn: ``init_fn(part)`` gives values to a part's own tensors that were on ``meta``.
         ready: Tensors that are left as they are.
+        model: What the module is a part of.
 
     Raises:
-        ValueError: When tensors on ``meta`` are given no value; they are named.
+        ValueError: When tensors on ``meta`` are given no value (they are named), or when they are
+            a library's that draws them in constructors only, and there is no ``init_fn``.
 
     Cost: memory for the tensors themselves, and each of them on the wire once.
     """
+    model = module if model is None else model
     done = {id(tensor) for tensor in ready}
-    missing: list[str] = []
-    for name, part in module.named_modules():
-        own = [t for t in _own(part) if id(t) not in done]
-        if any(tensor.is_meta for tensor in own):
-            missing += [f'{name}.{key}' if name else key for key in _fill(part, device, init_fn)]
-        for tensor in _own(part):
-            if id(tensor) not in done:
-                tensor.data = tensor.data.to(device)
-                if dist.is_initialized() and not tensor.is_meta:
-                    dist.broadcast(tensor.data, 0)
-                done.add(id(tensor))
+    empty = [
+        part
+        for part in module.modules()
+        if any(t.is_meta and id(t) not in done for t in _own(part).values())
+    ]
+    if empty and init_fn is None:
+        _refuse_constructors(model, empty)
+    for part in empty:
+        part.to_empty(device=device, recurse=False)
+        for tensor in _own(part).values():
+            tensor.fill_(_unset(tensor))
+    if empty:
+        with _others_on_meta(model, {id(t) for part in empty for t in _own(part).values()}):
+            _initialize(model, empty, init_fn)
+    names = {part: name for name, part in module.named_modules()}
+    missing = [f'{names[part]}.{key}'.lstrip('.') for part in empty for key in _untouched(part)]
     if missing:
         raise ValueError(
             f'{len(missing)} tensors of {type(module).__name__} were built on the meta device and '
             f'nothing gives them a value: {", ".join(missing[:5])}; pass init_fn, or give their '
-            'modules a method reset_parameters()'
+            'modules a method reset_parameters(), or the model init_weights()'
         )
+    for part in module.modules():
+        for tensor in _own(part).values():
+            if id(tensor) not in done:
+                tensor.data = tensor.data.to(device)
+                if dist.is_initialized():
+                    dist.broadcast(tensor.data, 0)
+                done.add(id(tensor))
 
 
-def _own(module: nn.Module) -> list[Tensor]:
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        **dict(module.named_parameters(recurse=False)),
+        **dict(module.named_buffers(recurse=False)),
+    }
 
 
-def _fill(
-    module: nn.Module, device: torch.device, init_fn: Callable[[nn.Module], Any] | None
-) -> list[str]:
-    """Give values to a module's own tensors; names of those that got none."""
-    module.to_empty(device=device, recurse=False)
-    tensors: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
-    tensors.update(module.named_buffers(recurse=False))
-    floating = {key: t for key, t in tensors.items() if t.is_floating_point()}
-    for tensor in floating.values():
-        tensor.fill_(torch.nan)
-    inits: list[Any] = [getattr(module, n, None) for n in ('reset_parameters', '_reset_parameters')]
-    used = [init for init in inits if init is not None][:1]
-    for init in used:
-        init()
+def _unset(tensor: Tensor) -> float | int | bool:
+    """A value that nobody gives."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return torch.nan
+    return False if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max
+
+
+def _untouched(part: nn.Module) -> list[str]:
+    def is_untouched(tensor: Tensor) -> bool:
+        if tensor.is_floating_point() or tensor.is_complex():
+            return bool(tensor.isnan().any())
+        return tensor.dtype != torch.bool and bool((tensor == _unset(tensor)).any())
+
+    return [key for key, tensor in _own(part).items() if is_untouched(tensor)]
+
+
+def _initialize(
+    model: nn.Module, empty: Collection[nn.Module], init_fn: Callable[[nn.Module], Any] | None
+) -> None:
+    inside = set(empty)
+    in_order = dict.fromkeys(_inner_first(model))
+    holders = [part for part in in_order if any(inner in inside for inner in part.modules())]
+    for part in holders:
+        resets: list[Any] = [
+            getattr(part, name, None) for name in ('reset_parameters', '_reset_parameters')
+        ]
+        for reset in [reset for reset in resets if reset is not None][:1]:
+            reset()
+    for part in _initializers(model):
+        if part in holders:
+            init: Any = part.init_weights
+            # timm's constructors call it so: what resets itself has done so
+            takes_it = 'needs_reset' in inspect.signature(init).parameters
+            init(**(dict(needs_reset=False) if takes_it else {}))
     if init_fn is not None:
-        init_fn(module)
-    elif not used:
-        return list(tensors)
-    return [key for key, tensor in floating.items() if bool(tensor.isnan().any())]
+        for part in empty:
+            init_fn(part)
+
+
+def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
+    """Modules in the order in which they are constructed."""
+    for child in module.children():
+        yield from _inner_first(child)
+    yield module
+
+
+def _initializers(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules that initialise all that is in them, as often as they are asked."""
+    once = hasattr(module, 'is_init') or _library(module) == 'transformers'  # MMEngine's, too
+    if not once and callable(getattr(module, 'init_weights', None)):
+        yield module
+    else:
+        for child in module.children():
+            yield from _initializers(child)
+
+
+def _library(module: nn.Module) -> str | None:
+    """That of whose models this is one."""
+    defined = [kind.__module__ for kind in type(module).__mro__]
+    return next(
+        (lib for lib in _LIBRARIES if any(f'{name}.'.startswith(f'{lib}.') for name in defined)),
+        None,
+    )
+
+
+def _refuse_constructors(model: nn.Module, empty: Collection[nn.Module]) -> None:
+    able = {part for outer in _initializers(model) for part in outer.modules()}
+    for part in model.modules():
+        library = _library(part)
+        if library and part not in able and any(inner in empty for inner in part.modules()):
+            raise ValueError(
+                f'{type(part).__name__} of {library} draws its values while it is constructed, '
+                'and was built on the meta device; pass init_fn, or load weights into a model that '
+                'is built without meta=True'
+            )
+
+
+@contextmanager
+def _others_on_meta(model: nn.Module, kept: Collection[int]) -> Iterator[None]:
+    """Puts tensors without values in the place of all but those with these ids."""
+    away: list[tuple[dict[str, Any], str, Tensor]] = []
+    for part in model.modules():
+        tables: list[dict[str, Any]] = [part._parameters, part._buffers]
+        for table in tables:
+            away += [
+                (table, key, tensor)
+                for key, tensor in table.items()
+                if tensor is not None and not tensor.is_meta and id(tensor) not in kept
+            ]
+    for table, key, tensor in away:
+        hollow = torch.empty(tensor.shape, dtype=tensor.dtype, device='meta')
+        is_parameter = isinstance(tensor, nn.Parameter)
+        table[key] = nn.Parameter(hollow, tensor.requires_grad) if is_parameter else hollow
+    try:
+        yield
+    finally:
+        for table, key, tensor in away:
+            table[key] = tensor

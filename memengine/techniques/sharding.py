@@ -136,7 +136,8 @@ def shard_model(
         param_dtype: What units are gathered and computed in; None for their own type.
         reduce_dtype: What gradients are reduced in; None for ``param_dtype``.
         init_fn: ``init_fn(module)`` gives values to a module's own parameters and buffers that
-            were on ``meta``, after its ``reset_parameters()`` if it has that.
+            were on ``meta``, after ``reset_parameters()`` of modules and ``init_weights()`` of
+            models; see :func:`~memengine.techniques.materializing.materialize`.
 
     Returns:
         What runs steps of it.
@@ -175,7 +176,7 @@ def shard_model(
     ready: set[Tensor] = set()
 
     def shard(module: nn.Module, reshard_after_forward: bool) -> None:
-        materialize(module, device, init_fn, ready)
+        materialize(module, device, init_fn, ready, model)
         with _without_scalars(module):
             fully_shard(module, reshard_after_forward=reshard_after_forward, **options)
         ready.update(module.parameters(), module.buffers())

@@ -10,6 +10,7 @@ Shapes: N rows, D inputs, K outputs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -134,9 +135,16 @@ class WeightNormLinear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
-        self.weight_v = nn.Parameter(nn.Linear(in_features, out_features, bias=False).weight.data)
-        self.weight_g = nn.Parameter(self.weight_v.detach().norm(dim=1, keepdim=True))
+        self.weight_v = nn.Parameter(torch.empty(out_features, in_features))
+        self.weight_g = nn.Parameter(torch.empty(out_features, 1))
         self._step: _Step | None = None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the rows as ``nn.Linear`` does; their lengths are what they are then."""
+        nn.init.kaiming_uniform_(self.weight_v, a=math.sqrt(5))
+        self.weight_g.copy_(self.weight_v.norm(dim=1, keepdim=True))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., K]."""

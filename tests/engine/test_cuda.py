@@ -1,10 +1,16 @@
 """The engine on a GPU (pytest -m gpu)."""
 
+import gc
 import json
 
 import pytest
+import timm
 import torch
+import torch.distributed as dist
+from torch.nn import functional as F
 
+from memengine.engine.wrappers import FullyShardedDataParallel
+from memengine.techniques import shard_model
 from tests.engine.toy import Losses, params, toy_runner
 
 pytestmark = pytest.mark.gpu
@@ -35,3 +41,81 @@ def test_resume_on_the_gpu_is_the_uninterrupted_run(tmp_path):
     assert first.seen + second.seen == whole.seen
     for name, value in params(runner).items():
         assert torch.equal(value, params(final)[name]), name
+
+
+BUDGET = 1 << 30  # bytes; AdamW in fp32 takes 16 for each parameter
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A group of this process only."""
+    dist.init_process_group('nccl', init_method=f'file://{tmp_path}/meet', rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def budget():
+    """The allocator may take that much of the GPU."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.set_per_process_memory_fraction(
+        BUDGET / torch.cuda.get_device_properties(0).total_memory
+    )
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def vit_base(img_size=64):
+    torch.manual_seed(0)
+    return timm.create_model('vit_base_patch16_224', img_size=img_size, num_classes=10)
+
+
+def train(model, run, steps=6):
+    """Losses of AdamW on one batch."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    images = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(1)).cuda()
+    labels = torch.arange(8, device='cuda')
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with run.gathered() if run is not model else torch.enable_grad():
+            loss = F.cross_entropy(run(images), labels)
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_vit_whose_state_does_not_fit_trains_within_the_budget(alone, budget):
+    assert 16 * sum(p.numel() for p in vit_base().parameters()) > BUDGET
+
+    def plainly():
+        model = vit_base().cuda()
+        train(model, model)
+
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        plainly()
+    gc.collect()
+    torch.cuda.empty_cache()
+    model = vit_base()
+    losses = train(model, FullyShardedDataParallel(model, offload=True))
+    assert losses[-1] < losses[0]
+    assert torch.cuda.max_memory_reserved() <= BUDGET
+    assert all(p.device.type == 'cpu' and p.grad.device.type == 'cpu' for p in model.parameters())
+
+
+def test_with_offload_two_blocks_are_on_the_gpu(alone):
+    model = vit_base(img_size=16)
+    block = sum(p.nbytes for p in model.blocks[0].parameters())
+    sharded = shard_model(model, offload=True)
+    image = torch.ones(1, 3, 16, 16, device='cuda')
+    for _ in range(2):  # what libraries take for themselves is there the second time
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with sharded.gathered():
+            sharded(image).sum().backward()
+        torch.cuda.synchronize()
+    assert block < torch.cuda.max_memory_allocated() - before <= 2 * block

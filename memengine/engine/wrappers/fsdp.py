@@ -67,7 +67,8 @@ class FullyShardedDataParallel(nn.Module):
             parameters' own.
         reduce_dtype: What to reduce gradients in; by default ``param_dtype``.
         init_fn: Function, or the name of one in ``FUNCTIONS``, that gives values to a module's own
-            tensors that were built on ``meta``, after its ``reset_parameters()`` if it has that.
+            tensors that were built on ``meta``, after the model's own ``reset_parameters()`` and
+            ``init_weights()``.
         meta: Whether the Runner builds the model on the ``meta`` device, so that no process ever
             holds all of it.
         global_losses: Whether losses in which samples meet see those of all ranks; see

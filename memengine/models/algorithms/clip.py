@@ -36,7 +36,12 @@ class _Tower(nn.Module):
             freeze(backbone)
         else:
             self.projection = nn.Linear(width, embed_dim, bias=False)
-            nn.init.normal_(self.projection.weight, std=width**-0.5)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the projection."""
+        if isinstance(self.projection, nn.Linear):
+            nn.init.normal_(self.projection.weight, std=self.projection.in_features**-0.5)
 
     def train(self, mode: bool = True) -> _Tower:
         super().train(mode)
@@ -108,8 +113,12 @@ class CLIP(Algorithm):
             {key: _Tower(encoder, width, key in frozen) for key, encoder in encoders.items()}
         )
         self.logit_scale = nn.Parameter(torch.tensor(math.log(init_scale)))
-        self.max_scale = max_scale
+        self.init_scale, self.max_scale = init_scale, max_scale
         self.loss = build_loss(loss)
+
+    def reset_parameters(self) -> None:
+        """Give the scale the value that it starts from."""
+        nn.init.constant_(self.logit_scale, math.log(self.init_scale))
 
     def _common_width(
         self, encoders: dict[str, Any], embed_dim: int | None, frozen: set[str]
@@ -269,6 +278,12 @@ class SigLIP(CLIP):
             init_cfg,
         )
         self.logit_bias = nn.Parameter(torch.tensor(float(init_bias)))
+        self.init_bias = float(init_bias)
+
+    def reset_parameters(self) -> None:
+        """Give scale and bias the values that they start from."""
+        super().reset_parameters()
+        nn.init.constant_(self.logit_bias, self.init_bias)
 
     def _logit_parameters(self) -> dict[str, Tensor]:
         return {**super()._logit_parameters(), 'logit_bias': self.logit_bias}

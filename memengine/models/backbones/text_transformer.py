@@ -55,8 +55,7 @@ class TextTransformer(nn.Module):
         self.pad_id = pad_id
         self.tokens = nn.Embedding(vocab_size, width)
         self.positions = nn.Parameter(torch.empty(context_length, width))
-        nn.init.normal_(self.tokens.weight, std=0.02)
-        nn.init.normal_(self.positions, std=0.01)
+        self.reset_parameters()
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(
                 width, num_heads, 4 * width, dropout, 'gelu', batch_first=True, norm_first=True
@@ -64,6 +63,11 @@ class TextTransformer(nn.Module):
             for _ in range(depth)
         )
         self.norm = nn.LayerNorm(width)
+
+    def reset_parameters(self) -> None:
+        """Draw the embeddings of tokens and positions."""
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.positions, std=0.01)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens Long[B, L] to features [B, D]."""
