@@ -16,6 +16,7 @@ PAGES = {
     'optimizer_memory': ROOT / 'docs/techniques/optimizer_memory.md',
     'compressed_activations': ROOT / 'docs/techniques/compressed_activations.md',
     'dropit_learning': ROOT / 'docs/techniques/compressed_activations.md',
+    'recomputed_activations': ROOT / 'docs/techniques/recomputed_activations.md',
     'dropit_selection': ROOT / 'docs/techniques/compressed_activations.md',
     'sharding_memory': ROOT / 'docs/techniques/fsdp.md',
 }
@@ -89,8 +90,22 @@ def test_dino_slices(script, tmp_path):
     bytes_in_order = ["plain, DINO's script", 'issue #269', 'slices of 2', 'slices of 1']
     saved = [rows[name]['saved_mib'] for name in bytes_in_order]
     assert saved == sorted(saved, reverse=True) and len({*saved}) == 4
+    for name in ('slices of 2', 'slices of 1'):
+        assert rows[f'{name}, recomputed']['saved_mib'] < 0.8 * rows[name]['saved_mib']
     assert "| plain, DINO's script |" in page.read_text()
     assert (tmp_path / 'dino_slices.png').stat().st_size > 0
+
+
+def test_recomputed_activations(script, tmp_path):
+    page = page_with(tmp_path, 'recomputed_activations')
+    options = ['--models', 'mobilenetv3_small_100', '--batch', '2', '--repeats', '1']
+    script('recomputed_activations').run(*options, '--out', tmp_path, '--page', page)
+    ways = results_of(tmp_path, 'recomputed_activations')['models']['mobilenetv3_small_100']
+    plain, recomputed = ways['plain'], ways['recomputed']
+    assert recomputed['saved_mib'] < 0.5 * plain['saved_mib']
+    assert recomputed['flops'] == plain['flops'] and recomputed['error'] == 0
+    assert ways['recomputed, 8 bits']['saved_mib'] < 0.6 * ways['8 bits']['saved_mib']
+    assert '| mobilenetv3_small_100 | recomputed |' in page.read_text()
 
 
 def test_optimizer_memory(script, tmp_path):
