@@ -2,8 +2,9 @@
 
 The student's part of a step (forward of all crops, loss, backward; no teacher, no optimiser, which
 are the same for all) is carried out as in DINO's training script, by the recipe of its issue #269,
-with one forward per crop, and in slices, as they are and with recomputed activations. The weights are the same and the steps run in turn, in one
-process. The first three have the head of the script, with torch's weight norm, and its loss.
+with one forward per crop, and in slices, as they are and with recomputed activations. The weights
+are the same and the steps run in turn, in one process. The first three have the head of the script,
+with torch's weight norm, and its loss.
 
     python tools/benchmarks/dino_slices.py --out docs/benchmarks \
         --page docs/techniques/accumulation.md
