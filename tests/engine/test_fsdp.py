@@ -222,7 +222,9 @@ def result_of(runner, losses):
     groups = runner.optim_wrapper.optimizer.param_groups
     settings = sorted((g['lr'], g['weight_decay'], len(g['params'])) for g in groups)
     accuracy = runner.message_hub.get_scalar('val/top1').current()
-    return losses.seen, whole(unwrap(runner.model).state_dict()), settings, accuracy
+    saved_mib = runner.message_hub.get_scalar('train/saved_mib').current()
+    state = whole(unwrap(runner.model).state_dict())
+    return losses.seen, state, settings, accuracy, saved_mib
 
 
 @FUNCTIONS.register_module()
@@ -242,6 +244,18 @@ def check_meta(world_size, work_dir):
         if name.startswith('student'):
             assert torch.equal(tensor, torch.ones_like(tensor))
             assert torch.equal(tensor, state[name.replace('student', 'teacher', 1)])
+    del wrapper['init_fn']  # timm's and our own modules need none
+    model['data_preprocessor'] = dict(type='ImgDataPreprocessor', mean=[3.0], std=[2.0])
+    runner, _ = runner_of(f'{work_dir}/own', world_size, wrapper, model=model)
+    state = whole(unwrap(runner.model).state_dict())
+    assert unwrap(runner.model).data_preprocessor.mean.tolist() == [[[3.0]]]
+    for name, tensor in state.items():
+        if name.startswith('student'):
+            assert torch.equal(tensor, state[name.replace('student', 'teacher', 1)]), name
+        if name.endswith('weight_g'):
+            assert torch.equal(tensor, torch.ones_like(tensor))
+        if name.endswith(('fc1.weight', 'mlp.0.weight')):
+            assert 0.01 < tensor.std() < 0.03, name
 
 
 def _through_the_runner(rank, world_size, work_dir):
@@ -263,12 +277,14 @@ def _through_the_runner(rank, world_size, work_dir):
 def test_a_run_on_two_ranks_is_the_run_on_one(tmp_path):
     runner, losses = runner_of(tmp_path / 'one', 1, None)
     runner.train()
-    seen, state, groups, accuracy = result_of(runner, losses)
+    seen, state, groups, accuracy, saved_mib = result_of(runner, losses)
     for actual in run_ranks(2, _through_the_runner, str(tmp_path)):
         assert [place for place, _ in actual[0]] == [place for place, _ in seen]
         assert_close(actual[1], state)
         assert actual[2] == groups and len(groups) == 3
         assert actual[3] == accuracy
+        # of half of the batch; weights that are gathered are none of it
+        assert actual[4] == pytest.approx(saved_mib / 2, rel=0.02)
     assert (tmp_path / 'two' / 'report' / 'attention.png').is_file()
 
 
