@@ -24,6 +24,7 @@ __all__ = ['assert_same_step', 'relative_error', 'run_ranks', 'saved_bytes']
 def _rank_main(
     rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: tuple
 ) -> None:
+    os.environ['CUDA_VISIBLE_DEVICES'] = ''  # gloo ranks are CPU processes on any machine
     torch.set_num_threads(1)
     dist.init_process_group(
         'gloo', init_method=f'file://{folder}/rendezvous', rank=rank, world_size=world_size

@@ -37,3 +37,9 @@ def _no_scope_is_left():
     scopes = sys.modules.get('mmengine.registry.default_scope')
     if scopes is not None:
         scopes.DefaultScope._instance_dict.clear()
+
+
+@pytest.fixture
+def without_gpus(monkeypatch):
+    """As on a machine that has none: what is counted is counted on the CPU."""
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)

@@ -71,8 +71,9 @@ def test_timms_vits_need_no_function(build):
         assert_drawn_alike(model, expected)
 
 
+@pytest.mark.usefixtures('without_gpus')
 @pytest.mark.skipif(
-    not torch.cuda.is_available() and not hasattr(torch.cpu.Stream, 'record_event'),
+    not hasattr(torch.cpu.Stream, 'record_event'),
     reason='fully_shard of torch 2.6 needs GPUs',
 )
 @pytest.mark.parametrize('build', [vit, eva])
@@ -87,8 +88,9 @@ def test_one_unit_after_the_other_is_the_same(build):
         dist.destroy_process_group()
 
 
+@pytest.mark.usefixtures('without_gpus')
 @pytest.mark.skipif(
-    not torch.cuda.is_available() and not hasattr(torch.cpu.Stream, 'record_event'),
+    not hasattr(torch.cpu.Stream, 'record_event'),
     reason='fully_shard of torch 2.6 needs GPUs',
 )
 def test_a_process_never_holds_more_than_its_shards_and_a_unit():

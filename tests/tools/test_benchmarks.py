@@ -127,7 +127,9 @@ def test_optimizer_memory(script, tmp_path):
     not torch.cuda.is_available() and not hasattr(torch.cpu.Stream, 'record_event'),
     reason='fully_shard of torch 2.6 needs GPUs',
 )
-def test_sharding_memory(script, tmp_path):
+@pytest.mark.usefixtures('without_gpus')
+def test_sharding_memory(script, tmp_path, monkeypatch):
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')  # which the script sets
     page = page_with(tmp_path, 'sharding_memory')
     script('sharding_memory').run('--quick', '--out', tmp_path, '--page', page)
     results = results_of(tmp_path, 'sharding_memory')

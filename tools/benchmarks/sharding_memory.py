@@ -9,6 +9,7 @@ through, so activations are next to nothing.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ def main() -> None:
     parser.add_argument('--page', type=Path, help='page whose table is to be filled in')
     parser.add_argument('--quick', action='store_true', help='a small model')
     args = parser.parse_args()
+    os.environ['CUDA_VISIBLE_DEVICES'] = ''  # it is counted on the CPU
     model = QUICK if args.quick else MODEL
     rows = {
         way: [peak_bytes(ranks, settings, model) / measuring.MIB for ranks in RANKS]
