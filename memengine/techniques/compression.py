@@ -205,8 +205,6 @@ class _Scope(saved_tensors_hooks):
         """Decide how to keep what the operations behind a module's outputs have saved."""
         if not self._unsettled:
             return
-        given = tensors_in((inputs, outputs))
-        alive = {tensor.untyped_storage()._cdata for tensor in given if is_plain(tensor)}
         touched: dict[Memory, None] = {}
         nodes = {node._sequence_nr(): node for node in self._new_nodes(outputs)}
         for number, node in nodes.items():
@@ -214,6 +212,10 @@ class _Scope(saved_tensors_hooks):
             copied = number + 1 not in nodes and operation(node) in IN_PLACE
             for saved in self._settle_node(node, (number, number + 1) if copied else (number,)):
                 touched[saved.memory] = None
+        if not touched:
+            return
+        given = tensors_in((inputs, outputs))
+        alive = {tensor.untyped_storage()._cdata for tensor in given if is_plain(tensor)}
         for memory in touched:
             memory.settle(alive)
 
@@ -259,7 +261,8 @@ class _Scope(saved_tensors_hooks):
 
     def _new_nodes(self, outputs: Any) -> Iterator[Any]:
         """Nodes of this forward's graph that have not been looked at."""
-        pending = [tensor.grad_fn for tensor in tensors_in(outputs)]
+        tensors = [outputs] if isinstance(outputs, Tensor) else tensors_in(outputs)
+        pending = [tensor.grad_fn for tensor in tensors]
         while pending:
             node = pending.pop()
             if node is None or not self._first <= node._sequence_nr() < _next_node():
