@@ -151,6 +151,7 @@ class Place(WrappedForward):
         if scope is not None:
             return self._run(scope, args, kwargs)
         off = not torch.is_grad_enabled() or not self.module.training
+        off |= torch._C._functorch.peek_interpreter_stack() is not None  # torch.func: no graph
         if off or is_in_backward() or _is_checkpointing():  # of which the middle one recomputes
             return self.plain(*args, **kwargs)
         scope = _state.scope = _Scope(self.module)

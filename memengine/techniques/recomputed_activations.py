@@ -7,6 +7,7 @@ is kept for nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -17,7 +18,7 @@ from memengine.techniques.codes import Codec
 from memengine.techniques.compression import add_rule, chosen_modules, remove_rule, rules_of
 from memengine.techniques.compression_rules import EXACT, Handle, Repeat, Tally
 from memengine.techniques.repeated_operations import Repetition
-from memengine.techniques.saved_operations import Need
+from memengine.techniques.saved_operations import IN_PLACE, Need
 
 __all__ = ['RecomputedActivations', 'recompute_activations']
 
@@ -53,14 +54,18 @@ def recompute_activations(
     Raises:
         ValueError: For names that the model lacks, a model that recomputes already or that is
             compiled.
+        RuntimeError: In a forward, when a result that came out the same does not any more.
 
     Cost: one pass or two over each such result, for every layer that needs it, and some 0.2 ms of
     Python for each tensor that is saved; of a pre-norm vision transformer's bytes three eighths are
-    not kept. Gradients are those of the plain step, bit for
-    bit: in the first step each kind of result is computed again at once and compared, and kept if
-    it differs. No random state is touched; BatchNorm counts once; autocast, DDP, FSDP, slices and
-    the gradient cache compose. Beside quantised activations, what is computed again comes from
-    their codes and is as near as those. Inside activation checkpointing nothing happens.
+    not kept. Gradients are those of the plain step, bit for bit: each kind of result is computed
+    again at once and compared the first, second, fourth, eighth ... time, and kept if it differs.
+    The result of a norm whose ``forward`` is not torch's, timm's or torchvision's is compared every
+    time. What is changed through ``.data``, or between two operations under ``no_grad``, in some
+    later steps only goes unnoticed in between. No random state is touched; BatchNorm counts once;
+    autocast, DDP, FSDP, slices and the gradient cache compose. Beside quantised activations, what
+    is computed again comes from their codes and is as near as those. Inside activation
+    checkpointing nothing happens.
 
     Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022
     (its selective recomputation, of other operations); Rota Bulo et al., In-Place Activated
@@ -88,6 +93,7 @@ class RecomputedActivations(Handle):
         super().__init__(model)
         self.kept = Tally()
         self._is_same: dict[tuple[object, ...], bool] = {}
+        self._uses: Counter[tuple[object, ...]] = Counter()
 
     def __enter__(self) -> RecomputedActivations:
         return self
@@ -102,18 +108,47 @@ class RecomputedActivations(Handle):
     def codec(self, name: str, need: Need, tensor: Tensor, repeat: Repeat) -> Codec | None:
         """Keep nothing of what can be computed again."""
         repetition = repeat()
-        if repetition is None:
-            return None
-        kind = (name, need, repetition.operation, tensor.shape[-1:], tensor.dtype)
-        if repetition.is_exact and kind not in self._is_same:
-            self._is_same[kind] = _is_same(tensor, repetition)
-        if not self._is_same.get(kind, True):
+        if repetition is None or not self._gives(tensor, repetition, name, need):
             return None
         return repetition.code
+
+    def _gives(self, tensor: Tensor, repetition: Repetition, name: str, need: Need) -> bool:
+        """Whether a repetition gives a tensor, as far as can be told, now or by comparing before.
+
+        Raises:
+            RuntimeError: When it did before, and does not any more.
+        """
+        if not repetition.is_exact:  # what comes from codes cannot be compared
+            once = repetition.operation in IN_PLACE or repetition.operation == 'Relu'
+            return repetition.trail.is_certain and tensor._version <= once
+        if not repetition.trail.is_certain:
+            return _is_same(tensor, repetition)
+        layout = tensor.stride(), tensor.dtype, tensor._version
+        kind = (name, need, repetition.operation, *layout)
+        self._uses[kind] += 1
+        uses = self._uses[kind]
+        if uses == 1:
+            self._is_same[kind] = _is_same(tensor, repetition)
+        elif self._is_same[kind] and uses & (uses - 1) == 0:  # the second, fourth, eighth ... time
+            self._is_same[kind] = _is_same(tensor, repetition)
+            if not self._is_same[kind] and not _is_near(tensor, repetition):
+                raise RuntimeError(
+                    f'{_SETTING}: what {name} is given was the result of {repetition.operation} in '
+                    'the first steps and is another by now: something has changed it behind '
+                    f"autograd's back, or used other weights; set exclude=['{name}']"
+                )
+        return self._is_same[kind]
 
 
 @torch.no_grad()
 def _is_same(tensor: Tensor, repetition: Repetition) -> bool:
     """Whether what is computed again is there already, bit for bit (any NaN is like another)."""
     again = repetition.code(tensor).decode()
-    return torch.allclose(again, tensor, rtol=0, atol=0, equal_nan=True)
+    return torch.equal(again, tensor) or torch.allclose(again, tensor, 0, 0, equal_nan=True)
+
+
+@torch.no_grad()
+def _is_near(tensor: Tensor, repetition: Repetition) -> bool:
+    """Whether it is but rounding, of an operation that adds up in any order."""
+    difference = repetition.code(tensor).decode() - tensor
+    return not difference.norm() > 1e-3 * tensor.norm()

@@ -9,7 +9,7 @@ on the same input, so the result is the same bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
 
@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from memengine.techniques.saved_operations import made_by, operation
 from memengine.techniques.saved_tensors import KeptAsIs, is_plain
+from memengine.techniques.wrapped_forward import innermost_forward
 
-__all__ = ['Held', 'Holder', 'Repeated', 'Repetition', 'repetition_of']
+__all__ = ['Held', 'Holder', 'Repeated', 'Repetition', 'Trail', 'repetition_of']
 
 _STEPS = 4  # operations in a chain
+_LIBRARIES = ('torch', 'timm', 'torchvision')  # whose norms use their own weights and epsilon
 
 Compute = Callable[[], Tensor]
 
@@ -48,6 +50,19 @@ class Held(Protocol):
 Holder = Callable[[Any, str], Held | None]  # what hooks hold of a node's field, if it is theirs
 
 
+@dataclass
+class Trail:
+    """What operations are computed again from.
+
+    Attributes:
+        sources: What is held of their own.
+        is_certain: Whether all that they used is known, and not only what a module says of itself.
+    """
+
+    sources: list[Held] = field(default_factory=list)
+    is_certain: bool = True
+
+
 @dataclass(frozen=True)
 class Repetition:
     """How to compute a storage's content again.
@@ -55,17 +70,17 @@ class Repetition:
     Args:
         operation: What made it.
         compute: Runs that, into memory of its own that is laid out as the first result's.
-        sources: What is held of the operations' own.
+        trail: What it starts from.
     """
 
     operation: str
     compute: Compute
-    sources: list[Held]
+    trail: Trail
 
     @property
     def is_exact(self) -> bool:
         """Whether it gives what there was; not, when a source is in a lossy code."""
-        return all(source.is_exact for source in self.sources)
+        return all(source.is_exact for source in self.trail.sources)
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
@@ -98,24 +113,24 @@ class Repeated:
         return self.repetition().as_strided(self.shape, self.stride, self.offset)
 
 
-def repetition_of(node: Any, field: str, tensor: Tensor, holder: Holder) -> Repetition | None:
+def repetition_of(node: Any, saved_as: str, tensor: Tensor, holder: Holder) -> Repetition | None:
     """How to compute what a node has saved again, if its operation is one of these.
 
     Args:
         node: Of autograd's graph, which has saved the tensor.
-        field: Where.
+        saved_as: In which field.
         tensor: The saved tensor; a view of the result will do.
         holder: Knows what is held of other nodes. Only that is kept, no node.
     """
-    maker = made_by(node, field)
+    maker = made_by(node, saved_as)
     if maker is None or operation(maker) not in _REPEATED:
         return None
     result = maker._input_metadata[0]
     if prod(result.shape) * result.dtype.itemsize != tensor.untyped_storage().nbytes():
         return None  # part of something larger, or a copy
-    made = _Made(maker, holder, [], _STEPS)
+    made = _Made(maker, holder, Trail(), _STEPS)
     compute = made.repeated()
-    return Repetition(operation(maker), compute, made.sources) if compute is not None else None
+    return Repetition(operation(maker), compute, made.trail) if compute is not None else None
 
 
 @dataclass(frozen=True)
@@ -124,7 +139,7 @@ class _Made:
 
     node: Any
     holder: Holder
-    sources: list[Held]
+    trail: Trail
     steps: int
 
     def repeated(self) -> Compute | None:
@@ -136,7 +151,7 @@ class _Made:
         held = self.holder(self.node, field)
         if held is None or isinstance(held, KeptAsIs) and not _is_there(held.content):
             return None
-        self.sources.append(held)
+        self.trail.sources.append(held)
         return held
 
     def saved(self, field: str) -> Compute | None:
@@ -149,10 +164,12 @@ class _Made:
 
     def before(self, index: int = 0, steps: int = _STEPS) -> Compute | None:
         """The result of the operation before: as that saves it, or computed again in few steps."""
+        if index >= len(self.node.next_functions):
+            return None  # a number, of an operation of another form
         node, output = self.node.next_functions[index]
         if node is None or output:
             return None
-        maker = _Made(node, self.holder, self.sources, min(self.steps - 1, steps))
+        maker = _Made(node, self.holder, self.trail, min(self.steps - 1, steps))
         if operation(node) in _KEEP_RESULT:
             return maker.saved('result')
         if operation(node) == 'Relu' and (held := self.holder(node, 'result')) and held.is_whole:
@@ -208,7 +225,10 @@ def _dropout(made: _Made) -> Compute | None:
 
 
 def _norm(function: Callable[..., Any], *kinds: type[nn.Module]) -> Callable[[_Made], Any]:
-    """Norms of modules, which have what autograd's nodes lack: epsilon, and some the bias."""
+    """Norms of modules, which have what autograd's nodes lack: epsilon, and some the bias.
+
+    That a module's norm uses what the module says of itself is known of those of libraries alone.
+    """
 
     def build(made: _Made) -> Compute | None:
         x = made.held('input')
@@ -216,8 +236,10 @@ def _norm(function: Callable[..., Any], *kinds: type[nn.Module]) -> Callable[[_M
         if x is None or not isinstance(module, kinds):
             return None
         affine = [getattr(module, name, None) for name in ('weight', 'bias')]
-        if any(p is not None and not _is_there(p) for p in affine):
+        if not all(_is_input(made.node, place, p) for place, p in enumerate(affine, start=1)):
             return None
+        home = innermost_forward(module).__module__.partition('.')[0]
+        made.trail.is_certain &= home in _LIBRARIES
         kept = [KeptAsIs(p) if p is not None else None for p in affine]
         rest = function(made, module)
         if rest is None:
@@ -225,6 +247,16 @@ def _norm(function: Callable[..., Any], *kinds: type[nn.Module]) -> Callable[[_M
         return lambda: rest(x.ahead(), *(p.tensor() if p is not None else None for p in kept))
 
     return build
+
+
+def _is_input(node: Any, index: int, parameter: Tensor | None) -> bool:
+    """Whether a node's input is that very parameter; a frozen one leaves no trace to compare."""
+    inputs = node.next_functions
+    made_by = inputs[index][0] if index < len(inputs) else None
+    if parameter is None:
+        return made_by is None
+    given = getattr(made_by, 'variable', None) if parameter.requires_grad else made_by
+    return given is (parameter if parameter.requires_grad else None) and _is_there(parameter)
 
 
 def _layer_norm(made: _Made, module: Any) -> Callable[..., Tensor]:
@@ -248,9 +280,11 @@ def _batch_norm(made: _Made, module: Any) -> Callable[..., Tensor] | None:
     if not training and (mean is None or var is None):
         return None
 
+    cudnn = torch.backends.cudnn.enabled
+
     def compute(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
         m, v = (None, None) if mean is None or var is None else (mean(), var())
-        return torch.batch_norm(x, w, b, m, v, training, 0.0, eps, torch.backends.cudnn.enabled)
+        return torch.batch_norm(x, w, b, m, v, training, 0.0, eps, cudnn)
 
     return compute
 

@@ -131,13 +131,16 @@ _SOON = 8  # nodes between a product and its weights: a transposition, a cast, a
 
 
 def operation(node: Any) -> str:
-    """A node's name without what autograd puts around it: ``'Addmm'``."""
+    """A node's name without what autograd puts around it: ``'Addmm'``.
+
+    That of somebody's own Function has no number at its end, and stays as it is.
+    """
     return _without_suffix(node.name())
 
 
 @cache
 def _without_suffix(name: str) -> str:
-    return re.sub(r'Backward\d*$', '', name)
+    return re.sub(r'Backward\d+$', '', name)
 
 
 def needs_of(node: Any) -> dict[str, Need]:

@@ -52,6 +52,7 @@ def is_plain(tensor: Tensor) -> bool:
         and tensor.layout == torch.strided
         and tensor.device.type != 'meta'
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )
 
 

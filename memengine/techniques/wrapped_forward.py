@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
-__all__ = ['THE_MODEL', 'WrappedForward', 'is_wrapped', 'wrapper_of']
+__all__ = ['THE_MODEL', 'WrappedForward', 'innermost_forward', 'is_wrapped', 'wrapper_of']
 
 THE_MODEL = 'the model'  # what errors call the outermost module, which has no name
 
@@ -81,6 +81,14 @@ def wrapper_of(module: nn.Module, kind: type[Wrapper]) -> Wrapper | None:
             return forward
         forward = forward._replaced
     return None
+
+
+def innermost_forward(module: nn.Module) -> Any:
+    """The forward below all wrappers: its class's, or one that somebody has put in its place."""
+    forward = vars(module).get('forward')
+    while isinstance(forward, WrappedForward):
+        forward = forward._replaced
+    return forward or type(module).forward
 
 
 def is_wrapped(module: nn.Module, kind: type[WrappedForward]) -> bool:
