@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from memengine.engine.optim import OptimWrapper
@@ -247,3 +248,17 @@ def test_official_weights_load_into_the_head():
     features = torch.randn(5, 12)
     bottleneck = torch.nn.functional.normalize(head.mlp(features), dim=-1)
     torch.testing.assert_close(head(features), oracle(bottleneck))
+
+
+def test_a_seed_gives_the_head_that_dinos_script_draws():
+    """Layers, their truncated normals, then the prototypes: runs of one seed stay comparable."""
+    torch.manual_seed(3)
+    head = DINOHead(12, K, hidden_dim=8, bottleneck_dim=6)
+    torch.manual_seed(3)
+    layers = [nn.Linear(12, 8), nn.Linear(8, 8), nn.Linear(8, 6)]
+    for layer in layers:
+        nn.init.trunc_normal_(layer.weight, std=0.02)
+    prototypes = nn.Linear(6, K, bias=False)
+    drawn = [layer.weight for layer in head.mlp if isinstance(layer, nn.Linear)]
+    drawn.append(head.last_layer.weight_v)
+    assert all(torch.equal(a, b.weight) for a, b in zip(drawn, [*layers, prototypes], strict=True))

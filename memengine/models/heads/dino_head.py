@@ -51,17 +51,21 @@ class DINOHead(nn.Module):
             if index < nlayers - 1:
                 layers += [nn.BatchNorm1d(fan_out), nn.GELU()] if use_bn else [nn.GELU()]
         self.mlp = nn.Sequential(*layers)
+        self._reset_mlp()
         self.last_layer = WeightNormLinear(bottleneck_dim, out_dim)
+        nn.init.ones_(self.last_layer.weight_g)
         self.last_layer.weight_g.requires_grad_(not norm_last_layer)
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Give linear layers and the prototypes' lengths the values that they start from."""
+        self._reset_mlp()
+        nn.init.ones_(self.last_layer.weight_g)
+
+    def _reset_mlp(self) -> None:
         for layer in self.mlp:
             if isinstance(layer, nn.Linear):
                 nn.init.trunc_normal_(layer.weight, std=0.02)
                 nn.init.zeros_(layer.bias)
-        nn.init.ones_(self.last_layer.weight_g)
 
     def forward(self, features: Tensor) -> Tensor:
         """Features [N, D] to logits [N, K]."""
