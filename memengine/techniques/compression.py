@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memengine.memory.ledger import owned_by, tensors_in
 from memengine.techniques.blocks import Selector, select_modules
-from memengine.techniques.compression_rules import EXACT, Rule
+from memengine.techniques.compression_rules import EXACT, Rule, Tally
 from memengine.techniques.offload import ActivationOffload
 from memengine.techniques.repeated_operations import Held, Repetition, repetition_of
 from memengine.techniques.saved_operations import IN_PLACE, needs_of, operation
@@ -34,7 +34,9 @@ from memengine.techniques.saved_tensors import (
 from memengine.techniques.stored_once import Memory, Saved
 from memengine.techniques.wrapped_forward import THE_MODEL, WrappedForward, is_wrapped, wrapper_of
 
-__all__ = ['Place', 'add_rule', 'chosen_modules', 'remove_rule', 'rules_of']
+__all__ = ['Handle', 'Place', 'add_rule', 'chosen_modules', 'remove_rule', 'rules_of']
+
+Handled = TypeVar('Handled', bound='Handle')
 
 _state = threading.local()  # .scope: of the forward that runs; .asked_for: see _asked_for
 
@@ -132,6 +134,49 @@ def remove_rule(model: nn.Module, rule: Rule) -> None:
         place.users = [user for user in place.users if user is not rule]
         if not place.users:
             place.undo()
+
+
+class Handle:
+    """A rule's way back to its model, which it does not hold and copies do not take along.
+
+    Attributes:
+        kept: Bytes before and after, in all forward passes so far, and by module and need.
+    """
+
+    setting: str
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model: Callable[[], nn.Module | None] = weakref.ref(model)
+        self.kept = Tally()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), '_model': _nothing}
+
+    @property
+    def model(self) -> nn.Module:
+        """The model.
+
+        Raises:
+            ValueError: When it is gone, or this is a copy.
+        """
+        model = self._model()
+        if model is None:
+            raise ValueError(f'{self.setting}: the model that this was made for is not there')
+        return model
+
+    def __enter__(self: Handled) -> Handled:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.undo()
+
+    def undo(self) -> None:
+        """Leave the model as it was."""
+        remove_rule(self.model, self)  # type: ignore[arg-type]
+
+
+def _nothing() -> None:
+    return None
 
 
 class Place(WrappedForward):

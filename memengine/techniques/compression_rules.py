@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from memengine.techniques.codes import Codec
 from memengine.techniques.repeated_operations import Repetition
 from memengine.techniques.saved_operations import Need
 
-__all__ = ['EXACT', 'Handle', 'Repeat', 'Rule', 'Tally']
+__all__ = ['EXACT', 'Repeat', 'Rule', 'Tally']
 
 EXACT = 100  # a fidelity
 Repeat = Callable[[], Repetition | None]
@@ -38,41 +37,13 @@ class Tally:
         self.places[place, need] = so_far[0] + before, so_far[1] + after
 
 
-class Handle:
-    """A rule's way back to its model, which it does not hold and copies do not take along."""
-
-    setting: str
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model: Callable[[], nn.Module | None] = weakref.ref(model)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), '_model': _nothing}
-
-    @property
-    def model(self) -> nn.Module:
-        """The model.
-
-        Raises:
-            ValueError: When it is gone, or this is a copy.
-        """
-        model = self._model()
-        if model is None:
-            raise ValueError(f'{self.setting}: the model that this was made for is not there')
-        return model
-
-
-def _nothing() -> None:
-    return None
-
-
 class Rule(Protocol):
     """Chooses how values are kept.
 
     Attributes:
         setting: What errors call it.
         fidelity: Of several rules' codes of one tensor, that of the highest is kept; EXACT for one
-        that gives back what there was, which comes before all others.
+            that gives back what there was, which comes before all others.
         by_view: Whether each view of a storage has a code of its own, because its shape matters.
         kept: What it has saved so far.
     """

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from memengine.techniques.conv_bn_function import Geometry, conv_bn_eval, frozen_bn
+from memengine.techniques.saved_tensors import current_backward
 
 __all__ = ['Enter', 'Exit', 'OwnHook', 'Pair', 'Pairs']
 
@@ -167,7 +168,7 @@ class Pairs:
         if source.x is None:
             return 'no gradient goes to the convolution'
         # While a backward pass recomputes a forward pass, it has to do what that one did.
-        if self._has_other_user.get(pair, _backward_pass()) != _backward_pass():
+        if self._has_other_user.get(pair, current_backward()) != current_backward():
             return 'something else uses the output of the convolution, too'
         if _has_others(norm._forward_pre_hooks) or output._backward_hooks or output.retains_grad:
             return 'a hook looks at the output of the convolution'
@@ -177,7 +178,7 @@ class Pairs:
         return None
 
     def _see_other_user(self, pair: Pair, grad: Tensor) -> None:
-        self._has_other_user.setdefault(pair, _backward_pass())
+        self._has_other_user.setdefault(pair, current_backward())
 
 
 class _Mode(TorchFunctionMode):
@@ -237,10 +238,6 @@ def _modes() -> list[_Mode]:
         _local.modes = []
     modes: list[_Mode] = _local.modes
     return modes
-
-
-def _backward_pass() -> int:
-    return torch._C._current_graph_task_id()  # -1 outside
 
 
 def _has_others(hooks: dict[int, Any]) -> bool:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from memengine.techniques.blocks import Selector
 from memengine.techniques.codes import Codec
-from memengine.techniques.compression import add_rule, chosen_modules, remove_rule, rules_of
-from memengine.techniques.compression_rules import Handle, Repeat, Tally
+from memengine.techniques.compression import Handle, add_rule, chosen_modules, remove_rule, rules_of
+from memengine.techniques.compression_rules import Repeat
 from memengine.techniques.saved_operations import Need
 from memengine.techniques.sparsification import Sparsifier
 from memengine.techniques.wrapped_forward import THE_MODEL
@@ -145,7 +145,6 @@ class DropIT(Handle):
     def __init__(self, model: nn.Module, sparsifiers: Mapping[str, Sparsifier]) -> None:
         super().__init__(model)
         self._sparsifiers = sparsifiers
-        self.kept = Tally()
 
     @property
     def gamma(self) -> float:
@@ -164,7 +163,3 @@ class DropIT(Handle):
                 if fnmatchcase(name, glob):
                     return sparsifier if sparsifier.gamma else None
         return None
-
-    def undo(self) -> None:
-        """Leave the model as it was."""
-        remove_rule(self.model, self)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from memengine.techniques.bit_allocation import allot_bits
 from memengine.techniques.blocks import Selector
 from memengine.techniques.codes import Codec
-from memengine.techniques.compression import add_rule, chosen_modules, remove_rule, rules_of
-from memengine.techniques.compression_rules import Handle, Repeat, Tally
+from memengine.techniques.compression import Handle, add_rule, chosen_modules, rules_of
+from memengine.techniques.compression_rules import Repeat, Tally
 from memengine.techniques.quantization import Quantizer
 from memengine.techniques.random_state import RandomState, accelerators_of
 from memengine.techniques.running_ranges import RunningRangeQuantizer
@@ -145,17 +145,6 @@ class QuantizedActivations(Handle):
         self.by_view = has_running_ranges
         self.bits_of: dict[_Spot, int] = {}
         self._trial: Mapping[_Spot, int] | None = None  # bits while sensitivity is measured
-        self.kept = Tally()
-
-    def __enter__(self) -> QuantizedActivations:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.undo()
-
-    def undo(self) -> None:
-        """Leave the model as it was."""
-        remove_rule(self.model, self)
 
     def codec(self, name: str, need: Need, tensor: Tensor, repeat: Repeat) -> Codec | None:
         """As many bits as this place has."""

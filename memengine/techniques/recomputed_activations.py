@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from memengine.techniques.blocks import Selector
 from memengine.techniques.codes import Codec
-from memengine.techniques.compression import add_rule, chosen_modules, remove_rule, rules_of
-from memengine.techniques.compression_rules import EXACT, Handle, Repeat, Tally
+from memengine.techniques.compression import Handle, add_rule, chosen_modules, rules_of
+from memengine.techniques.compression_rules import EXACT, Repeat
 from memengine.techniques.repeated_operations import Repetition
 from memengine.techniques.saved_operations import IN_PLACE, Need
 
@@ -91,19 +91,8 @@ class RecomputedActivations(Handle):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.kept = Tally()
         self._is_same: dict[tuple[object, ...], bool] = {}
         self._uses: Counter[tuple[object, ...]] = Counter()
-
-    def __enter__(self) -> RecomputedActivations:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.undo()
-
-    def undo(self) -> None:
-        """Leave the model as it was."""
-        remove_rule(self.model, self)
 
     def codec(self, name: str, need: Need, tensor: Tensor, repeat: Repeat) -> Codec | None:
         """Keep nothing of what can be computed again."""

@@ -255,8 +255,11 @@ def _is_input(node: Any, index: int, parameter: Tensor | None) -> bool:
     made_by = inputs[index][0] if index < len(inputs) else None
     if parameter is None:
         return made_by is None
-    given = getattr(made_by, 'variable', None) if parameter.requires_grad else made_by
-    return given is (parameter if parameter.requires_grad else None) and _is_there(parameter)
+    if not _is_there(parameter):
+        return False
+    if not parameter.requires_grad:
+        return made_by is None
+    return getattr(made_by, 'variable', None) is parameter
 
 
 def _layer_norm(made: _Made, module: Any) -> Callable[..., Tensor]:
