@@ -34,8 +34,8 @@ def _child(name: str, parent: Registry, *locations: str) -> Registry:
     return Registry(name, parent=parent, scope='memengine', locations=list(locations))
 
 
-RUNNERS = _child('runner', _root.RUNNERS, 'memengine.engine')
-LOOPS = _child('loop', _root.LOOPS, 'memengine.engine')
+RUNNERS = _child('runner', _root.RUNNERS, 'memengine.engine.runner')
+LOOPS = _child('loop', _root.LOOPS, 'memengine.engine.loops')
 HOOKS = _child('hook', _root.HOOKS, 'memengine.engine.hooks')
 OPTIMIZERS = _child('optimizer', _root.OPTIMIZERS, 'memengine.engine.optim')
 OPTIM_WRAPPERS = _child('optim_wrapper', _root.OPTIM_WRAPPERS, 'memengine.engine.optim')
@@ -44,7 +44,7 @@ OPTIM_WRAPPER_CONSTRUCTORS = _child(
 )
 PARAM_SCHEDULERS = _child('parameter scheduler', _root.PARAM_SCHEDULERS, 'memengine.engine.optim')
 MODEL_WRAPPERS = _child('model_wrapper', _root.MODEL_WRAPPERS, 'memengine.engine.wrappers')
-LOG_PROCESSORS = _child('log_processor', _root.LOG_PROCESSORS, 'memengine.engine')
+LOG_PROCESSORS = _child('log_processor', _root.LOG_PROCESSORS)
 MODELS = _child('model', _root.MODELS, 'memengine.models')
 DATASETS = _child('dataset', _root.DATASETS, 'memengine.datasets')
 DATA_SAMPLERS = _child('data sampler', _root.DATA_SAMPLERS, 'memengine.datasets')

@@ -9,7 +9,7 @@ from mmengine.config import Config
 from PIL import Image
 
 from memengine.engine import Runner
-from memengine.engine.config import check_config
+from memengine.engine.config.check import check_config
 from tests import recipes
 
 ROOT = Path(__file__).parent.parent

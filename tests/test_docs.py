@@ -27,11 +27,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from memengine.cli import main
-from memengine.cli_parser import make_parser
-from memengine.engine.commands import convert, read_config
-from memengine.engine.config import check_config, known_keys
-from memengine.engine.config_file import load_config
+from memengine.engine.cli.commands import convert, read_config
+from memengine.engine.cli.main import main
+from memengine.engine.cli.parser import make_parser
+from memengine.engine.config.check import check_config, known_keys
+from memengine.engine.config.file import load_config
 from tests.docs_pages import ROOT, TESTED, blocks_of, parametrize_pages, sources
 
 QUICK_START = 'configs/dino_vit.py'

@@ -13,8 +13,8 @@ import torch
 import torchvision.transforms.v2
 from mmengine.config import Config
 
-from memengine.cli_parser import make_parser
-from memengine.engine.config_types import arguments_of, find_anywhere
+from memengine.engine.cli.parser import make_parser
+from memengine.engine.config.types import arguments_of, find_anywhere
 from tests.docs_pages import ALL, ROOT, TESTED, blocks_of, parametrize_pages, prose_of, sources
 
 INLINE = re.compile(r'(?<!`)`([^`\n]+)`(?!`)')

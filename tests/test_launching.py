@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from memengine.engine.checkpoint import find_latest
-from memengine.engine.sharded_checkpoint import read_sharded
+from memengine.engine.checkpoint.files import find_latest
+from memengine.engine.checkpoint.sharded import read_sharded
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 250

@@ -7,7 +7,7 @@ import torch
 from mmengine.config import Config
 
 from memengine.engine import Runner
-from memengine.engine.config import check_config
+from memengine.engine.config.check import check_config
 from tests import recipes
 from tests.test_configs import ROOT
 

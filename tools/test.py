@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from memengine.cli import main
+from memengine.engine.cli.main import main
 
 if __name__ == '__main__':
     sys.exit(main(['test', *sys.argv[1:]]))

@@ -1,7 +1,23 @@
-"""Adapters between MMEngine and the techniques: runner, loops, step, wrappers, hooks."""
+"""Adapters between MMEngine and the techniques: runner, loops, step, wrappers, hooks.
 
-from memengine.engine.loops import EpochBasedTrainLoop, IterBasedTrainLoop
-from memengine.engine.runner import Runner
-from memengine.engine.step import Progress, run_step
+What is named here is imported when it is used, so that the command line can answer before that.
+"""
 
-__all__ = ['EpochBasedTrainLoop', 'IterBasedTrainLoop', 'Progress', 'Runner', 'run_step']
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    'EpochBasedTrainLoop': 'loops',
+    'IterBasedTrainLoop': 'loops',
+    'Progress': 'step',
+    'Runner': 'runner',
+    'run_step': 'step',
+}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'memengine.engine' has no attribute '{name}'")
+    return getattr(import_module(f'memengine.engine.{_HOME[name]}'), name)

@@ -23,8 +23,8 @@ from memengine.engine.hooks import (
     QuantizedActivationsHook,
     RecomputedActivationsHook,
 )
-from memengine.techniques.compression import rules_of
-from memengine.techniques.sync_batchnorm import convert_sync_batchnorm
+from memengine.techniques.compression.scope import rules_of
+from memengine.techniques.layers.sync_batchnorm import convert_sync_batchnorm
 
 __all__ = ['apply_before_wrapping', 'apply_to_model', 'hooks_of_keys']
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from memengine.engine.data_order import batches_from, train_loader
-from memengine.engine.distributed import cpu_group
+from memengine.engine.distributed.processes import cpu_group
 from memengine.registry import LOOPS
 
 __all__ = ['EpochBasedTrainLoop', 'IterBasedTrainLoop']

@@ -17,8 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from memengine.engine.apply import apply_before_wrapping, apply_to_model, hooks_of_keys
-from memengine.engine.checkpoint import find_latest, safe_loading, write_whole
-from memengine.engine.checkpoint_state import (
+from memengine.engine.checkpoint.files import find_latest, safe_loading, write_whole
+from memengine.engine.checkpoint.sharded import SUFFIX, ShardedWriter, is_sharded
+from memengine.engine.checkpoint.state import (
     Layout,
     by_name,
     check_samples_per_step,
@@ -28,11 +29,10 @@ from memengine.engine.checkpoint_state import (
     samples_per_step,
     whole,
 )
-from memengine.engine.config_schema import DEFAULT_HOOK_TYPES
+from memengine.engine.config.schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
-from memengine.engine.distributed import init_process_group, local_device_ids
+from memengine.engine.distributed.processes import init_process_group, local_device_ids
 from memengine.engine.hooks import AlgorithmHook, FiniteLossHook, RandomStateHook
-from memengine.engine.sharded_checkpoint import SUFFIX, ShardedWriter, is_sharded
 from memengine.engine.step import unwrap
 from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
 from memengine.engine.wrappers.fsdp import FullyShardedDataParallel, refuse_beside_sharding

@@ -29,7 +29,7 @@ from memengine.losses.tiles import (
     grid,
     tiles,
 )
-from memengine.techniques.precision import at_least_fp32, autocast_off
+from memengine.precision import at_least_fp32, autocast_off
 
 __all__ = ['ClipLoss', 'check_towers', 'pairwise_logits', 'tiled_losses', 'untiled_losses']
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from memengine.losses.global_batch import BatchLoss, mean_over_ranks, ranks_of
 from memengine.losses.supcon import log_partition
-from memengine.techniques.precision import at_least_fp32, autocast_off
+from memengine.precision import at_least_fp32, autocast_off
 
 __all__ = ['NTXentLoss']
 

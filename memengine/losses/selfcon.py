@@ -17,7 +17,7 @@ from memengine.losses.supcon import (
     positives_of,
     views_first,
 )
-from memengine.techniques.precision import autocast_off
+from memengine.precision import autocast_off
 
 __all__ = ['ConLoss']
 

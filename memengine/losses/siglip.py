@@ -27,7 +27,7 @@ from memengine.losses.tiles import (
     least_exponent,
     tiles,
 )
-from memengine.techniques.precision import at_least_fp32, autocast_off
+from memengine.precision import at_least_fp32, autocast_off
 
 __all__ = ['SigLipLoss', 'tiled_losses', 'untiled_losses']
 

@@ -20,7 +20,7 @@ from memengine.losses.global_batch import (
     sum_over_ranks,
 )
 from memengine.losses.logsumexp import others_logsumexp
-from memengine.techniques.precision import at_least_fp32, autocast_off
+from memengine.precision import at_least_fp32, autocast_off
 
 __all__ = [
     'Positives',

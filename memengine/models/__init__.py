@@ -8,10 +8,10 @@ from memengine.models.algorithms.detector import TorchvisionDetector
 from memengine.models.algorithms.dino import DINO
 from memengine.models.algorithms.language_model import CausalLanguageModel
 from memengine.models.algorithms.selfcon import SelfCon
-from memengine.models.algorithms.slices import Slice
 from memengine.models.backbones.text_libraries import OpenClipText, TransformersText
 from memengine.models.backbones.text_transformer import TextTransformer
 from memengine.models.backbones.timm_backbone import TimmBackbone
+from memengine.models.batch_slices import Slice
 from memengine.models.heads.dino_head import DINOHead
 from memengine.models.heads.projection_head import ProjectionHead
 from memengine.models.mixing import MixedBatches

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memengine import losses
+from memengine.precision import at_least_fp32
 from memengine.registry import MODELS
-from memengine.techniques.precision import at_least_fp32
 
 __all__ = ['build_head', 'build_loss', 'freeze', 'unit']
 

@@ -1,25 +1,34 @@
 """How a step spends less memory; plain torch, one file each."""
 
-from memengine.techniques.adamw_bf16 import AdamWBf16
-from memengine.techniques.blocks import find_blocks, select_modules
-from memengine.techniques.checkpointing import Checkpointing, checkpoint_activations
+from memengine.techniques.checkpointing.checkpoint_activations import (
+    Checkpointing,
+    checkpoint_activations,
+)
+from memengine.techniques.codecs.quantized import Quantizer
+from memengine.techniques.codecs.sparse import Cast, Sparsifier
 from memengine.techniques.compiling import CompiledBlocks, compile_blocks
-from memengine.techniques.conv_bn_eval import ConvBNEval, efficient_conv_bn_eval
-from memengine.techniques.dropit import DropIT, drop_activations, to_dropit, undo_dropit
-from memengine.techniques.grad_cache import Tower, cached_step
-from memengine.techniques.grad_cache_call import GradCache
-from memengine.techniques.multi_crop import CropSlice, dino_step, plan_slices
+from memengine.techniques.compression.dropit import DropIT, drop_activations, to_dropit, undo_dropit
+from memengine.techniques.compression.quantized_activations import (
+    QuantizedActivations,
+    quantize_activations,
+)
+from memengine.techniques.compression.recomputed_activations import (
+    RecomputedActivations,
+    recompute_activations,
+)
+from memengine.techniques.conv_bn.conv_bn_eval import ConvBNEval, efficient_conv_bn_eval
+from memengine.techniques.layers.weight_norm import WeightNormLinear
+from memengine.techniques.modules.blocks import find_blocks, select_modules
+from memengine.techniques.modules.random_state import RandomState
 from memengine.techniques.offload import ActivationOffload, offload_activations
-from memengine.techniques.optimizer_in_backward import step_in_backward
-from memengine.techniques.quantization import Quantizer
-from memengine.techniques.quantized_activations import QuantizedActivations, quantize_activations
-from memengine.techniques.random_state import RandomState
-from memengine.techniques.recomputed_activations import RecomputedActivations, recompute_activations
-from memengine.techniques.sharded_gradients import clip_grad_norm_
-from memengine.techniques.sharding import ShardedModel, shard_model
-from memengine.techniques.slicing import additive_step, split_batch
-from memengine.techniques.sparsification import Cast, Sparsifier
-from memengine.techniques.weight_norm import WeightNormLinear
+from memengine.techniques.optimizer.adamw_bf16 import AdamWBf16
+from memengine.techniques.optimizer.in_backward import step_in_backward
+from memengine.techniques.sharding.gradients import clip_grad_norm_
+from memengine.techniques.sharding.shard_model import ShardedModel, shard_model
+from memengine.techniques.slices.grad_cache import Tower, cached_step
+from memengine.techniques.slices.grad_cache_call import GradCache
+from memengine.techniques.slices.multi_crop import CropSlice, dino_step, plan_slices
+from memengine.techniques.slices.slicing import additive_step, split_batch
 
 __all__ = [
     'AdamWBf16',

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from memengine.techniques.blocks import BLOCKS, Selector, select_modules
-from memengine.techniques.checkpointing import refuse_to_compile
-from memengine.techniques.compression import rules_of
+from memengine.techniques.checkpointing.checkpoint_activations import refuse_to_compile
+from memengine.techniques.compression.scope import rules_of
+from memengine.techniques.modules.blocks import BLOCKS, Selector, select_modules
 
 __all__ = ['CompiledBlocks', 'compile_blocks']
 
@@ -28,7 +28,7 @@ def compile_blocks(
 
     Args:
         model: Any module.
-        modules: Which of its modules; see :func:`~memengine.techniques.blocks.select_modules`.
+        modules: Which of its modules; see :func:`~memengine.techniques.select_modules`.
         **options: Of ``torch.compile``: ``backend``, ``mode``, ``dynamic``, ``fullgraph``.
 
     Returns:

@@ -20,8 +20,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from memengine.memory.ledger import owned_by
-from memengine.techniques.saved_tensors import KeptAsIs, is_parameter, is_plain
-from memengine.techniques.wrapped_forward import WrappedForward, is_wrapped
+from memengine.techniques.modules.saved_tensors import KeptAsIs, is_parameter, is_plain
+from memengine.techniques.modules.wrapped_forward import WrappedForward, is_wrapped
 
 __all__ = ['ActivationOffload', 'is_offloading', 'offload_activations', 'offloaded']
 

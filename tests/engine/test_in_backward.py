@@ -6,8 +6,8 @@ from mmengine.config import Config
 from mmengine.logging import MessageHub
 from torch import nn
 
-from memengine.engine.config import check_config
-from memengine.engine.config_file import load_config
+from memengine.engine.config.check import check_config
+from memengine.engine.config.file import load_config
 from memengine.engine.optim import OptimizerInBackwardOptimWrapper, OptimWrapper
 from memengine.engine.step import Progress, run_step
 from memengine.engine.wrappers import MMDistributedDataParallel

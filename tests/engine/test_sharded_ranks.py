@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from memengine.engine.checkpoint_state import run_state, whole
-from memengine.engine.sharded_checkpoint import read_sharded
+from memengine.engine.checkpoint.sharded import read_sharded
+from memengine.engine.checkpoint.state import run_state, whole
 from memengine.testing import assert_same_step, run_ranks
 from tests.engine.toy import Losses, ToyData, ToyModel, toy_runner
 

@@ -10,7 +10,7 @@ from memengine.engine.optim import AccumulationOptimWrapper, GradCacheOptimWrapp
 from memengine.engine.step import run_step
 from memengine.engine.wrappers import MMDistributedDataParallel
 from memengine.models import CLIP, Classifier, SelfCon, SigLIP, SimCLR, SupCon
-from memengine.techniques.slicing import join_slices
+from memengine.techniques.slices.slicing import join_slices
 from memengine.testing import assert_same_step, run_ranks, saved_bytes
 from tests.models.test_dino import build as build_dino
 from tests.models.test_dino import crops

@@ -13,7 +13,7 @@ from torch import nn
 from memengine.engine.optim import OptimWrapper
 from memengine.memory.ledger import blocks_of
 from memengine.registry import OPTIMIZERS
-from memengine.techniques.optimizer_in_backward import step_in_backward
+from memengine.techniques.optimizer.in_backward import step_in_backward
 from memengine.testing import assert_same_step, relative_error
 from tests.engine.toy import Losses, toy_runner
 

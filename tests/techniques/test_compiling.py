@@ -10,11 +10,11 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from memengine.memory import saved_bytes
-from memengine.techniques.checkpointing import checkpoint_activations
+from memengine.techniques.checkpointing.checkpoint_activations import checkpoint_activations
 from memengine.techniques.compiling import compile_blocks
 from memengine.techniques.offload import offload_activations
 from memengine.testing import assert_same_step
-from tests.techniques.test_checkpointing import make, step_of, train, vit
+from tests.techniques.checkpointing.test_checkpoint_activations import make, step_of, train, vit
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from memengine.memory import SavedBytes
-from memengine.techniques.checkpointing import checkpoint_activations
+from memengine.techniques.checkpointing.checkpoint_activations import checkpoint_activations
 from memengine.techniques.offload import offload_activations
 from memengine.testing import assert_same_step, saved_bytes
-from tests.techniques.test_checkpointing import make, step_of, train, vit
+from tests.techniques.checkpointing.test_checkpoint_activations import make, step_of, train, vit
 
 SMALL = dict(min_bytes=64)
 WAYS = {

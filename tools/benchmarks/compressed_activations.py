@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memengine.memory import SavedBytes
-from memengine.techniques.dropit import drop_activations
-from memengine.techniques.quantized_activations import quantize_activations
-from memengine.techniques.sparsification import Cast
+from memengine.techniques.codecs.sparse import Cast
+from memengine.techniques.compression.dropit import drop_activations
+from memengine.techniques.compression.quantized_activations import quantize_activations
 
 MODELS = ('deit_tiny_patch16_224', 'resnet18', 'resnet50')
 FEWER_WAYS = 'resnet50'  # takes long: ends of the scales only

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from memengine.memory.ledger import blocks_of, tensors_in
-from memengine.techniques.sparsification import Cast, Sparsifier
+from memengine.techniques.codecs.sparse import Cast, Sparsifier
 
 PEER = 'reference DropIT'
 INPUTS = {

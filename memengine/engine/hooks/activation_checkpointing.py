@@ -11,8 +11,11 @@ from torch import nn
 
 from memengine.engine.step import unwrap
 from memengine.registry import HOOKS
-from memengine.techniques.blocks import BLOCKS
-from memengine.techniques.checkpointing import Checkpointing, checkpoint_activations
+from memengine.techniques.checkpointing.checkpoint_activations import (
+    Checkpointing,
+    checkpoint_activations,
+)
+from memengine.techniques.modules.blocks import BLOCKS
 
 __all__ = ['ActivationCheckpointingHook']
 
@@ -26,7 +29,7 @@ class ActivationCheckpointingHook(Hook):
 
     Args:
         modules: Which modules of the model; see
-            :func:`~memengine.techniques.blocks.select_modules`.
+            :func:`~memengine.techniques.modules.blocks.select_modules`.
         every: Every k-th of them.
         keep: Ops whose outputs are kept, e.g. ``['matmuls', 'attention']``.
         budget: In place of ``keep``: bytes as a fraction of the plain step's, 0 to 1.

@@ -9,7 +9,7 @@ from typing import Any
 from mmengine.dist import master_only
 from mmengine.hooks import CheckpointHook as _CheckpointHook
 
-from memengine.engine.checkpoint import safe_loading
+from memengine.engine.checkpoint.files import safe_loading
 from memengine.registry import HOOKS
 from memengine.suggest import did_you_mean
 

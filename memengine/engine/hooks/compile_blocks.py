@@ -11,8 +11,8 @@ from torch import nn
 
 from memengine.engine.step import unwrap
 from memengine.registry import HOOKS
-from memengine.techniques.blocks import BLOCKS
 from memengine.techniques.compiling import CompiledBlocks, compile_blocks
+from memengine.techniques.modules.blocks import BLOCKS
 
 __all__ = ['CompileBlocksHook']
 
@@ -26,7 +26,7 @@ class CompileBlocksHook(Hook):
 
     Args:
         modules: Which modules of the model; see
-            :func:`~memengine.techniques.blocks.select_modules`.
+            :func:`~memengine.techniques.modules.blocks.select_modules`.
         **options: Of ``torch.compile``, e.g. ``mode='max-autotune'``.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from logging import Logger
 
-from memengine.techniques.compression_rules import Tally
+from memengine.techniques.compression.rules import Tally
 
 __all__ = ['check_compressed']
 

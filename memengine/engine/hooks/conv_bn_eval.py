@@ -11,7 +11,7 @@ from torch import nn
 
 from memengine.engine.step import unwrap
 from memengine.registry import HOOKS
-from memengine.techniques.conv_bn_eval import ConvBNEval, efficient_conv_bn_eval
+from memengine.techniques.conv_bn.conv_bn_eval import ConvBNEval, efficient_conv_bn_eval
 
 __all__ = ['EfficientConvBNEvalHook']
 

@@ -13,10 +13,10 @@ from torch import nn
 from memengine.engine.hooks.compression import check_compressed
 from memengine.engine.step import unwrap
 from memengine.registry import HOOKS
-from memengine.techniques.codes import Codec
-from memengine.techniques.dropit import DropIT, drop_activations
-from memengine.techniques.quantization import Quantizer
-from memengine.techniques.sparsification import Cast
+from memengine.techniques.codecs.codec import Codec
+from memengine.techniques.codecs.quantized import Quantizer
+from memengine.techniques.codecs.sparse import Cast
+from memengine.techniques.compression.dropit import DropIT, drop_activations
 
 __all__ = ['DropITHook']
 

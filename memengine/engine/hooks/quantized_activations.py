@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from memengine.engine.hooks.compression import check_compressed
 from memengine.engine.step import unwrap
 from memengine.registry import HOOKS
-from memengine.techniques.quantized_activations import (
+from memengine.techniques.compression.quantized_activations import (
     PRESETS,
     Bits,
     QuantizedActivations,

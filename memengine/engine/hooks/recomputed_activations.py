@@ -12,7 +12,7 @@ from torch import nn
 from memengine.engine.hooks.compression import check_compressed
 from memengine.engine.step import unwrap
 from memengine.registry import HOOKS
-from memengine.techniques.recomputed_activations import (
+from memengine.techniques.compression.recomputed_activations import (
     RecomputedActivations,
     recompute_activations,
 )

@@ -10,7 +10,7 @@ from memengine.engine.optim.schedulers import CosineWeightDecay
 from memengine.engine.optim.sliced import AccumulationOptimWrapper, GradCacheOptimWrapper
 from memengine.engine.optim.torchao_optimizers import AdamW4bit, AdamW8bit, CPUOffloadOptimizer
 from memengine.registry import OPTIMIZERS
-from memengine.techniques.adamw_bf16 import AdamWBf16
+from memengine.techniques.optimizer.adamw_bf16 import AdamWBf16
 
 OPTIMIZERS.register_module(name='LARS', module=Lars)
 OPTIMIZERS.register_module(module=AdamWBf16)

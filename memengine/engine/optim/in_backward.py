@@ -1,6 +1,6 @@
 """The optimiser's step inside backward, by config.
 
-The technique is :mod:`memengine.techniques.optimizer_in_backward`.
+The technique is :mod:`memengine.techniques.optimizer.in_backward`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from memengine.engine.optim.optim_wrapper import OptimWrapper
 from memengine.registry import OPTIM_WRAPPERS
-from memengine.techniques.optimizer_in_backward import check_steps_alone, step_in_backward
+from memengine.techniques.optimizer.in_backward import check_steps_alone, step_in_backward
 
 __all__ = ['OptimizerInBackwardOptimWrapper']
 
@@ -35,7 +35,7 @@ class OptimizerInBackwardOptimWrapper(OptimWrapper):
         ValueError: For such a setting; in a step, when the model is wrapped by DDP.
         TypeError: For an optimiser that cannot update one parameter alone.
 
-    See :func:`memengine.techniques.optimizer_in_backward.step_in_backward` for what it costs and
+    See :func:`memengine.techniques.optimizer.in_backward.step_in_backward` for what it costs and
     for hooks of the optimiser.
     """
 

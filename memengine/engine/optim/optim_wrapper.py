@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from memengine.engine.optim.precision import Precision
 from memengine.registry import OPTIM_WRAPPERS
-from memengine.techniques.sharded_gradients import (
+from memengine.techniques.sharding.gradients import (
     clip_each_grad_norm_,
     clip_grad_norm_,
     clip_grad_value_,

@@ -1,8 +1,7 @@
 """Steps in slices: a batch of any size in the memory of one slice, with the plain step's gradient.
 
-The techniques are :mod:`memengine.techniques.slicing`, :mod:`memengine.techniques.grad_cache` and
-:mod:`memengine.techniques.out_of_memory`; here they are given the model's slices and this engine's
-precision and synchronisation.
+The techniques are those of :mod:`memengine.techniques.slices`; here they are given the model's
+slices and this engine's precision and synchronisation.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from memengine.engine.optim.kept_graphs import KeptGraphs
 from memengine.engine.optim.optim_wrapper import OptimWrapper
 from memengine.engine.step import unwrap
 from memengine.registry import OPTIM_WRAPPERS
-from memengine.techniques.grad_cache import Tower, cached_step
-from memengine.techniques.out_of_memory import run_until_it_fits
-from memengine.techniques.running_statistics import layers_with_batch_statistics
-from memengine.techniques.slicing import Context, additive_step
+from memengine.techniques.modules.running_statistics import layers_with_batch_statistics
+from memengine.techniques.slices.grad_cache import Tower, cached_step
+from memengine.techniques.slices.out_of_memory import run_until_it_fits
+from memengine.techniques.slices.slicing import Context, additive_step
 
 __all__ = ['AccumulationOptimWrapper', 'GradCacheOptimWrapper']
 
@@ -92,7 +91,7 @@ class AccumulationOptimWrapper(OptimWrapper):
         micro_batch_size: Most images in a slice; for multi-crop, most crops of the largest size,
             or as many smaller ones as have no more pixels (there 1.5 makes room for more of the
             smaller ones). Halved when a step runs out of memory;
-            see :func:`memengine.techniques.out_of_memory.run_until_it_fits`.
+            see :func:`memengine.techniques.slices.out_of_memory.run_until_it_fits`.
         **kwargs: As :class:`OptimWrapper`'s; ``accumulative_counts`` goes on meaning iterations.
 
     Raises:
@@ -101,7 +100,7 @@ class AccumulationOptimWrapper(OptimWrapper):
 
     Cost: saved bytes of one slice; nothing is computed twice. Gradients are reduced over ranks
     once, in the last slice. BatchNorm: see
-    :func:`memengine.techniques.slicing.additive_step`.
+    :func:`memengine.techniques.slices.slicing.additive_step`.
     """
 
     def __init__(self, optimizer: Optimizer, micro_batch_size: float, **kwargs: Any) -> None:
@@ -156,7 +155,7 @@ class GradCacheOptimWrapper(OptimWrapper):
         optimizer: The optimiser.
         chunk_size: Most images in a slice; for models with several towers also a dict by tower.
             Halved when a step runs out of memory; see
-            :func:`memengine.techniques.out_of_memory.run_until_it_fits`.
+            :func:`memengine.techniques.slices.out_of_memory.run_until_it_fits`.
         keep_graph: Slices whose graph is kept from the first pass and not computed again;
             ``'auto'`` for as many as memory has room for, measured in the first iterations.
         forward_chunk_size: Most images in a forward of the graph-free pass, if more than
@@ -169,7 +168,7 @@ class GradCacheOptimWrapper(OptimWrapper):
             not say how it is sliced.
 
     Cost: one extra forward of each slice but the ``keep_graph`` last; see
-    :func:`memengine.techniques.grad_cache.cached_step`, also for randomness and BatchNorm.
+    :func:`memengine.techniques.slices.grad_cache.cached_step`, also for randomness and BatchNorm.
     """
 
     def __init__(

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from memengine.engine.step import run_step
 from memengine.engine.wrappers.disco import losses_with_a_group
 from memengine.registry import FUNCTIONS, MODEL_WRAPPERS
-from memengine.techniques.sharded_units import Units
-from memengine.techniques.sharding import shard_model
+from memengine.techniques.sharding.shard_model import shard_model
+from memengine.techniques.sharding.units import Units
 
 __all__ = ['FullyShardedDataParallel', 'MMFullyShardedDataParallel', 'refuse_beside_sharding']
 
@@ -75,7 +75,7 @@ class FullyShardedDataParallel(nn.Module):
             :class:`~memengine.engine.wrappers.DisCoDistributedDataParallel`.
 
     Raises:
-        ValueError: As :func:`memengine.techniques.sharding.shard_model`, where costs are stated.
+        ValueError: As :func:`memengine.techniques.shard_model`, where costs are stated.
 
     A step is that of one process with the samples of all ranks, as under DDP, with any
     OptimWrapper of memengine. Names of parameters and of the state dict are the model's own; their

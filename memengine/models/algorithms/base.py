@@ -11,8 +11,8 @@ from mmengine.optim import OptimWrapper
 from torch import Tensor, nn
 
 from memengine.engine.step import Progress, run_step
-from memengine.models.algorithms.slices import Slice, slice_views
-from memengine.techniques.slicing import join_slices
+from memengine.models.batch_slices import Slice, slice_views
+from memengine.techniques.slices.slicing import join_slices
 
 __all__ = ['Algorithm', 'Embeddings', 'Slice', 'rows_of']
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from memengine.models.algorithms.base import Algorithm
 from memengine.models.algorithms.contrastive import labels_of
-from memengine.models.algorithms.slices import Slice
+from memengine.models.batch_slices import Slice
 from memengine.models.parts import freeze
 from memengine.registry import MODELS
 

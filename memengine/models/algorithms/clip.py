@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from memengine.models.algorithms.base import Algorithm
-from memengine.models.algorithms.slices import Slice, cut_evenly, take
-from memengine.models.algorithms.spread import moments, spread
+from memengine.models.batch_slices import Slice, cut_evenly, take
 from memengine.models.parts import build_loss, freeze, unit
+from memengine.models.spread import moments, spread
 from memengine.registry import MODELS
 
 __all__ = ['CLIP', 'SigLIP']

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from memengine.models.algorithms.base import Algorithm, rows_of
-from memengine.models.algorithms.spread import moments, spread
 from memengine.models.parts import build_head, build_loss, freeze, unit
+from memengine.models.spread import moments, spread
 from memengine.registry import MODELS
 
 __all__ = ['SimCLR', 'SupCon', 'labels_of']

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from memengine.models.algorithms.base import Algorithm, rows_of
 from memengine.models.algorithms.contrastive import labels_of
-from memengine.models.algorithms.spread import moments, spread
 from memengine.models.parts import build_head, build_loss, unit
+from memengine.models.spread import moments, spread
 from memengine.registry import MODELS
 
 __all__ = ['SelfCon']

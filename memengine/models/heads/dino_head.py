@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memengine.registry import MODELS
-from memengine.techniques.weight_norm import WeightNormLinear
+from memengine.techniques.layers.weight_norm import WeightNormLinear
 
 __all__ = ['DINOHead']
 

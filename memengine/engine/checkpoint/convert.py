@@ -1,0 +1,95 @@
+"""From a sharded checkpoint to one file, and back: ``memengine convert SOURCE TARGET``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mmengine.runner import save_checkpoint
+from mmengine.runner.checkpoint import _load_checkpoint
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from memengine.engine.checkpoint.files import CheckpointError, safe_loading, write_whole
+from memengine.engine.checkpoint.sharded import SUFFIX, ShardedWriter, is_sharded, read_sharded
+from memengine.engine.checkpoint.state import by_index
+
+__all__ = ['convert']
+
+_NOTED = ('epoch', 'iter', 'seed', 'cfg', 'experiment_name', 'time', 'samples_per_step')
+_KINDS = f'.safetensors (weights only), {SUFFIX} (sharded) or .pth (as MMEngine writes it)'
+
+
+def convert(source: str | Path, target: str | Path) -> str:
+    """Write a checkpoint in another form, whole or not at all; file names say which forms.
+
+    ``.dcp`` and ``.pth`` hold all of a run, so training goes on from either. ``.safetensors``
+    holds the weights by name, as other programs read them, and where they are from.
+
+    Args:
+        source: A checkpoint of any of the three kinds.
+        target: Where to write; there must not be anything yet.
+
+    Returns:
+        What was done, in a sentence.
+
+    Raises:
+        CheckpointError: When the source cannot be read or the target not be written.
+
+    Cost: host memory for the whole checkpoint (for its weights only, towards safetensors).
+    """
+    source, target = Path(source), Path(target)
+    if target.suffix not in ('.safetensors', '.pth', SUFFIX):
+        raise CheckpointError(f'TARGET: {target} must end in {_KINDS}')
+    if target.exists():
+        raise CheckpointError(f'TARGET: there is {target} already')
+    if not source.exists():
+        raise CheckpointError(f'SOURCE: there is no checkpoint {source}')
+    weights_only = target.suffix == '.safetensors'
+    checkpoint = _read(source, weights_only)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if weights_only:
+        _write_safetensors(checkpoint, target)
+    elif target.suffix == SUFFIX:
+        ShardedWriter().save(target, checkpoint)
+    else:
+        if 'optimizer' in checkpoint:
+            checkpoint['optimizer'] = by_index(checkpoint['optimizer'])
+        with write_whole(target) as partial:
+            save_checkpoint(checkpoint, str(partial))
+    what = f'{len(checkpoint["state_dict"])} tensor(s) of weights'
+    if 'optimizer' in checkpoint and not weights_only:
+        what += ', and the optimiser'
+    return f'{source} -> {target}: {what}'
+
+
+def _read(source: Path, weights_only: bool) -> dict[str, Any]:
+    if is_sharded(source):
+        wanted = ('state_dict', 'meta')
+        return read_sharded(source, entries=lambda name: not weights_only or name in wanted)
+    if source.suffix == '.safetensors':
+        with safe_open(source, 'pt') as file:
+            noted = file.metadata() or {}
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return dict(meta=noted, state_dict=state)
+    with safe_loading(source):
+        checkpoint = _load_checkpoint(str(source), map_location='cpu')
+    return checkpoint if 'state_dict' in checkpoint else dict(meta={}, state_dict=checkpoint)
+
+
+def _write_safetensors(checkpoint: dict[str, Any], target: Path) -> None:
+    state = checkpoint['state_dict']
+    other = [name for name, value in state.items() if not isinstance(value, Tensor)]
+    if other:
+        raise CheckpointError(f'safetensors holds tensors only, and {", ".join(other)} is none')
+    meta = checkpoint.get('meta', {})
+    noted = {key: str(meta[key]) for key in _NOTED if meta.get(key) is not None}
+    held: set[int] = set()
+    tensors = {}
+    for name, tensor in state.items():  # safetensors wants no two tensors to share memory
+        shared = tensor.untyped_storage().data_ptr() in held
+        held.add(tensor.untyped_storage().data_ptr())
+        tensors[name] = (tensor.clone() if shared else tensor).contiguous()
+    with write_whole(target) as partial:
+        save_file(tensors, partial, metadata=noted)

@@ -1,0 +1,286 @@
+"""Checkpoints as folders, which all ranks write and read together (torch.distributed.checkpoint).
+
+A folder holds the tensors, in files of torch.distributed.checkpoint's format, and ``run.pth``
+with all the rest of what MMEngine puts into a checkpoint::
+
+    epoch_3.dcp/
+        .metadata          which part of which tensor lies in which file
+        __0_0.distcp ...   tensors: each rank writes what it holds
+        run.pth            iteration, schedules, logged curves, config; and the tensors' places
+
+Each rank reads only what it holds, so the number of ranks may differ between saving and loading.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from memengine.engine.checkpoint.files import CheckpointError, previous, safe_loading
+from memengine.engine.distributed.processes import cpu_group
+
+__all__ = [
+    'SUFFIX',
+    'Place',
+    'ShardedWriter',
+    'is_sharded',
+    'put_tensors',
+    'read_sharded',
+    'take_tensors',
+]
+
+SUFFIX = '.dcp'
+_RUN = 'run.pth'
+_SMALL = ('meta', 'message_hub', 'param_schedulers')  # of rank 0 only
+_KNOWN_MODULES = (
+    'torch.distributed.checkpoint.metadata',
+    'torch.distributed.checkpoint.filesystem',
+)
+
+Place = tuple[Any, ...]  # keys from the checkpoint's root to a tensor
+
+# torch's answer to a process without a group, which is all right here
+warnings.filterwarnings('ignore', 'torch.distributed is .*single process', UserWarning)
+
+
+def is_sharded(path: str | Path) -> bool:
+    """Whether a path is that of a sharded checkpoint, to be written or already there."""
+    return str(path).endswith(SUFFIX) or (Path(path) / '.metadata').is_file()
+
+
+def take_tensors(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, Tensor]]:
+    """Split a checkpoint into what is not a tensor, and its tensors by their places, in order."""
+    rest = dict(checkpoint)
+    tensors: dict[Place, Tensor] = {}
+    for entry in checkpoint:  # in the same order on every rank
+        if entry not in _SMALL:
+            rest[entry] = _without_tensors(rest[entry], (entry,), tensors)
+    return rest, tensors
+
+
+def _without_tensors(tree: Any, place: Place, tensors: dict[Place, Tensor]) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    left = copy.copy(tree)  # keeps what else an OrderedDict carries
+    for key, value in tree.items():
+        here = (*place, key)
+        if isinstance(value, Tensor):
+            tensors[here] = left.pop(key)
+        else:
+            left[key] = _without_tensors(value, here, tensors)
+    return left
+
+
+def put_tensors(rest: dict[str, Any], tensors: Mapping[Place, Tensor]) -> dict[str, Any]:
+    """Undo :func:`take_tensors`, in place."""
+    for place, tensor in tensors.items():
+        tree = rest
+        for key in place[:-1]:
+            tree = tree[key]
+        tree[place[-1]] = tensor
+    return rest
+
+
+def _name(place: Place) -> str:
+    return '/'.join(map(str, place))
+
+
+class ShardedWriter:
+    """Writes sharded checkpoints, whole or not at all and one at a time.
+
+    Every rank calls every method, in the same order. Ranks speak through gloo groups of their own,
+    so writing in the background does not get in the way of training.
+    """
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+
+    def save(
+        self,
+        folder: Path,
+        checkpoint: Mapping[str, Any],
+        asynchronous: bool = False,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Write a checkpoint.
+
+        Args:
+            folder: Where; what is there already is replaced once all is written. It has to be a
+                place that all ranks share.
+            checkpoint: Nested dicts. Tensors that all ranks hold whole are written by one of
+                them, of DTensors each rank writes its shard.
+            asynchronous: Return once the tensors are copied to host memory, and write in the
+                background.
+            then: Called on rank 0 once the checkpoint is whole.
+
+        Raises:
+            CheckpointError: When a rank cannot write; also for the checkpoint before, if that
+                was asynchronous.
+
+        Cost: asynchronous, host memory for all that the rank holds, until it is written.
+        """
+        self.wait()
+        rest, tensors = take_tensors(checkpoint)
+        partial = folder.with_name(f'.{folder.name}.partial')
+        writer = dcp.FileSystemWriter(partial)
+        if _rank() == 0:  # the others write once they have heard from rank 0, in _write
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True, exist_ok=True)  # another rank may have made it again
+            places = {_name(place): place for place in tensors}
+            torch.save({**rest, 'tensors': places}, partial / _RUN)
+        named = {_name(place): tensor for place, tensor in tensors.items()}
+        group = cpu_group('checkpoint')
+        if not asynchronous:
+            _write(writer, named, group, partial, folder, then)
+            return
+        # torch's own staging leaves CPU tensors uncopied in some versions, in training's hands.
+        on_cpu = {name: t.detach().clone() for name, t in named.items() if t.device.type == 'cpu'}
+        others = {name: t for name, t in named.items() if name not in on_cpu}
+        staged = {**on_cpu, **writer.stage(others)}
+        self._thread = self._thread or ThreadPoolExecutor(1, 'checkpoint')
+        self._pending = self._thread.submit(_write, writer, staged, group, partial, folder, then)
+
+    def wait(self) -> None:
+        """Wait until what is being written is whole, and raise what went wrong with it."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _write(
+    writer: dcp.FileSystemWriter,
+    tensors: dict[str, Tensor],
+    group: dist.ProcessGroup | None,
+    partial: Path,
+    folder: Path,
+    then: Callable[[], None] | None,
+) -> None:
+    """Write tensors on all ranks; on rank 0, where that ends last, put the folder in its place."""
+    with _saying(f'{folder} could not be written, the checkpoint before is whole'):
+        dcp.save(tensors, storage_writer=writer, process_group=group)
+    if _rank() == 0:
+        _publish(partial, folder)
+        if then is not None:
+            then()
+
+
+@contextmanager
+def _saying(what: str) -> Iterator[None]:
+    """Turn torch's error, which is none of Python's ``Exception``, into a sentence."""
+    try:
+        yield
+    except CheckpointException as error:
+        causes = [f'rank {rank}: {cause[0]}' for rank, cause in error.failures.items()]
+        raise CheckpointError(f'{what}: {"; ".join(causes)}') from error
+
+
+def _publish(partial: Path, folder: Path) -> None:
+    """Move a folder that is whole to its place; in between, the old one is :func:`previous`."""
+    shutil.rmtree(previous(folder), ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, previous(folder))
+    os.replace(partial, folder)
+    shutil.rmtree(previous(folder), ignore_errors=True)
+
+
+def read_sharded(
+    folder: Path,
+    trusted: Sequence[str] = (),
+    entries: Callable[[str], bool] = lambda entry: True,
+    like: Callable[[Place, torch.Size], Tensor | None] = lambda place, size: None,
+) -> dict[str, Any]:
+    """Read a sharded checkpoint as the nested dict that was saved.
+
+    Args:
+        folder: The checkpoint.
+        trusted: See :func:`memengine.engine.checkpoint.files.safe_loading`.
+        entries: Which entries of the checkpoint are read.
+        like: A tensor that is laid out as the one at this place shall be (a DTensor, of which
+            only this rank's shard is read), or None for a whole tensor on the CPU.
+
+    Raises:
+        CheckpointError: When it is incomplete, damaged or not safe to read.
+    """
+    known = _read_metadata(folder)
+    with safe_loading(folder / _RUN, trusted):
+        rest = torch.load(folder / _RUN, map_location='cpu')
+    places = {name: place for name, place in rest.pop('tensors').items() if entries(place[0])}
+    tensors = {}
+    for name, place in places.items():
+        if name not in known:
+            raise CheckpointError(f'{folder} is incomplete: there is no {name} in it')
+        kind: TensorStorageMetadata = known[name]
+        as_held = like(place, kind.size)
+        tensors[name] = (
+            torch.empty(kind.size, dtype=kind.properties.dtype)
+            if as_held is None
+            else torch.empty_like(as_held, dtype=kind.properties.dtype)
+        )
+    with _saying(f'{folder} is damaged or incomplete'):
+        dcp.load(
+            tensors,
+            storage_reader=dcp.FileSystemReader(folder),
+            process_group=cpu_group('checkpoint'),
+        )
+    rest = {entry: value for entry, value in rest.items() if entries(entry)}
+    return put_tensors(rest, {places[name]: tensor for name, tensor in tensors.items()})
+
+
+class _MetadataReader(pickle.Unpickler):
+    """Reads a ``.metadata`` file, which torch unpickles without looking what is in it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What the file may name: plain records of torch.distributed.checkpoint and of torch."""
+        dtype = module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype)
+        known = (module, name) in {
+            ('torch', 'Size'),
+            ('torch.serialization', '_get_layout'),
+            ('pathlib', 'PosixPath'),
+            ('pathlib', 'WindowsPath'),
+            ('pathlib._local', 'PosixPath'),  # Python 3.13
+        }
+        cls = None
+        if dtype or known or module in _KNOWN_MODULES:
+            cls = super().find_class(module, name)
+        if cls is None or (module in _KNOWN_MODULES and not _is_record(cls, module)):
+            raise CheckpointError(f"the checkpoint's .metadata wants to run '{module}.{name}'")
+        return cls
+
+
+def _is_record(cls: Any, module: str) -> bool:
+    """Whether it is a dataclass or enum of that module: data, nothing that runs."""
+    records = hasattr(cls, '__dataclass_fields__') or hasattr(cls, '__members__')
+    return isinstance(cls, type) and cls.__module__ == module and records
+
+
+def _read_metadata(folder: Path) -> dict[str, Any]:
+    if not (folder / '.metadata').is_file() or not (folder / _RUN).is_file():
+        raise CheckpointError(
+            f'{folder} is no sharded checkpoint, or not a whole one: '
+            f'there has to be a .metadata and a {_RUN} in it'
+        )
+    with open(folder / '.metadata', 'rb') as file:
+        try:
+            return _MetadataReader(file).load().state_dict_metadata
+        except (pickle.UnpicklingError, EOFError, AttributeError, IndexError) as error:
+            raise CheckpointError(f'{folder}/.metadata is damaged: {error}') from error

@@ -1,0 +1,265 @@
+"""What a run puts into a checkpoint, and how a checkpoint is laid out over this run's ranks.
+
+A checkpoint is the dict that MMEngine writes. In a sharded one, the optimiser's state goes by the
+names of parameters instead of their numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mmengine
+import torch
+from mmengine.dist import get_rank, get_world_size
+from mmengine.optim import OptimWrapperDict
+from mmengine.runner.checkpoint import _load_checkpoint
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from memengine.engine.checkpoint.files import safe_loading
+from memengine.engine.checkpoint.sharded import (
+    Place,
+    is_sharded,
+    put_tensors,
+    read_sharded,
+    take_tensors,
+)
+from memengine.engine.step import unwrap
+
+__all__ = [
+    'Layout',
+    'by_index',
+    'by_name',
+    'check_samples_per_step',
+    'is_spread',
+    'read_checkpoint',
+    'run_state',
+    'samples_per_step',
+    'whole',
+]
+
+
+def is_spread(model: nn.Module) -> bool:
+    """Whether ranks hold shards of the model (``fully_shard``) rather than all of it."""
+    return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def samples_per_step(runner: Any) -> int | None:
+    """Samples that all ranks train on in an iteration; None if the loader does not say."""
+    batch_size = getattr(runner.train_dataloader, 'batch_size', None)
+    return None if batch_size is None else batch_size * get_world_size()
+
+
+def check_samples_per_step(runner: Any, checkpoint: Mapping[str, Any]) -> None:
+    """Refuse to go on with steps of another size, which would begin at another sample.
+
+    Raises:
+        ValueError: Naming the batch size to set.
+    """
+    before, now = checkpoint['meta'].get('samples_per_step'), samples_per_step(runner)
+    if before is None or now is None or before == now:
+        return
+    ranks = get_world_size()
+    fitting = (
+        f'train_dataloader.batch_size={before // ranks}'
+        if before % ranks == 0
+        else (f'a number of ranks that divides {before}')
+    )
+    raise ValueError(
+        f'the checkpoint is from steps of {before} samples, but {ranks} rank(s) with '
+        f'train_dataloader.batch_size={now // ranks} make steps of {now}: set {fitting} to go on, '
+        'or load_from without resume to begin another training from its weights'
+    )
+
+
+def run_state(
+    runner: Any, meta: dict[str, Any], save_optimizer: bool, save_param_scheduler: bool
+) -> dict[str, Any]:
+    """The state of a run as MMEngine's ``save_checkpoint`` builds it, for all ranks to call.
+
+    Tensors are the run's own, not copies; shards stay shards.
+    """
+    model = unwrap(runner.model)
+    meta.update(
+        cfg=runner.cfg.pretty_text,
+        seed=runner.seed,
+        experiment_name=runner.experiment_name,
+        time=time.strftime('%Y%m%d_%H%M%S', time.localtime()),
+        mmengine_version=mmengine.__version__,
+    )
+    if hasattr(runner.train_dataloader.dataset, 'metainfo'):
+        meta['dataset_meta'] = runner.train_dataloader.dataset.metainfo
+    checkpoint = dict(
+        meta=meta, state_dict=model.state_dict(), message_hub=runner.message_hub.state_dict()
+    )
+    if save_optimizer:
+        checkpoint['optimizer'] = runner.optim_wrapper.state_dict()
+    schedulers = runner.param_schedulers
+    if save_param_scheduler and schedulers is not None:
+        checkpoint['param_schedulers'] = (
+            {name: _states(several) for name, several in schedulers.items()}
+            if isinstance(schedulers, dict)
+            else _states(schedulers)
+        )
+    runner.call_hook('before_save_checkpoint', checkpoint=checkpoint)
+    if get_rank():  # running statistics differ between ranks: rank 0's count, as with MMEngine
+        for name, buffer in model.named_buffers():
+            if not isinstance(buffer, DTensor):
+                checkpoint['state_dict'].pop(name, None)
+    return checkpoint
+
+
+def _states(schedulers: Any) -> list[dict[str, Any]]:
+    return [scheduler.state_dict() for scheduler in schedulers]
+
+
+def whole(tree: Any) -> Any:
+    """The same nested dicts and lists on the CPU, with the shards of all ranks put together.
+
+    All ranks call it; it gathers one tensor at a time, and only rank 0 keeps it.
+    """
+    if isinstance(tree, dict):
+        same = copy.copy(tree)  # keeps what else an OrderedDict carries
+        same.update((key, whole(value)) for key, value in tree.items())
+        return same
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map(whole, tree))
+    if isinstance(tree, DTensor):
+        full = tree.full_tensor()
+        return full.cpu() if get_rank() == 0 else None
+    return tree.detach().cpu() if isinstance(tree, Tensor) else tree
+
+
+def _optimizers(optim_wrapper: Any) -> Iterator[tuple[Place, Optimizer]]:
+    """The optimisers, with the place of their state below ``checkpoint['optimizer']``."""
+    if isinstance(optim_wrapper, OptimWrapperDict):
+        for name, wrapper in optim_wrapper.items():
+            yield (name,), wrapper.optimizer
+    else:
+        yield (), optim_wrapper.optimizer
+
+
+def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Names of an optimiser's parameters, in its order."""
+    names = {id(p): name for name, p in unwrap(model).named_parameters()}
+    parameters = [p for group in optimizer.param_groups for p in group['params']]
+    return [names.get(id(p), f'parameter {i}') for i, p in enumerate(parameters)]
+
+
+def by_name(states: dict[str, Any], model: nn.Module, optim_wrapper: Any) -> dict[str, Any]:
+    """An optimiser wrapper's state with parameters' names instead of numbers."""
+    for place, optimizer in _optimizers(optim_wrapper):
+        names = parameter_names(model, optimizer)
+
+        def rename(state: dict[str, Any], names: list[str] = names) -> dict[str, Any]:
+            return {
+                **state,
+                'names': names,
+                'state': _renamed(state['state'], dict(enumerate(names))),
+            }
+
+        states = _at(states, place, rename)
+    return states
+
+
+def by_index(states: dict[str, Any]) -> dict[str, Any]:
+    """Undo :func:`by_name`, wherever it was applied; what has numbers already stays."""
+    if 'names' in states:
+        numbers = {name: i for i, name in enumerate(states['names'])}
+        states = {**states, 'state': _renamed(states['state'], numbers)}
+        del states['names']
+        return states
+    return {
+        key: by_index(value) if isinstance(value, dict) and 'names' in value else value
+        for key, value in states.items()
+    }
+
+
+def _renamed(state: Mapping[Any, Any], names: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {names[key]: value for key, value in state.items()}
+
+
+def _at(tree: dict[str, Any], place: Place, change: Callable[[Any], Any]) -> dict[str, Any]:
+    return change(tree) if not place else {**tree, place[0]: _at(tree[place[0]], place[1:], change)}
+
+
+class Layout:
+    """How this run's ranks hold what a checkpoint contains.
+
+    Args:
+        model: The model, wrapped or not.
+        optim_wrapper: The optimiser wrapper, if the checkpoint's state of it is to be laid out.
+        revise_keys: Pairs of pattern and replacement for names, as ``load_checkpoint`` takes them.
+    """
+
+    def __init__(
+        self, model: nn.Module, optim_wrapper: Any, revise_keys: list[tuple[str, str]]
+    ) -> None:
+        bare = unwrap(model)
+        held = [*bare.named_parameters(), *bare.named_buffers()]
+        self._shards = {name: t for name, t in held if isinstance(t, DTensor)}
+        self._revise_keys = revise_keys
+        self._names: dict[Place, list[str]] = {}
+        if optim_wrapper is not None:
+            for place, optimizer in _optimizers(optim_wrapper):
+                below: Place = ('optimizer', *place)
+                self._names[below] = parameter_names(model, optimizer)
+
+    def like(self, place: Place, size: torch.Size) -> Tensor | None:
+        """The DTensor as which the checkpoint's tensor at ``place`` is held; None if held whole."""
+        for at, key in enumerate(place):
+            name = key
+            if isinstance(key, int):  # the number of a parameter, below (..., 'state')
+                names = self._names.get(place[: at - 1], [])
+                name = names[key] if key < len(names) else None
+            for pattern, replacement in self._revise_keys if isinstance(name, str) else ():
+                name = re.sub(pattern, replacement, name)
+            shard = self._shards.get(name)
+            if shard is not None and shard.shape == size:
+                return shard
+        return None
+
+    def spread(self, place: Place, tensor: Tensor) -> Tensor:
+        """This rank's shard of a whole tensor that every rank has; the tensor if held whole."""
+        shard = None if isinstance(tensor, DTensor) else self.like(place, tensor.shape)
+        if not isinstance(shard, DTensor):
+            return tensor
+        device = shard.to_local().device
+        return distribute_tensor(tensor.to(device), shard.device_mesh, shard.placements)
+
+
+def read_checkpoint(
+    filename: str, trusted: Sequence[str], layout: Layout, with_optimizer: bool
+) -> dict[str, Any]:
+    """Read a checkpoint of any kind as MMEngine's dict, laid out as this run's ranks hold it.
+
+    Args:
+        filename: A file of MMEngine's, a sharded checkpoint or a safetensors file.
+        trusted: See :func:`memengine.engine.checkpoint.files.safe_loading`.
+        layout: How ranks hold what is in it.
+        with_optimizer: Whether the optimiser's state is wanted.
+    """
+
+    def wanted(entry: str) -> bool:
+        return with_optimizer or entry != 'optimizer'
+
+    if is_sharded(filename):
+        checkpoint = read_sharded(Path(filename), trusted, wanted, layout.like)
+        if 'optimizer' in checkpoint:
+            checkpoint['optimizer'] = by_index(checkpoint['optimizer'])
+        return checkpoint
+    if filename.endswith('.safetensors'):
+        checkpoint = dict(meta={}, state_dict=load_file(filename))
+    else:
+        with safe_loading(filename, trusted):
+            checkpoint = _load_checkpoint(filename, map_location='cpu')
+        checkpoint = {entry: value for entry, value in checkpoint.items() if wanted(entry)}
+    rest, tensors = take_tensors(checkpoint)
+    return put_tensors(rest, {place: layout.spread(place, t) for place, t in tensors.items()})

@@ -1,0 +1,155 @@
+"""What the command line does: its options put into the config, then training or testing."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+from mmengine.config import Config
+
+from memengine.engine.checkpoint.files import find_latest
+from memengine.engine.checkpoint.sharded import is_sharded
+from memengine.engine.config.check import ConfigError, check_config
+from memengine.engine.config.file import load_config, near_files
+from memengine.engine.config.types import arguments_of, find_type
+from memengine.engine.distributed.threads import set_threads
+from memengine.registry import RUNNERS
+
+__all__ = ['convert', 'read_config', 'test', 'train']
+
+_DTYPE = {'bf16': 'bfloat16', 'fp16': 'float16'}
+
+
+def read_config(args: argparse.Namespace) -> Config:
+    """The config with what the command line sets, checked whole.
+
+    Args:
+        args: The parsed command line.
+
+    Raises:
+        ConfigError: With all that is wrong.
+    """
+    if args.command == 'test':
+        _must_exist(args.checkpoint, 'CHECKPOINT')
+    cfg = load_config(args.config, args.cfg_options)
+    cfg.setdefault('default_scope', 'memengine')
+    _set_launcher(cfg, args.launcher)
+    if args.work_dir is not None:
+        cfg.work_dir = args.work_dir
+    elif cfg.get('work_dir') is None:
+        cfg.work_dir = str(Path('work_dirs') / Path(args.config).stem)
+    if args.command == 'train':
+        _set_train_options(cfg, args)
+    else:
+        cfg.load_from, cfg.resume = args.checkpoint, False
+    check_config(cfg)
+    needed = 'train_cfg' if args.command == 'train' else 'test_cfg'
+    if cfg.get(needed) is None:
+        parts = 'optim_wrapper' if args.command == 'train' else 'test_evaluator'
+        raise ConfigError(
+            f'{args.config} has no {args.command}_dataloader, {needed} and {parts}, so there is '
+            f'nothing to {args.command}'
+        )
+    return cfg
+
+
+def train(cfg: Config) -> None:
+    """Train as a checked config says."""
+    _build(cfg, 'train_dataloader').train()
+
+
+def test(cfg: Config) -> None:
+    """Test the checkpoint that ``load_from`` names."""
+    _build(cfg, 'test_dataloader').test()
+
+
+def convert(source: str, target: str) -> str:
+    """Write a checkpoint in another form; returns what was done."""
+    from memengine.engine.checkpoint.convert import convert as carry_out
+
+    return carry_out(source, target)
+
+
+def _build(cfg: Config, loader: str) -> Any:
+    config = cfg.get(loader)
+    set_threads(config.get('num_workers', 0) if isinstance(config, dict) else 0)
+    return RUNNERS.build(cfg)
+
+
+def _must_exist(checkpoint: str, option: str) -> None:
+    is_there = os.path.isfile(checkpoint) or is_sharded(checkpoint) and os.path.isdir(checkpoint)
+    if '://' not in checkpoint and not is_there:
+        like = near_files(checkpoint, ('*.pth', '*.dcp', '*.safetensors'))
+        raise ConfigError(f'{option}: there is no checkpoint {checkpoint}{like}')
+
+
+def _set_launcher(cfg: Config, launcher: str | None) -> None:
+    if launcher is not None:
+        cfg.launcher = launcher
+    ranks = int(os.environ.get('WORLD_SIZE', 1))
+    if cfg.get('launcher', 'none') == 'none' and ranks > 1:
+        raise ConfigError(
+            f'--launcher: {ranks} processes were started (WORLD_SIZE={ranks}), each of which would '
+            'train by itself into the same folder; add --launcher pytorch'
+        )
+
+
+def _set_train_options(cfg: Config, args: argparse.Namespace) -> None:
+    if args.seed is not None or args.deterministic:
+        randomness = {'seed': None, **(cfg.get('randomness') or {})}
+        if args.seed is not None:
+            randomness['seed'] = args.seed
+        if args.deterministic:
+            randomness['deterministic'] = True
+            os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # cuBLAS asks for it
+        cfg.randomness = randomness
+    if args.max_iters is not None:
+        if args.max_iters < 1:
+            raise ConfigError(f'--max-iters must be at least 1, got {args.max_iters}')
+        if isinstance(cfg.get('train_cfg'), dict):
+            cfg.train_cfg.stop_at_iter = args.max_iters
+    if args.amp is not None:
+        _set_amp(cfg, args.amp)
+    if args.resume in (True, 'auto'):
+        _resume_latest(cfg)
+    elif args.resume is not None:
+        _must_exist(args.resume, '--resume')
+        cfg.resume, cfg.load_from = True, args.resume
+
+
+def _resume_latest(cfg: Config) -> None:
+    """Go on from the work dir; what ``load_from`` names is for the first start only."""
+    cfg.resume = True
+    if cfg.get('load_from') is not None:
+        if find_latest(cfg.work_dir) is not None:
+            cfg.load_from = None
+        else:
+            cfg.resume = False
+
+
+def _set_amp(cfg: Config, amp: str) -> None:
+    """Set mixed precision on the optimiser wrapper, or on each of several."""
+    wrapper = cfg.get('optim_wrapper')
+    if not isinstance(wrapper, dict):
+        raise ConfigError('--amp: the config has no optim_wrapper to set it on')
+    several = [value for value in wrapper.values() if isinstance(value, dict)]
+    for one in [wrapper] if 'optimizer' in wrapper else several:
+        kind = one.get('type', 'OptimWrapper')
+        found = kind
+        if isinstance(kind, str):
+            found = find_type('OPTIM_WRAPPERS', kind, cfg.default_scope)
+        taken = arguments_of(found).names if found is not None else frozenset({'dtype'})
+        if 'precision' in taken:
+            one['precision'] = amp
+        elif 'dtype' in taken:
+            one['dtype'] = _DTYPE[amp]
+        elif getattr(found, '__name__', '') == 'OptimWrapper':
+            one['type'], one['dtype'] = 'AmpOptimWrapper', _DTYPE[amp]
+        else:
+            name = getattr(kind, '__name__', kind)
+            raise ConfigError(
+                f"--amp: optim_wrapper.type='{name}' takes neither precision nor dtype; leave "
+                '--amp out, or use OptimWrapper'
+            )

@@ -1,0 +1,195 @@
+"""Checking a config before anything is built from it.
+
+Every key and every type is compared with what MMEngine's registries and the constructors'
+signatures say; a misspelt one is an error that names the nearest real ones. What only the build
+can know (the keys of a dict that some constructor takes as it is) is left to it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mmengine.config import Config
+
+from memengine.engine.config.checker import Checker
+from memengine.engine.config.schema import FREE_KEYS, TOP_KEYS, TOP_PLACES, TOP_VALUES, TRIPLETS
+from memengine.engine.config.types import arguments_of, find_type
+from memengine.engine.config.variables import used_names
+from memengine.suggest import ONE_SLIP, STRICT, did_you_mean, near
+
+__all__ = ['ConfigError', 'check_config', 'import_custom_modules', 'known_keys']
+
+DEFAULT_SCOPE = 'memengine'
+
+
+class ConfigError(ValueError):
+    """A config that says something that is not there, or cannot be.
+
+    Args:
+        problems: One sentence each, beginning with the setting's dotted path.
+    """
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__('\n'.join(self.problems))
+
+
+def check_config(cfg: Config | Mapping[str, Any]) -> None:
+    """Check a whole config; nothing is built, but the modules that hold the types are imported.
+
+    A key of one's own is possible below ``vars`` and ``custom``, which are left alone. So is a
+    name at the top of a config file that the file itself uses further down
+    (``train_pipeline = [...]``, then ``pipeline=train_pipeline``).
+
+    Args:
+        cfg: The config, MMEngine's ``Config`` or a dict.
+
+    Raises:
+        ConfigError: With all problems, one a line.
+    """
+    import_custom_modules(cfg)
+    checker = Checker(_scope_of(cfg))
+    entries = _resolved(cfg, '', checker)
+    if checker.problems:
+        raise ConfigError(checker.problems)
+    known = known_keys(cfg)
+    unknown = _unknown_keys(cfg, entries, known)
+    for key in unknown:
+        advice = '' if near(key, known, STRICT) else '; a key of your own goes below vars=dict(...)'
+        checker.problems.append(f"unknown key '{key}'{did_you_mean(key, known)}{advice}")
+    for key, value in entries.items():
+        if key in known:
+            _check_entry(checker, key, value)
+    _check_what_is_missing(checker, entries, unknown)
+    if checker.problems:
+        raise ConfigError(checker.problems)
+
+
+def import_custom_modules(cfg: Config | Mapping[str, Any]) -> None:
+    """Import what ``custom_imports`` names, as MMEngine does, so that it can register itself.
+
+    Raises:
+        ConfigError: When a module cannot be imported and ``allow_failed_imports`` is not set.
+    """
+    custom = cfg.get('custom_imports')
+    if not custom:
+        return
+    modules = custom.get('imports') if isinstance(custom, Mapping) else None
+    modules = [modules] if isinstance(modules, str) else modules
+    if not isinstance(modules, (list, tuple)) or not all(isinstance(name, str) for name in modules):
+        raise ConfigError(
+            "custom_imports must be dict(imports=['module', ...], allow_failed_imports=False), "
+            f'got {custom!r}'
+        )
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            problem = f"custom_imports: '{name}' cannot be imported: {error}"
+            if isinstance(error, ModuleNotFoundError) and f'{name}.'.startswith(f'{error.name}.'):
+                problem = (
+                    f"custom_imports: there is no module '{name}' in the current folder, in the "
+                    "config's, or on PYTHONPATH"
+                )
+            if not custom.get('allow_failed_imports', False):
+                raise ConfigError(problem) from error
+            warnings.warn(problem, stacklevel=2)
+
+
+def known_keys(cfg: Config | Mapping[str, Any]) -> set[str]:
+    """The keys that mean something at the top of a config."""
+    keys = {*TOP_KEYS, *FREE_KEYS}
+    runner = cfg.get('runner_type')
+    if isinstance(runner, str):
+        runner = find_type('RUNNERS', runner, _scope_of(cfg))
+    return keys | (set(arguments_of(runner).names) if runner is not None else set())
+
+
+def _resolved(value: Any, path: str, checker: Checker) -> Any:
+    """The same in plain dicts; a config of MMEngine's new style imports what it names on access."""
+    if isinstance(value, (list, tuple)):
+        return [_resolved(entry, f'{path}.{index}', checker) for index, entry in enumerate(value)]
+    if not isinstance(value, (Mapping, Config)):
+        return value
+    entries = {}
+    imported = getattr(value, '_imported_names', ()) if isinstance(value, Config) else ()
+    for key in [key for key in value if key not in imported]:
+        below = f'{path}.{key}' if path else str(key)
+        try:
+            entries[key] = _resolved(value[key], below, checker)
+        except ImportError as error:
+            checker.say(below, str(error))
+    return entries
+
+
+def _scope_of(cfg: Config | Mapping[str, Any]) -> str:
+    scope = cfg.get('default_scope') or DEFAULT_SCOPE
+    if not isinstance(scope, str):
+        raise ConfigError(f'default_scope: must be the name of a scope, got {scope!r}')
+    return scope
+
+
+def _unknown_keys(
+    cfg: Config | Mapping[str, Any], entries: Mapping[str, Any], known: set[str]
+) -> list[str]:
+    """Keys at the top that nothing reads, and that are no name of the config file's own."""
+    filename = getattr(cfg, 'filename', None)
+    own = used_names(Path(filename)) if filename else set()
+    read = {key: value for key, value in entries.items() if key in known}
+    # In a config that a run wrote out, the values of such names stand where they were used.
+    written_out = own == {'dict'} and 'work_dir' in entries and 'launcher' in entries
+    return [
+        str(key)
+        for key, value in entries.items()
+        if not (key in known or key in own or callable(value))
+        and not (written_out and not near(str(key), known, ONE_SLIP) and _occurs_in(value, read))
+    ]
+
+
+def _occurs_in(value: Any, tree: Any) -> bool:
+    """Whether a value stands somewhere in ``tree``; a text, also as part of another."""
+    if value is None or (isinstance(value, str) and isinstance(tree, str) and value in tree):
+        return True
+    if type(value) is type(tree) and value == tree:
+        return True
+    if isinstance(tree, Mapping):
+        return any(_occurs_in(value, entry) for entry in tree.values())
+    return isinstance(tree, (list, tuple)) and any(_occurs_in(value, entry) for entry in tree)
+
+
+def _check_entry(checker: Checker, key: str, value: Any) -> None:
+    if key in FREE_KEYS:
+        if not isinstance(value, Mapping):
+            checker.say(key, f'must be a dict of keys of your own, got {value!r}')
+    elif key in TOP_VALUES:
+        checker.check_value(value, TOP_VALUES[key], key)
+    elif key in TOP_PLACES:
+        checker.check(value, TOP_PLACES[key], key, checker.scope)
+
+
+def _check_what_is_missing(
+    checker: Checker, entries: Mapping[str, Any], unknown: list[str]
+) -> None:
+    """The model, and what is needed together; a misspelt one has been reported already."""
+    lacking = {
+        key
+        for key in ('model', *(key for triplet in TRIPLETS for key in triplet))
+        if entries.get(key) is None and not near(key, unknown, STRICT)
+    }
+    if 'model' in lacking:
+        checker.say('model', "is missing: model=dict(type='...', ...)")
+    for triplet in TRIPLETS:
+        there = [key for key in triplet if entries.get(key) is not None]
+        missing = [key for key in triplet if key in lacking]
+        if there and missing:
+            checker.say(
+                ' and '.join(missing),
+                f'missing beside {" and ".join(there)}: the three go together, or none is there',
+            )
+    alone = not any(entries.get(key) is not None for key in TRIPLETS[0])
+    if entries.get('param_scheduler') is not None and alone and 'optim_wrapper' in lacking:
+        checker.say('param_scheduler', 'needs optim_wrapper, which is missing')

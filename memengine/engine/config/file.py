@@ -1,0 +1,178 @@
+"""Reading a config file and laying ``--cfg-options`` over it, with errors that say where."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmengine.config import Config
+from mmengine.config.utils import ConfigParsingError
+
+from memengine.engine.config.check import ConfigError, import_custom_modules, known_keys
+from memengine.engine.config.schema import FREE_KEYS
+from memengine.suggest import did_you_mean, near
+
+__all__ = ['load_config', 'merge_options', 'near_files']
+
+
+def near_files(path: str | Path, patterns: tuple[str, ...] = ('*.py',)) -> str:
+    """A clause that names existing files like ``path``, beside it or below ``configs/``."""
+    path = Path(path)
+    folders = [(path.parent, 'glob'), (Path('configs'), 'rglob')]
+    found = {
+        file.name: str(file)
+        for folder, search in reversed(folders)
+        if folder.is_dir()
+        for pattern in patterns
+        for file in getattr(folder, search)(pattern)
+    }
+    stems = {Path(name).stem: file for name, file in found.items()}
+    like = near(path.stem, stems)
+    return f': did you mean {" or ".join(stems[stem] for stem in like)}?' if like else ''
+
+
+def load_config(path: str | Path, options: Mapping[str, Any] | None = None) -> Config:
+    """Read a config file.
+
+    Args:
+        path: A ``.py``, ``.yaml`` or ``.json`` file in MMEngine's config language.
+        options: Dotted path to value, as ``--cfg-options`` gives them.
+
+    Returns:
+        The config, with the modules of ``custom_imports`` imported.
+
+    Raises:
+        ConfigError: When the file or one of its bases is not there or has an error (with file and
+            line), or an option does not fit.
+    """
+    if not os.path.exists(path):
+        raise ConfigError(f'there is no config file {path}{near_files(path)}')
+    if os.path.isdir(path):
+        inside = sorted(map(str, Path(path).rglob('*.py')))[:3]
+        such_as = f', such as {" or ".join(inside)}' if inside else ''
+        raise ConfigError(f'{path} is a folder; give a config file{such_as}')
+    if Path(path).suffix not in ('.py', '.yaml', '.yml', '.json'):
+        raise ConfigError(
+            f'{path} is no config file: its name must end in .py, .yaml, .yml or .json'
+        )
+    try:
+        cfg = Config.fromfile(path, import_custom_modules=False)
+    except Exception as error:
+        raise ConfigError(_describe(error, str(path))) from error
+    merge_options(cfg, options or {})
+    import_custom_modules(cfg)
+    return cfg
+
+
+def _describe(error: Exception, path: str) -> str:
+    """What is wrong with a config file, from the error that reading it raised."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    reading = [  # the files that MMEngine was reading, from the config to its innermost base
+        str(frame.f_locals['filename'])
+        for frame, _ in frames
+        if frame.f_code.co_name in ('_file2dict', '_parse_lazy_import', '_is_lazy_import')
+    ]
+    file = _short(reading[-1]) if reading else path
+    if isinstance(error, SyntaxError):
+        line = f', line {error.lineno}' if error.lineno else ''
+        return f'{file}{line}: {error.msg}'
+    missing = [
+        frame.f_locals['module_path']
+        for frame, _ in frames
+        if frame.f_code.co_name == '_parse_lazy_import' and 'module_path' in frame.f_locals
+    ]
+    if isinstance(error, ConfigParsingError) and missing and not os.path.exists(missing[-1]):
+        reading.append(missing[-1])
+    if len(reading) > 1 and not os.path.exists(reading[-1]):
+        base = _short(reading[-1])
+        by = next(_short(name) for name in reversed(reading) if os.path.exists(name))
+        return f'{by}: its base config {base} does not exist{near_files(base)}'
+    line = next(
+        (
+            f', line {number}'
+            for frame, number in reversed(frames)
+            if frame.f_code.co_filename in reading
+        ),
+        '',
+    )
+    innermost = frames[-1][0].f_code
+    if innermost.co_name == '__call__' and innermost.co_filename.endswith('lazy.py'):
+        return (
+            f'{file}{line}: what a config imports is imported only when it is built, so it cannot '
+            'be called here; name it in a type, or compute the value yourself'
+        )
+    return f'{file}{line}: {type(error).__name__}: {_text(error)}'
+
+
+def _short(path: str) -> str:
+    relative = os.path.relpath(path)
+    return path if relative.startswith('..') else relative
+
+
+def _text(error: Exception) -> str:
+    only = error.args[0] if isinstance(error, KeyError) and len(error.args) == 1 else str(error)
+    return ' '.join(str(only).split())
+
+
+def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
+    """Set entries of a config by dotted path, in place.
+
+    Args:
+        cfg: The config.
+        options: ``{'optim_wrapper.optimizer.lr': 1e-3, 'param_scheduler.0.end': 5}``. A dict with
+            ``_delete_=True`` takes the place of the one that is there.
+
+    Raises:
+        ConfigError: When a path leads through something that is no dict and no list, past the end
+            of a list, or begins with a key that means nothing.
+    """
+    problems = [
+        problem for path, value in options.items() if (problem := _misfit(cfg, path, value))
+    ]
+    if problems:
+        raise ConfigError(problems)
+    cfg.merge_from_dict(dict(options))
+
+
+def _misfit(cfg: Config, path: str, value: Any) -> str | None:
+    """Why an option cannot be set, if so."""
+    keys = path.split('.')
+    if not all(keys):
+        return f'--cfg-options {path}: a path is keys joined by single dots'
+    known = known_keys(cfg)
+    if keys[0] not in known:
+        if keys[0] in cfg:
+            return (
+                f"--cfg-options {path}: '{keys[0]}' is a name that the config file uses itself; by "
+                'now it has been used, so setting it changes nothing: set the places it went to'
+            )
+        return f"unknown key '{keys[0]}'{did_you_mean(keys[0], known)}" + (
+            '' if near(keys[0], known) else f'; a key of your own goes below {FREE_KEYS[0]}'
+        )
+    node: Any = cfg
+    for depth, key in enumerate(keys):
+        before = '.'.join(keys[:depth])
+        if isinstance(node, (Mapping, Config)):
+            if key not in node:
+                return None  # a new entry, which check_config judges
+            node = node[key]
+        elif isinstance(node, list):
+            if not key.isdigit():
+                return f'{path}: {before} is a list; name an entry by its number, as {before}.0'
+            if int(key) >= len(node):
+                there = f'its entries are 0 to {len(node) - 1}' if node else 'it is empty'
+                return f'{path}: {before} has no entry {key}; {there}'
+            node = node[int(key)]
+        else:
+            return f'{path}: {before} is {node!r}, which has no entries; set {before} as a whole'
+    if (
+        isinstance(node, Mapping)
+        and node
+        and isinstance(value, (str, int, float))
+        and not isinstance(value, bool)
+    ):
+        return f'{path}: is a dict; set its entries one by one, as {path}.{next(iter(node))}=...'
+    return None

@@ -1,0 +1,322 @@
+"""What may stand where in a config: a table of places.
+
+:data:`TOP_PLACES` lists those that MMEngine's Runner knows, :data:`PARAMETERS` those that go by
+the name of an argument, wherever it is. Classes are never listed here: registries know them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from mmengine.optim import BaseOptimWrapper
+from mmengine.runner import Runner
+from mmengine.utils.dl_utils import set_multi_processing
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.utils.data import DataLoader
+
+from memengine.engine.config.place import (
+    BOOL,
+    NON_NEGATIVE_INT,
+    NON_NEGATIVE_NUMBER,
+    POSITIVE_INT,
+    POSITIVE_NUMBER,
+    SEED,
+    Config,
+    Place,
+    PlaceOrChoice,
+    Value,
+    one_of,
+)
+
+__all__ = [
+    'DEFAULT_HOOK_TYPES',
+    'FREE_KEYS',
+    'PARAMETERS',
+    'TOP_KEYS',
+    'TOP_PLACES',
+    'TOP_VALUES',
+    'TRIPLETS',
+]
+
+FREE = Place()
+MODEL = Place('MODELS', complete=True)
+PART = Place('MODELS')
+DATASET = Place('DATASETS', complete=True)
+SAMPLER = Place('DATA_SAMPLERS', supplied=frozenset({'dataset', 'seed'}), complete=True)
+TRANSFORM = Place('TRANSFORMS', complete=True, late='mmcv.transforms')
+HOOK = Place('HOOKS', extra=frozenset({'priority'}), complete=True)
+METRIC = Place('METRICS', complete=True)
+INITIALIZER = Place(
+    'WEIGHT_INITIALIZERS',
+    places={'override': Place('WEIGHT_INITIALIZERS', extra=frozenset({'name'}))},
+)
+VIS_BACKEND = Place('VISBACKENDS', supplied=frozenset({'save_dir'}), complete=True)
+FUNCTION = Place('FUNCTIONS', positional=1, scoped=False)
+OPTIMIZER = Place(
+    'OPTIMIZERS',
+    positional=1,
+    complete=True,
+    values={'lr': POSITIVE_NUMBER, 'weight_decay': NON_NEGATIVE_NUMBER},
+)
+SCHEDULER = Place(
+    'PARAM_SCHEDULERS',
+    extra=frozenset({'convert_to_iter_based'}),
+    supplied=frozenset({'optimizer', 'epoch_length'}),
+    complete=True,
+)
+VISUALIZER = Place(
+    'VISUALIZERS', supplied=frozenset({'name', 'save_dir'}), places={'vis_backends': VIS_BACKEND}
+)
+
+
+def _loader_rule(loader: Config) -> Iterator[tuple[str, str]]:
+    if loader.get('num_workers', 0) == 0:
+        for key, off in (('persistent_workers', False), ('prefetch_factor', None)):
+            if loader.get(key, off) != off:
+                yield key, f'needs num_workers above 0; set {key}={off} or num_workers=1'
+    if 'shuffle' in loader:
+        advice = f"sampler=dict(type='DefaultSampler', shuffle={loader['shuffle']})"
+        yield 'shuffle', f'the sampler decides about the order; write {advice} instead'
+
+
+LOADER = Place(
+    accepts=DataLoader,
+    extra=frozenset({'num_batch_per_epoch', 'disable_subprocess_warning'}),
+    needs=('dataset', 'sampler'),
+    places={
+        'dataset': DATASET,
+        'sampler': SAMPLER,
+        'batch_sampler': Place('DATA_SAMPLERS', supplied=frozenset({'sampler', 'batch_size'})),
+        'collate_fn': FUNCTION,
+        'worker_init_fn': FUNCTION,
+    },
+    values={
+        'batch_size': POSITIVE_INT,
+        'num_workers': NON_NEGATIVE_INT,
+        'num_batch_per_epoch': POSITIVE_INT,
+    },
+    rule=_loader_rule,
+)
+
+_TRAIN_LOOP = Place(
+    'LOOPS',
+    supplied=frozenset({'runner', 'dataloader'}),
+    complete=True,
+    values={
+        'max_epochs': POSITIVE_INT,
+        'max_iters': POSITIVE_INT,
+        'val_interval': POSITIVE_INT,
+        'stop_at_iter': POSITIVE_INT,
+    },
+)
+_EVAL_LOOP = Place(
+    'LOOPS', supplied=frozenset({'runner', 'dataloader', 'evaluator'}), values={'fp16': BOOL}
+)
+
+
+def _train_loop(config: Config) -> Place:
+    if 'type' in config:
+        return _TRAIN_LOOP
+    by_epoch = config.get('by_epoch', 'max_iters' not in config)
+    default = 'EpochBasedTrainLoop' if by_epoch else 'IterBasedTrainLoop'
+    return replace(_TRAIN_LOOP, default=default, extra=frozenset({'by_epoch'}))
+
+
+def _clip_grad(config: Config) -> Place:
+    by_value = config.get('type') == 'value'
+    return Place(
+        accepts=clip_grad_value_ if by_value else clip_grad_norm_,
+        positional=1,
+        extra=frozenset({'type'}),
+        complete=True,
+        values={
+            'type': one_of('norm', 'value', 'each_norm'),
+            'max_norm': POSITIVE_NUMBER,
+            'clip_value': POSITIVE_NUMBER,
+        },
+    )
+
+
+_PARAMWISE = Place(
+    accepts=frozenset(
+        {
+            'custom_keys',
+            'bias_lr_mult',
+            'bias_decay_mult',
+            'norm_decay_mult',
+            'dwconv_decay_mult',
+            'flat_decay_mult',
+            'dcn_offset_lr_mult',
+            'bypass_duplicate',
+        }
+    ),
+    places={
+        # Beside these two, a parameter group may have any setting of the user's own.
+        'custom_keys': Place(each=Place(accepts=frozenset({'lr_mult', 'decay_mult'}), lenient=True))
+    },
+)
+_OPTIM_WRAPPER = Place(
+    'OPTIM_WRAPPERS',
+    default='OptimWrapper',
+    extra=frozenset({'constructor', 'paramwise_cfg'}),
+    needs=('optimizer',),
+    places={
+        'optimizer': OPTIMIZER,
+        'clip_grad': _clip_grad,
+        'paramwise_cfg': _PARAMWISE,
+        'constructor': Place('OPTIM_WRAPPER_CONSTRUCTORS', by_name=True),
+    },
+    values={'accumulative_counts': POSITIVE_INT},
+)
+
+
+def _optim_wrapper(config: Config) -> Place:
+    if any(isinstance(value, BaseOptimWrapper) for value in config.values()):
+        return FREE  # several, built already, by free names
+    constructor = config.get('constructor', 'DefaultOptimWrapperConstructor')
+    name = getattr(constructor, '__name__', constructor)
+    if str(name).rpartition('.')[2] == 'DefaultOptimWrapperConstructor':
+        return _OPTIM_WRAPPER
+    # A constructor of the user's own may take keys of its own, and build several wrappers.
+    own = {**_OPTIM_WRAPPER.places, 'paramwise_cfg': FREE}
+    if 'optimizer' in config:
+        return replace(_OPTIM_WRAPPER, lenient=True, places=own)
+    return Place(
+        each=_OPTIM_WRAPPER, places={key: own[key] for key in ('constructor', 'paramwise_cfg')}
+    )
+
+
+def _schedulers(config: Any) -> Place:
+    several = isinstance(config, Mapping) and 'type' not in config
+    return Place(each=SCHEDULER) if several else SCHEDULER
+
+
+def _evaluator(config: Any) -> Place:
+    if isinstance(config, Mapping) and 'metrics' in config:
+        return Place('EVALUATOR', default='Evaluator', complete=True, places={'metrics': METRIC})
+    return METRIC
+
+
+# The types of MMEngine's default hooks, which an entry without type takes.
+DEFAULT_HOOK_TYPES: Mapping[str, str] = {
+    'runtime_info': 'RuntimeInfoHook',
+    'timer': 'IterTimerHook',
+    'sampler_seed': 'DistSamplerSeedHook',
+    'logger': 'LoggerHook',
+    'param_scheduler': 'ParamSchedulerHook',
+    'checkpoint': 'CheckpointHook',
+}
+_DEFAULT_HOOKS = Place(
+    each=HOOK,
+    places={name: replace(HOOK, default=hook) for name, hook in DEFAULT_HOOK_TYPES.items()},
+)
+
+_ENVIRONMENT = Place(
+    accepts=frozenset({'cudnn_benchmark', 'mp_cfg', 'dist_cfg', 'resource_limit'}),
+    places={
+        'mp_cfg': Place(accepts=set_multi_processing, supplied=frozenset({'distributed'})),
+        'dist_cfg': Place(
+            accepts=torch.distributed.init_process_group, extra=frozenset({'port', 'init_backend'})
+        ),
+    },
+    values={'cudnn_benchmark': BOOL, 'resource_limit': POSITIVE_INT},
+)
+
+
+def _short_for(hook: str) -> PlaceOrChoice:
+    """A key that stands for a hook: its arguments, its modules, or True."""
+    place = Place('HOOKS', default=hook)
+    return lambda value: place if value else Place()
+
+
+TOP_PLACES: Mapping[str, PlaceOrChoice] = {
+    'model': MODEL,
+    'data_preprocessor': PART,
+    'train_dataloader': LOADER,
+    'val_dataloader': LOADER,
+    'test_dataloader': LOADER,
+    'train_cfg': _train_loop,
+    'val_cfg': replace(_EVAL_LOOP, default='ValLoop'),
+    'test_cfg': replace(_EVAL_LOOP, default='TestLoop'),
+    'optim_wrapper': _optim_wrapper,
+    'param_scheduler': _schedulers,
+    'auto_scale_lr': Place(
+        accepts=frozenset({'base_batch_size', 'enable'}),
+        values={'base_batch_size': POSITIVE_INT, 'enable': BOOL},
+    ),
+    'val_evaluator': _evaluator,
+    'test_evaluator': _evaluator,
+    'default_hooks': _DEFAULT_HOOKS,
+    'custom_hooks': HOOK,
+    'env_cfg': _ENVIRONMENT,
+    'randomness': Place(
+        accepts=Runner.set_randomness,
+        supplied=frozenset({'self'}),
+        values={'seed': SEED, 'deterministic': BOOL, 'diff_rank_seed': BOOL},
+    ),
+    'log_processor': Place('LOG_PROCESSORS', default='LogProcessor', complete=True),
+    'visualizer': VISUALIZER,
+    'model_wrapper_cfg': Place(
+        'MODEL_WRAPPERS',
+        default='MMDistributedDataParallel',
+        supplied=frozenset({'module', 'device_ids'}),
+    ),
+    'compile': Place(accepts=torch.compile, supplied=frozenset({'model'}), accepts_bool=True),
+    'activation_checkpointing': _short_for('ActivationCheckpointingHook'),
+    'activation_offload': _short_for('ActivationOffloadHook'),
+    'compile_blocks': _short_for('CompileBlocksHook'),
+    'dropit': _short_for('DropITHook'),
+    'efficient_conv_bn_eval': _short_for('EfficientConvBNEvalHook'),
+    'quantized_activations': _short_for('QuantizedActivationsHook'),
+    'recomputed_activations': _short_for('RecomputedActivationsHook'),
+    'custom_imports': Place(accepts=frozenset({'imports', 'allow_failed_imports'})),
+    'runner_type': Place('RUNNERS', by_name=True),
+    'tta_model': Place('MODELS', supplied=frozenset({'module'})),
+    'tta_pipeline': TRANSFORM,
+}
+
+TOP_VALUES: Mapping[str, Value] = {
+    'launcher': one_of('none', 'pytorch', 'slurm', 'mpi'),
+    'resume': BOOL,
+    'find_unused_parameters': BOOL,
+    'sync_bn': one_of('torch', 'mmcv', None),
+}
+
+# What a run reads from its config beside the arguments of the Runner: MMEngine, then memengine.
+_READ_BY_MMENGINE = (
+    'activation_checkpointing compile custom_imports efficient_conv_bn_eval find_unused_parameters '
+    'model_wrapper_cfg runner_type sync_bn tta_model tta_pipeline _scope_'
+)
+_READ_BY_MEMENGINE = (
+    'activation_offload compile_blocks dropit quantized_activations recomputed_activations '
+    'trusted_globals'
+)
+TOP_KEYS = frozenset(inspect.signature(Runner.__init__).parameters) - {'self', 'cfg'} | {
+    *_READ_BY_MMENGINE.split(),
+    *_READ_BY_MEMENGINE.split(),
+}
+FREE_KEYS = ('vars', 'custom')
+
+TRIPLETS = (
+    ('train_dataloader', 'train_cfg', 'optim_wrapper'),
+    ('val_dataloader', 'val_cfg', 'val_evaluator'),
+    ('test_dataloader', 'test_cfg', 'test_evaluator'),
+)
+
+# Arguments that mean the same wherever they are found below a type.
+PARAMETERS: Mapping[str, Place] = {
+    'init_cfg': INITIALIZER,
+    'data_preprocessor': PART,
+    'pipeline': replace(TRANSFORM, complete=False),
+    'transforms': replace(TRANSFORM, complete=False),
+    'dataset': replace(DATASET, complete=False),
+    'datasets': replace(DATASET, complete=False),
+    'metrics': replace(METRIC, complete=False),
+    'vis_backends': VIS_BACKEND,
+    # MMCV's builder of normalisation layers takes this key out.
+    'norm_cfg': replace(PART, extra=frozenset({'requires_grad'}), lenient=True),
+}

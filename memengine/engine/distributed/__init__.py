@@ -1,0 +1,1 @@
+"""Processes, ranks and threads."""

@@ -1,0 +1,1 @@
+"""Activation checkpointing: what is computed again in backward."""

@@ -1,0 +1,202 @@
+"""A module's forward that runs once more in backward, just as it ran the first time."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from memengine.techniques.checkpointing.budget import Kept, Trace, measure
+from memengine.techniques.checkpointing.op_policy import Policy, policy_by_ops
+from memengine.techniques.modules.random_state import RandomState, accelerators_of
+from memengine.techniques.modules.wrapped_forward import WrappedForward
+
+__all__ = ['HOOKS_SEE_KEPT', 'SETTING', 'CheckpointedForward']
+
+SETTING = 'activation_checkpointing'  # what errors call it
+
+# From torch 2.9 or so on, kept tensors may pass through the saved-tensor hooks around a module
+# (a meter, offloading), as every other saved tensor does.
+HOOKS_SEE_KEPT = 'respect_saved_tensors_hooks' in inspect.signature(checkpoint).parameters
+
+
+class Owner(Protocol):
+    """Who says what a module keeps."""
+
+    ops: frozenset[str]
+    budget: float | None
+
+    def kept(self, name: str, training: bool, trace: Callable[[], Trace]) -> Kept:
+        """What is kept; ``trace()`` measures the module."""
+        ...
+
+
+class CheckpointedForward(WrappedForward):
+    """Stands in a module's ``forward``; ``owner`` says what is kept.
+
+    Attributes:
+        calls: How often the module was called.
+        checkpointed: How often of these something was left to be computed again.
+    """
+
+    setting = SETTING
+
+    def __init__(self, name: str, module: nn.Module, owner: Owner) -> None:
+        super().__init__(name, module)
+        self.owner = owner
+        self.calls = self.checkpointed = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; what it computes is computed again in backward."""
+        if torch.compiler.is_compiling() and self.owner.budget is None:
+            return self._traced_by_compile(*args, **kwargs)
+        return self._eager(*args, **kwargs)
+
+    @torch.compiler.disable
+    def _eager(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if not torch.is_grad_enabled() or not self._needs_gradient(tensors):
+            return self.plain(*args, **kwargs)
+        run = _Run(self.plain, structure, (args, kwargs))
+        first = not self.checkpointed
+        state = RandomState(accelerators_of(self.module, tensors))
+        kept = self.owner.kept(
+            self.name, self.module.training, partial(self._measure, run, leaves, tensors, state)
+        )
+        self.checkpointed += 1
+        if kept is None:
+            return self.plain(*args, **kwargs)
+        with _repeatable(self.name, self.module, tensors, buffers=first):
+            return self._checkpoint(run, leaves, state, kept)
+
+    def _needs_gradient(self, tensors: list[Tensor]) -> bool:
+        parameters = self.module.parameters()
+        return any(t.requires_grad for t in tensors) or any(p.requires_grad for p in parameters)
+
+    def _measure(
+        self, run: _Run, leaves: list[Any], tensors: list[Tensor], state: RandomState
+    ) -> Trace:
+        with _Again(state, self.module):
+            return measure(self.module, partial(run.again, *leaves), tensors)
+
+    def _checkpoint(self, run: _Run, leaves: list[Any], state: RandomState, kept: Kept) -> Any:
+        again = _Again(state, self.module)
+        options: dict[str, Any] = dict(context_fn=lambda: (ExitStack(), again))
+        with ExitStack() as stack:
+            if kept:
+                forward, repeated = create_selective_checkpoint_contexts(Policy(kept))
+                again = _Again(state, self.module, repeated)
+                options = dict(context_fn=lambda: (forward, again))
+                if HOOKS_SEE_KEPT:
+                    options['respect_saved_tensors_hooks'] = True
+                # A weight that is cast already would be cast again, and the calls not be paired.
+                stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+                torch.set_autocast_cache_enabled(False)
+            return checkpoint(
+                run, *leaves, use_reentrant=False, preserve_rng_state=False, **options
+            )
+
+    def _traced_by_compile(self, *args: Any, **kwargs: Any) -> Any:
+        self.checkpointed = 1  # a constant, so that it is no reason to compile again
+        options: dict[str, Any] = {}
+        if self.owner.ops:
+            policy = partial(policy_by_ops, self.owner.ops)
+            options['context_fn'] = partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(self.plain, *args, use_reentrant=False, **options, **kwargs)
+
+
+class _Run:
+    """A forward on flat arguments, so that every tensor in them is one that checkpoint saves."""
+
+    def __init__(self, forward: Callable[..., Any], structure: Any, given: Any) -> None:
+        self._forward, self._structure = forward, structure
+        self._given = [given]  # for the first forward the very objects: it may write into a list
+
+    def __call__(self, *leaves: Any) -> Any:
+        if not self._given:
+            return self.again(*leaves)
+        args, kwargs = self._given.pop()
+        return self._forward(*args, **kwargs)
+
+    def again(self, *leaves: Any) -> Any:
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        return self._forward(*args, **kwargs)
+
+
+class _Again:
+    """The context of a repeated forward; entered once for each backward through the graph."""
+
+    def __init__(self, state: RandomState, module: nn.Module, *more: Any) -> None:
+        self._state, self._more = state, more
+        self._norms = [  # how they count now; slices and schedules change it before backward
+            (layer, dict(training=layer.training, track_running_stats=layer.track_running_stats))
+            for layer in module.modules()
+            if isinstance(layer, _NormBase)
+        ]
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self._state.replay())
+            stack.enter_context(_spared_statistics(self._norms))
+            for context in self._more:
+                stack.enter_context(context)
+            self._stack = stack.pop_all()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.__exit__(*exception)
+
+
+@contextmanager
+def _spared_statistics(norms: list[tuple[_NormBase, dict[str, bool]]]) -> Iterator[None]:
+    """Let norm layers run as they did, and count into copies of their statistics.
+
+    (Without statistics they would save other tensors than in the first forward.)
+    """
+    before = [{key: getattr(layer, key) for key in flags} for layer, flags in norms]
+    buffers = [dict(layer._buffers) for layer, _ in norms]
+    for layer, flags in norms:
+        vars(layer).update(flags)
+        if layer.training and layer.track_running_stats:
+            present = {key: b for key, b in layer._buffers.items() if b is not None}
+            layer._buffers.update({key: b.clone() for key, b in present.items()})
+    try:
+        yield
+    finally:
+        for (layer, _), flags, own in zip(norms, before, buffers, strict=True):
+            vars(layer).update(flags)
+            layer._buffers.update(own)
+
+
+@contextmanager
+def _repeatable(
+    name: str, module: nn.Module, tensors: list[Tensor], buffers: bool
+) -> Iterator[None]:
+    """Refuse a forward that changes what it would be repeated from."""
+    versions = [tensor._version for tensor in tensors]
+    watched = {}
+    if buffers:
+        counted = {id(b) for m in module.modules() if isinstance(m, _NormBase) for b in m.buffers()}
+        watched = {k: (b, b._version) for k, b in module.named_buffers() if id(b) not in counted}
+    yield
+    if versions != [tensor._version for tensor in tensors]:
+        raise ValueError(
+            f'{SETTING}: {name} changes its input in place, so its forward cannot '
+            'be repeated from it; set inplace=False in its first layers, or leave it out'
+        )
+    for key, (buffer, version) in watched.items():
+        if module.get_buffer(key) is not buffer or buffer._version != version:
+            raise ValueError(
+                f'{SETTING}: the buffer {key} of {name} changes in every forward, '
+                'so the forward cannot be repeated; leave the module out'
+            )

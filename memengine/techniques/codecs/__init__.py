@@ -1,0 +1,1 @@
+"""How a saved tensor is kept in fewer bytes."""

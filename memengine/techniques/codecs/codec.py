@@ -1,0 +1,27 @@
+"""How a saved tensor is kept until backward: a codec gives its code, a code gives it back.
+
+A codec is chosen per operation by what its derivative needs (see ``backward_needs.py``). Codecs
+nest: the values that a sparse code keeps may themselves be quantised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+__all__ = ['Code', 'Codec']
+
+
+class Code(Protocol):
+    """A saved tensor in another form. What it holds are its attributes, so that meters see it."""
+
+    def decode(self) -> Tensor:
+        """The tensor: its shape, dtype, device and strides; its values as near as the code is.
+
+        Called once for each use in backward; the code stays as it is.
+        """
+
+
+Codec = Callable[[Tensor], Code]

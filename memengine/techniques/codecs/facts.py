@@ -1,0 +1,65 @@
+"""Codecs for what is saved for one fact only: where it is positive, which shape it has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from memengine.techniques.codecs.codec import Code, Codec
+from memengine.techniques.codecs.lossless import (
+    bitmask,
+    narrow,
+    positive,
+    shape_only,
+    sign,
+    two_valued,
+    within,
+)
+from memengine.techniques.compression.backward_needs import Need
+
+__all__ = ['fact_codec']
+
+
+def fact_codec(need: Need, tensor: Tensor, node: Any) -> Codec | None:
+    """A codec that gives back all that a derivative uses, bit for bit.
+
+    Args:
+        need: What the derivative needs.
+        tensor: The saved tensor.
+        node: The node that saved it; bounds are read from it. It is not kept.
+
+    Returns:
+        None where values are needed, or nothing smaller holds the fact.
+    """
+    if need is Need.WITHIN:
+        low, high = node._saved_min_val, node._saved_max_val
+        return partial(within, low=low, high=high, inside=_between(low, high), outside=math.inf)
+    if need in _MAYBE:
+        code = _MAYBE[need](tensor)
+        return None if code is None else lambda _: code
+    return _CODECS.get(need)
+
+
+def _between(low: float, high: float) -> float:
+    if low < 0 < high:
+        return 0.0
+    if math.isinf(high):
+        return low + max(1.0, abs(low))
+    return high - max(1.0, abs(high)) if math.isinf(low) else (low + high) / 2
+
+
+_CODECS: dict[Need, Codec] = {
+    Need.POSITIVE: positive,
+    Need.SIGN: sign,
+    Need.BOOL: bitmask,
+    Need.SHAPE: shape_only,
+}
+# Which only the values tell: dropout's mask among the factors, indices that fewer bytes hold.
+_MAYBE: dict[Need, Callable[[Tensor], Code | None]] = {
+    Need.PRODUCT: two_valued,
+    Need.INDICES: narrow,
+}

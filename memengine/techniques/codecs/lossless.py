@@ -1,0 +1,206 @@
+"""Smaller codes that lose nothing of what a derivative needs.
+
+Those that look at a tensor's values to see whether they apply give None where they do not: it is
+then kept as it is. On an accelerator that look waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from memengine.techniques.codecs.bit_packing import pack_bits, unpack_bits
+from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_order
+
+__all__ = ['bitmask', 'narrow', 'positive', 'shape_only', 'sign', 'two_valued', 'within']
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NARROW = (torch.uint8, torch.int16, torch.int32)
+_SAMPLE = 1024
+
+
+@dataclass(frozen=True)
+class BitCode:
+    """One of two values for each element.
+
+    Args:
+        packed: A bit for each element.
+        values: [2], for a bit of 0 and of 1, as integers of the tensor's element size.
+        order: The way back to the tensor's shape.
+    """
+
+    packed: Tensor
+    values: Tensor
+    order: MemoryOrder
+
+    @torch.no_grad()
+    def decode(self) -> Tensor:
+        """The two values where they belong."""
+        off, on = self.values
+        # Integers wrap around, so this is exact; torch.where would branch at each element.
+        elements = unpack_bits(self.packed, 1, self.order.numel).to(self.values.dtype)
+        return self.order.shaped(elements.mul_(on - off).add_(off).view(self.order.dtype))
+
+
+@dataclass(frozen=True)
+class NarrowCode:
+    """Integers in a narrower dtype."""
+
+    narrowed: Tensor
+    order: MemoryOrder
+
+    @torch.no_grad()
+    def decode(self) -> Tensor:
+        """The integers in their own dtype."""
+        return self.order.shaped(self.narrowed.to(self.order.dtype))
+
+
+@dataclass(frozen=True)
+class ShapeCode:
+    """A shape, and how it lay in memory."""
+
+    order: MemoryOrder
+
+    def decode(self) -> Tensor:
+        """Zeros of that shape."""
+        order = self.order
+        return order.shaped(torch.zeros(order.numel, dtype=order.dtype, device=order.device))
+
+
+@torch.no_grad()
+def bitmask(
+    tensor: Tensor,
+    test: Callable[[Tensor], Tensor] | None = None,
+    on: float = 1,
+    off: float = 0,
+) -> BitCode:
+    """One bit for each element: what a test says of it.
+
+    Args:
+        tensor: Of any dtype with a `test`, else of booleans.
+        test: Gives a boolean for each element; it is called with the elements in memory order.
+        on: What ``decode()`` has, in the tensor's dtype, where the test holds.
+        off: And where it does not.
+
+    Raises:
+        TypeError: For a tensor that is not boolean, without a test.
+
+    Bytes: ``numel / 8`` (1/32 of float32, 1/8 of bool) and two elements. Cost: two passes; four to
+    decode.
+    """
+    if test is None and tensor.dtype != torch.bool:
+        raise TypeError(
+            f'bitmask takes booleans, got {tensor.dtype}; give it a test, as in positive()'
+        )
+    flat, order = in_memory_order(tensor)
+    mask = flat if test is None else test(flat)
+    values = torch.tensor([off, on], dtype=tensor.dtype, device=tensor.device)
+    return BitCode(pack_bits(mask, 1), _as_integers(values), order)
+
+
+def positive(tensor: Tensor) -> BitCode:
+    """1 where a ReLU's result is above zero: all that its derivative needs.
+
+    NaN counts as above, as in torch's derivative of ReLU, so that nothing is hidden. Bytes: 1/32
+    of float32.
+    """
+    return bitmask(tensor, lambda elements: (elements <= 0).logical_not_())
+
+
+def sign(tensor: Tensor) -> BitCode:
+    """1 where a LeakyReLU's input is above zero, -1 elsewhere: all that its derivative needs."""
+    return bitmask(tensor, lambda elements: elements > 0, off=-1)
+
+
+def within(tensor: Tensor, low: float, high: float, inside: float, outside: float) -> BitCode:
+    """`inside` where the input of hardtanh or ReLU6 lies between its bounds, `outside` elsewhere.
+
+    The bounds themselves are outside, as in torch's derivatives of hardtanh and hardsigmoid (not
+    in that of clamp). NaN is inside, so that it is not hidden; torch takes it either way.
+
+    Args:
+        tensor: The input.
+        low: Lower bound.
+        high: Upper bound.
+        inside: Any number between the bounds, such as their mean.
+        outside: Any other, such as infinity.
+    """
+
+    def test(elements: Tensor) -> Tensor:
+        elements = elements.to(torch.promote_types(elements.dtype, torch.float32))  # as torch does
+        return (elements <= low).logical_or_(elements >= high).logical_not_()
+
+    return bitmask(tensor, test, on=inside, off=outside)
+
+
+@torch.no_grad()
+def two_valued(tensor: Tensor) -> BitCode | None:
+    """One bit for each element of a tensor that holds no more than two values, and the values.
+
+    Such is dropout's noise on CPU, of 0 and 1 / (1 - p). Every element is compared, bit by bit, so
+    a NaN and a negative zero come back too.
+
+    Returns:
+        None for a tensor with more values.
+
+    Bytes: ``numel / 8`` and two elements. Cost: a sample of 1024 elements tells most other tensors;
+    for the rest four passes. Waits for an accelerator, twice.
+    """
+    if tensor.dtype.itemsize not in _INTEGERS:
+        return None
+    flat, order = in_memory_order(tensor)
+    elements = _as_integers(flat)
+    if not elements.numel() or not _has_two(elements[:: -(-elements.numel() // _SAMPLE)]):
+        return None
+    low, high = torch.aminmax(elements)
+    mask = elements == high
+    if not (elements == low).logical_or_(mask).all():
+        return None
+    return BitCode(pack_bits(mask, 1), torch.stack([low, high]), order)
+
+
+@torch.no_grad()
+def narrow(tensor: Tensor) -> NarrowCode | None:
+    """Integers in the smallest of uint8, int16 and int32 that holds them all.
+
+    Such are the indices of a max-pool (within a plane: int16 up to 181 x 181) and of an embedding.
+
+    Returns:
+        None where no narrower dtype holds them, and for an empty tensor.
+
+    Raises:
+        TypeError: For a tensor that is not of integers.
+
+    Bytes: 1/8, 1/4 or 1/2 of int64. Cost: two passes, one to decode. Waits for an accelerator.
+    """
+    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
+        raise TypeError(f'narrow takes integers, got {tensor.dtype}')
+    flat, order = in_memory_order(tensor)
+    if not flat.numel():
+        return None
+    low, high = torch.stack(torch.aminmax(flat)).tolist()
+    for dtype in _NARROW:
+        held = torch.iinfo(dtype)
+        if dtype.itemsize < tensor.dtype.itemsize and held.min <= low and high <= held.max:
+            return NarrowCode(flat.to(dtype), order)
+    return None
+
+
+def shape_only(tensor: Tensor) -> ShapeCode:
+    """No values, for a derivative that needs but the shape and strides: of the input of a pool.
+
+    Bytes: none. Decoding fills a tensor with zeros.
+    """
+    return ShapeCode(in_memory_order(tensor)[1])
+
+
+def _as_integers(flat: Tensor) -> Tensor:
+    """The elements' bits: equal integers are equal elements, NaN and signed zeros included."""
+    return flat.view(_INTEGERS[flat.dtype.itemsize])
+
+
+def _has_two(sample: Tensor) -> bool:
+    return sample.unique().numel() <= 2

@@ -1,0 +1,1 @@
+"""Saved activations that are dropped, quantised or recomputed."""

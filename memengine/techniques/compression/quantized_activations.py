@@ -1,0 +1,228 @@
+"""Quantised activations: what autograd saves is kept in 8 bits or fewer, by groups.
+
+Where the bits of a given mean are best spent is measured: :meth:`QuantizedActivations.allot`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from memengine.techniques.codecs.codec import Codec
+from memengine.techniques.codecs.quantized import Quantizer
+from memengine.techniques.codecs.running_range import RunningRangeQuantizer
+from memengine.techniques.compression.backward_needs import Need
+from memengine.techniques.compression.bit_allocation import allot_bits
+from memengine.techniques.compression.rules import Repeat, Tally
+from memengine.techniques.compression.scope import Handle, add_rule, chosen_modules, rules_of
+from memengine.techniques.modules.blocks import Selector
+from memengine.techniques.modules.random_state import RandomState, accelerators_of
+from memengine.techniques.modules.running_statistics import frozen_statistics
+from memengine.techniques.modules.wrapped_forward import THE_MODEL
+
+__all__ = ['PRESETS', 'Bits', 'QuantizedActivations', 'quantize_activations']
+
+_SETTING = 'quantized_activations'
+_WIDTHS = (1, 2, 4, 8)
+_AS_IT_IS = 32
+_PROBE = 2  # bits at which sensitivity is measured: where errors are well above rounding
+
+Bits = int | Mapping[str, int]
+PRESETS: dict[str, tuple[Bits, float | None]] = {  # GACT's names: bits, and their mean if allotted
+    'L1': (4, None),
+    'L1.1': (8, None),
+    'L1.2': (2, None),
+    'L2': (8, 4.0),
+    'L2.1': (8, 3.0),
+    'L2.2': (8, 2.0),
+}
+_Spot = tuple[str, str]  # a module's name, and what is needed there
+
+
+def quantize_activations(
+    model: nn.Module,
+    bits: Bits = 8,
+    *,
+    modules: Selector | Sequence[Selector] | None = None,
+    exclude: Selector | Sequence[Selector] = (),
+    group_size: int = 256,
+    ranges: Literal['group', 'running'] = 'group',
+    min_numel: int = 1024,
+) -> QuantizedActivations:
+    """Keep what a model saves for backward in a few bits. Lossy, and unbiased in what is kept.
+
+    Coded are the inputs of layers, norms and activations, attention's tensors, probabilities and
+    factors of products, in any model, however it is written. What is needed for one fact only is
+    kept exactly, in less: where ReLU is positive and dropout's masks in one bit, max-pool's
+    indices in the fewest bytes that hold them, pooled inputs as a shape. Statistics, the
+    log-sum-exp of attention, and what the table of operations does not know stay as they are.
+    The forward pass is not touched.
+
+    Also a context manager: ``with quantize_activations(model, bits=4): ...``.
+
+    Args:
+        model: Changed in place; names, parameters and state dict stay what they are.
+        bits: 8, 4, 2 or 1 for each element, 32 for as it is. A dict gives them by what is needed
+            (``linear``, ``convolution``, ``activation``, ``norm``, ``softmax``, ``attention``,
+            ``product``) or by globs of modules' names; the first that matches counts, and
+            what none matches stays as it is.
+        modules: Where, with all that is in them: names, globs, classes, or ``'blocks'``; None for
+            everywhere.
+        exclude: Where not.
+        group_size: Elements that share a range, a multiple of 8.
+        ranges: ``'group'``: each group's own extremes, with stochastic rounding. ``'running'``: as
+            Mesa does, 8 bits in running ranges by head or channel, which clip and so bias;
+            queries, keys and values share theirs.
+        min_numel: Smaller tensors stay as they are.
+
+    Returns:
+        The handle: ``bits_of``, ``allot()``, ``kept`` says what was saved; ``undo()``.
+
+    Raises:
+        ValueError: For settings out of range, names that the model lacks, a model that is
+            quantised already or that is compiled.
+
+    Cost: ``bits / 8`` bytes for each element, and two extremes for each group; some ten passes
+    over each saved tensor, half in the forward, half in backward. Random numbers come from a
+    generator of their own, so dropout draws what it would have drawn. BatchNorm, autocast, DDP,
+    FSDP, slices, the gradient cache and gradient scaling compose. Inside activation
+    checkpointing nothing is coded, as nothing is kept there.
+
+    Source: Liu et al., GACT: Activation Compressed Training for Generic Network Architectures,
+    ICML 2022; Pan et al., Mesa: A Memory-saving Training Framework for Transformers, 2021.
+    """
+    if any(isinstance(rule, QuantizedActivations) for rule in rules_of(model)):
+        raise ValueError(
+            f'{_SETTING}: {type(model).__name__} is quantised already; undo that first'
+        )
+    by_name = dict(bits) if isinstance(bits, Mapping) else {'*': bits}
+    names = [name or THE_MODEL for name, _ in model.named_modules()]
+    kinds = {need.value for need in Need if need.is_of_values}
+    for key, width in by_name.items():
+        if width not in (*_WIDTHS, _AS_IT_IS):
+            raise ValueError(f'{_SETTING}: bits are 8, 4, 2 or 1, or 32 for none, got {width!r}')
+        if key not in kinds and not any(fnmatchcase(name, key) for name in names):
+            raise ValueError(
+                f"{_SETTING}: bits names '{key}', which is no module's name or glob, and none of "
+                f'{", ".join(sorted(kinds))}'
+            )
+    if ranges not in ('group', 'running'):
+        raise ValueError(f"{_SETTING}: ranges is 'group' or 'running', got {ranges!r}")
+    if ranges == 'running' and set(by_name.values()) - {8, _AS_IT_IS}:
+        raise ValueError(f"{_SETTING}: ranges='running' works at 8 bits, got bits={bits!r}")
+    rule = QuantizedActivations(model, by_name, group_size, ranges == 'running', min_numel)
+    add_rule(model, rule, chosen_modules(model, modules, exclude, _SETTING))
+    return rule
+
+
+class QuantizedActivations(Handle):
+    """How many bits are kept where; made by :func:`quantize_activations`.
+
+    Attributes:
+        bits_of: Bits by module's name and need, as allotted; empty until :meth:`allot`.
+        kept: Bytes before and after, in all forward passes so far, and by the same.
+    """
+
+    setting = _SETTING
+    fidelity = 2
+
+    def __init__(
+        self,
+        model: nn.Module,
+        bits: Mapping[str, int],
+        group_size: int,
+        has_running_ranges: bool,
+        min_numel: int,
+    ) -> None:
+        super().__init__(model)
+        self._bits, self._min_numel = bits, min_numel
+        self._quantizers = {width: Quantizer(width, group_size) for width in _WIDTHS}
+        self._running: dict[tuple[object, ...], RunningRangeQuantizer] = {}
+        self.by_view = has_running_ranges
+        self.bits_of: dict[_Spot, int] = {}
+        self._trial: Mapping[_Spot, int] | None = None  # bits while sensitivity is measured
+
+    def codec(self, name: str, need: Need, tensor: Tensor, repeat: Repeat) -> Codec | None:
+        """As many bits as this place has."""
+        spot = name, need.value
+        width = self._width_at(spot)
+        numel = tensor.untyped_storage().nbytes() // tensor.itemsize  # which a view would keep
+        if width == _AS_IT_IS or numel < self._min_numel:
+            return None
+        if self.by_view:
+            kind = (*spot, tuple(tensor.shape[1:]))
+            dim = 1 if tensor.ndim > 3 else -1  # heads or channels, which stand second or last
+            return self._running.setdefault(kind, RunningRangeQuantizer(dim))
+        return self._quantizers[width]
+
+    def _width_at(self, spot: _Spot) -> int:
+        name, need = spot
+        matching = (b for key, b in self._bits.items() if key == need or fnmatchcase(name, key))
+        stated = next(matching, _AS_IT_IS)
+        if self._trial is not None:
+            return _AS_IT_IS if stated == _AS_IT_IS else self._trial.get(spot, _AS_IT_IS)
+        return self.bits_of.get(spot, stated)
+
+    def allot(self, average_bits: float, loss: Callable[[], Tensor]) -> dict[_Spot, int]:
+        """Spend a mean number of bits where it counts most, by measurement.
+
+        The plain gradient is computed once, then once more for each place with that place alone
+        in two bits; how far that moves the gradient is the place's sensitivity. Bits are then
+        allotted to make the sum of all errors least.
+
+        Args:
+            average_bits: Mean over all coded elements, from 1 to 8.
+            loss: Runs the model on a batch, in training mode, and gives the loss.
+
+        Returns:
+            Bits by module's name and need, in force from now on.
+
+        Raises:
+            ValueError: For a mean out of range, or when the loss saves nothing to be coded.
+
+        Cost: a forward and a backward for each place, now and then. Random state and BatchNorm's
+        statistics are as if nothing had run.
+        """
+        if not 1 <= average_bits <= 8:
+            raise ValueError(f'{_SETTING}: average_bits is from 1 to 8, got {average_bits!r}')
+        if self.by_view:
+            raise ValueError(f"{_SETTING}: ranges='running' works at 8 bits and has none to allot")
+        kept, self.kept = self.kept, Tally()
+        state = RandomState(accelerators_of(self.model))
+        try:
+            self._gradient(loss, state, None)
+            sizes = {spot: before for spot, (before, _) in self.kept.places.items()}
+            exact = self._gradient(loss, state, {})
+            errors = []
+            for spot in sizes:
+                lossy = self._gradient(loss, state, {spot: _PROBE})
+                errors.append(_squared_distance(lossy, exact))
+        finally:
+            self._trial, self.kept = None, kept
+        if not sizes:
+            raise ValueError(f'{_SETTING}: the loss saves nothing that is to be coded')
+        sensitivities = [error * (2**_PROBE - 1) ** 2 for error in errors]
+        bits = allot_bits(sensitivities, list(sizes.values()), average_bits, choices=_WIDTHS)
+        self.bits_of = dict(zip(sizes, bits, strict=True))
+        return self.bits_of
+
+    def _gradient(
+        self, loss: Callable[[], Tensor], state: RandomState, widths: Mapping[_Spot, int] | None
+    ) -> list[Tensor | None]:
+        self._trial = widths
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        with state.replay(), frozen_statistics(self.model):
+            return list(torch.autograd.grad(loss(), parameters, allow_unused=True))
+
+
+def _squared_distance(some: list[Tensor | None], others: list[Tensor | None]) -> float:
+    pairs = zip(some, others, strict=True)
+    return sum(
+        float((one - other).square().sum())
+        for one, other in pairs
+        if one is not None and other is not None
+    )

@@ -1,0 +1,143 @@
+"""Recomputed activations: what norms and activation functions give is computed again in backward.
+
+A layer keeps its input for the gradient of its weight. Where that input is a GELU's or a norm's
+result, what it was computed from is kept as well, by the GELU or the norm itself; so one of the two
+is kept for nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from memengine.techniques.codecs.codec import Codec
+from memengine.techniques.compression.backward_needs import IN_PLACE, Need
+from memengine.techniques.compression.recomputable_ops import Repetition
+from memengine.techniques.compression.rules import EXACT, Repeat
+from memengine.techniques.compression.scope import Handle, add_rule, chosen_modules, rules_of
+from memengine.techniques.modules.blocks import Selector
+
+__all__ = ['RecomputedActivations', 'recompute_activations']
+
+_SETTING = 'recomputed_activations'
+
+
+def recompute_activations(
+    model: nn.Module,
+    *,
+    modules: Selector | Sequence[Selector] | None = None,
+    exclude: Selector | Sequence[Selector] = (),
+) -> RecomputedActivations:
+    """Let a model compute the results of cheap operations again instead of keeping them. Exact.
+
+    Cheap are GELU, SiLU and their kin, LayerNorm, RMSNorm, GroupNorm and BatchNorm (of modules),
+    ReLU and dropout after one of them, and elementwise products. What is computed again is what
+    they gave to linear layers, convolutions and each other; no product of matrices and no
+    convolution is. What is needed for one fact only is kept in that: where ReLU is positive and
+    dropout's masks in one bit, max-pool's indices in the fewest bytes that hold them, pooled inputs
+    as a shape.
+
+    Also a context manager: ``with recompute_activations(model): ...``.
+
+    Args:
+        model: Changed in place; names, parameters and state dict stay what they are.
+        modules: Where, with all that is in them: names, globs, classes, or ``'blocks'``; None for
+            everywhere.
+        exclude: Where not.
+
+    Returns:
+        The handle: ``kept`` says what was saved; ``undo()``.
+
+    Raises:
+        ValueError: For names that the model lacks, a model that recomputes already or that is
+            compiled.
+        RuntimeError: In a forward, when a result that came out the same does not any more.
+
+    Cost: one pass or two over each such result, for every layer that needs it, and some 0.2 ms of
+    Python for each tensor that is saved; of a pre-norm vision transformer's bytes three eighths are
+    not kept. Gradients are those of the plain step, bit for bit: each kind of result is computed
+    again at once and compared the first, second, fourth, eighth ... time, and kept if it differs.
+    The result of a norm whose ``forward`` is not torch's, timm's or torchvision's is compared every
+    time. What is changed through ``.data``, or between two operations under ``no_grad``, in some
+    later steps only goes unnoticed in between. No random state is touched; BatchNorm counts once;
+    autocast, DDP, FSDP, slices and the gradient cache compose. Beside quantised activations, what
+    is computed again comes from their codes and is as near as those. Inside activation
+    checkpointing nothing happens.
+
+    Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022
+    (its selective recomputation, of other operations); Rota Bulo et al., In-Place Activated
+    BatchNorm, 2018.
+    """
+    if any(isinstance(rule, RecomputedActivations) for rule in rules_of(model)):
+        raise ValueError(f'{_SETTING}: {type(model).__name__} recomputes already; undo that first')
+    rule = RecomputedActivations(model)
+    add_rule(model, rule, chosen_modules(model, modules, exclude, _SETTING))
+    return rule
+
+
+class RecomputedActivations(Handle):
+    """What is computed again; made by :func:`recompute_activations`.
+
+    Attributes:
+        kept: Bytes that were not kept, in all forward passes so far, and by module and need.
+    """
+
+    setting = _SETTING
+    by_view = False
+    fidelity = EXACT
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._is_same: dict[tuple[object, ...], bool] = {}
+        self._uses: Counter[tuple[object, ...]] = Counter()
+
+    def codec(self, name: str, need: Need, tensor: Tensor, repeat: Repeat) -> Codec | None:
+        """Keep nothing of what can be computed again."""
+        repetition = repeat()
+        if repetition is None or not self._gives(tensor, repetition, name, need):
+            return None
+        return repetition.code
+
+    def _gives(self, tensor: Tensor, repetition: Repetition, name: str, need: Need) -> bool:
+        """Whether a repetition gives a tensor, as far as can be told, now or by comparing before.
+
+        Raises:
+            RuntimeError: When it did before, and does not any more.
+        """
+        if not repetition.is_exact:  # what comes from codes cannot be compared
+            once = repetition.operation in IN_PLACE or repetition.operation == 'Relu'
+            return repetition.trail.is_certain and tensor._version <= once
+        if not repetition.trail.is_certain:
+            return _is_same(tensor, repetition)
+        layout = tensor.stride(), tensor.dtype, tensor._version
+        kind = (name, need, repetition.operation, *layout)
+        self._uses[kind] += 1
+        uses = self._uses[kind]
+        if uses == 1:
+            self._is_same[kind] = _is_same(tensor, repetition)
+        elif self._is_same[kind] and uses & (uses - 1) == 0:  # the second, fourth, eighth ... time
+            self._is_same[kind] = _is_same(tensor, repetition)
+            if not self._is_same[kind] and not _is_near(tensor, repetition):
+                raise RuntimeError(
+                    f'{_SETTING}: what {name} is given was the result of {repetition.operation} in '
+                    'the first steps and is another by now: something has changed it behind '
+                    f"autograd's back, or used other weights; set exclude=['{name}']"
+                )
+        return self._is_same[kind]
+
+
+@torch.no_grad()
+def _is_same(tensor: Tensor, repetition: Repetition) -> bool:
+    """Whether what is computed again is there already, bit for bit (any NaN is like another)."""
+    again = repetition.code(tensor).decode()
+    return torch.equal(again, tensor) or torch.allclose(again, tensor, 0, 0, equal_nan=True)
+
+
+@torch.no_grad()
+def _is_near(tensor: Tensor, repetition: Repetition) -> bool:
+    """Whether it is but rounding, of an operation that adds up in any order."""
+    difference = repetition.code(tensor).decode() - tensor
+    return not difference.norm() > 1e-3 * tensor.norm()

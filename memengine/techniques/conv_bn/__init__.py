@@ -1,0 +1,1 @@
+"""Frozen BatchNorm that keeps no activation of its own."""

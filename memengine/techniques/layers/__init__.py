@@ -1,0 +1,1 @@
+"""Layers that spend less memory, or agree over ranks."""

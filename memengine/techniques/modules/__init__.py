@@ -1,0 +1,1 @@
+"""What all techniques share: which modules, wrapped forwards, saved tensors, random state."""

@@ -1,0 +1,1 @@
+"""Parameters, gradients and optimiser state spread over ranks."""

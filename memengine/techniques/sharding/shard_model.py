@@ -1,0 +1,287 @@
+"""Parameters, gradients and optimiser state spread over ranks, on PyTorch's ``fully_shard``.
+
+Each rank holds 1 / N of every tensor. A *unit* (a block of the model) is gathered when its forward
+begins and freed when it ends, gathered again for backward, and its gradient is reduced and cut up
+right after. What belongs to no unit (embeddings, norms, heads) is the *rest*: it stays gathered for
+a whole step, so that losses and other methods of the model may use it outside of ``forward``.
+
+Source: Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel (2023);
+Rajbhandari et al., ZeRO (2020).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import Shard
+from torch.utils import _pytree as pytree
+
+from memengine.techniques.sharding.buffers import one_unit_at_a_time
+from memengine.techniques.sharding.materializing import materialize
+from memengine.techniques.sharding.units import Units, choose_units
+
+__all__ = ['ShardedModel', 'shard_model']
+
+FREE_AFTER = ('forward', 'backward', 'step')
+
+
+def _mesh(replicas: int) -> DeviceMesh:
+    """All ranks in one row, or in ``replicas`` rows that each hold the whole model."""
+    ranks = dist.get_world_size()
+    if not isinstance(replicas, int) or replicas < 1 or ranks % replicas:
+        raise ValueError(
+            f'replicas must divide the number of ranks, got replicas={replicas} for {ranks} ranks'
+        )
+    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    if device == 'cpu' and not hasattr(torch.cpu.Stream, 'record_event'):
+        raise ValueError(
+            f'torch {torch.__version__} shards on GPUs only; install a newer one to shard on CPUs'
+        )
+    here = int(os.environ.get('LOCAL_WORLD_SIZE', 1))
+    if device == 'cuda' and here > torch.cuda.device_count():
+        raise ValueError(
+            f'{here} ranks on this machine, which has {torch.cuda.device_count()} GPU(s); start at '
+            'most one process per GPU'
+        )
+    if replicas == 1:
+        return init_device_mesh(device, (ranks,), mesh_dim_names=('shard',))
+    shape = (replicas, ranks // replicas)
+    return init_device_mesh(device, shape, mesh_dim_names=('replicate', 'shard'))
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == 'cpu':
+        return torch.device('cpu')
+    return torch.device(
+        mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
+    )
+
+
+def _placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Cuts along the first dimension that gives all ranks as much; along dimension 0 if none."""
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        even = [axis for axis, size in enumerate(parameter.shape) if size % ranks == 0]
+        return Shard(even[0]) if even else None
+
+    return place
+
+
+@contextmanager
+def _without_scalars(module: nn.Module) -> Iterator[None]:
+    """Hides parameters without dimensions, which cannot be cut up."""
+    before = [(part, dict(part._parameters)) for part in module.modules()]
+    scalars = {p for _, parameters in before for p in parameters.values() if p is not None}
+    scalars = {p for p in scalars if p.ndim == 0}
+    for part, parameters in before:
+        for key, parameter in parameters.items():
+            if parameter in scalars:
+                del part._parameters[key]
+    try:
+        yield
+    finally:
+        for part, parameters in before:  # in their order, what is sharded by now as it is
+            now = dict(part._parameters)
+            part._parameters.clear()
+            part._parameters.update({key: now.get(key, p) for key, p in parameters.items()})
+
+
+def shard_model(
+    model: nn.Module,
+    units: Units = None,
+    *,
+    offload: bool = False,
+    free_after: str = 'forward',
+    reduce_once: bool | None = None,
+    prefetch: bool | None = None,
+    replicas: int = 1,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    init_fn: Callable[[nn.Module], Any] | None = None,
+) -> ShardedModel:
+    """Spread a model over all ranks, in place; build the optimiser afterwards.
+
+    Args:
+        model: On any device, or partly or wholly on ``meta``. Rank 0's values become all ranks'.
+        units: What is gathered and freed by itself; by default the blocks, and with ``offload``
+            their parts; see :func:`~memengine.techniques.sharding.units.choose_units`.
+        offload: Shards, their gradients and so the optimiser's state live in host memory; a
+            unit is copied to the device to be gathered, and the update runs on the CPU.
+        free_after: When gathered parameters are freed: after each ``'forward'``; after the next
+            ``'backward'``; or after the last slice of the ``'step'``, so that slices do not
+            gather them again.
+        reduce_once: In a step of several slices, add up whole gradients and reduce them in the
+            last one; otherwise every slice reduces, and only shards are held in between. By
+            default once, but with ``offload`` in every slice, as whole gradients are on the device.
+        prefetch: Whether the next unit is gathered, and the last one's gradient reduced, while one
+            computes; by default, unless ``offload``. See
+            :mod:`memengine.techniques.sharding.buffers`.
+        replicas: Copies of the model among the ranks (hybrid sharding): a rank then holds
+            replicas / N of it, and only gradients cross between copies. Copies are consecutive
+            ranks, so as many as there are machines keeps gathering inside of them.
+        param_dtype: What units are gathered and computed in; None for their own type.
+        reduce_dtype: What gradients are reduced in; None for ``param_dtype``.
+        init_fn: ``init_fn(module)`` gives values to a module's own parameters and buffers that
+            were on ``meta``, after ``reset_parameters()`` of modules and ``init_weights()`` of
+            models; see :func:`~memengine.techniques.sharding.materializing.materialize`.
+
+    Returns:
+        What runs steps of it.
+
+    Raises:
+        ValueError: Without a process group; for more ranks than devices; on CPUs with torch 2.6;
+            for a setting out of range; for parameters on ``meta`` that nothing gives a value to.
+
+    Cost, for P bytes of parameters on N ranks: P / N of parameters, gradients and each optimiser
+    state, the rest, and at most five times the largest unit, or twice with ``prefetch=False``; with
+    ``offload`` all but these units and the rest with its gradient is in host memory. Per
+    forward and per backward a rank receives P (N - 1) / N, and as much to reduce gradients. With
+    ``free_after='step'`` P is gathered once in a step and stays; with ``reduce_once`` whole
+    gradients, P, are held between slices. Scalars are held by every rank. Gradients are means over
+    the ranks, as DDP's. At the start one unit at a time is on the device whole.
+
+    BatchNorm normalises by the rank's samples and its buffers are the rank's own. Hooks on the
+    model's parameters see shards.
+    """
+    if not dist.is_initialized():
+        raise ValueError(
+            'sharding needs a process group, also on one GPU (to offload); start with torchrun '
+            '--nproc_per_node N, and in your own loop call torch.distributed.init_process_group()'
+        )
+    if free_after not in FREE_AFTER:
+        raise ValueError(f'free_after must be one of {FREE_AFTER}, got {free_after!r}')
+    mesh = _mesh(replicas)
+    device = _device_of(mesh)
+    options: dict[str, Any] = dict(
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype),
+        shard_placement_fn=_placement(dist.get_world_size() // replicas),
+        offload_policy=CPUOffloadPolicy(device.type == 'cuda') if offload else OffloadPolicy(),
+    )
+    names = choose_units(model, units, fine=offload)
+    ready: set[Tensor] = set()
+
+    def shard(module: nn.Module, reshard_after_forward: bool) -> None:
+        materialize(module, device, init_fn, ready, model)
+        with _without_scalars(module):
+            fully_shard(module, reshard_after_forward=reshard_after_forward, **options)
+        ready.update(module.parameters(), module.buffers())
+
+    for name in sorted(names, key=lambda name: -name.count('.')):
+        shard(model.get_submodule(name), free_after == 'forward')
+    shard(model, False)
+    if not (not offload if prefetch is None else prefetch):
+        one_unit_at_a_time(model)
+    if reduce_once is None:
+        reduce_once = not offload
+    scalars = [p for p in model.parameters() if p.ndim == 0]
+    return ShardedModel(model, names, scalars, free_after, reduce_once)
+
+
+class ShardedModel:
+    """Runs steps of a model that :func:`shard_model` has spread over ranks.
+
+    ::
+
+        sharded = shard_model(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with sharded.gathered():
+            for number, piece in enumerate(slices, start=1):
+                with sharded.no_sync() if number < len(slices) else nullcontext():
+                    loss(sharded(piece)).backward()
+        optimizer.step()
+
+    Attributes:
+        model: The model; its parameters are DTensors outside of :meth:`gathered`.
+        units: Names of the modules that are gathered and freed by themselves.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[str],
+        scalars: Sequence[nn.Parameter],
+        free_after: str,
+        reduce_once: bool,
+    ) -> None:
+        self.model = model
+        self.units = tuple(units)
+        self._scalars = [p for p in scalars if p.requires_grad]
+        self._free_after = free_after
+        self._reduce_once = reduce_once
+        self._is_last = True  # whether the next backward is the step's last
+        self._is_queued = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward; its backward reduces gradients unless in :meth:`no_sync`."""
+        outputs = self.model(*args, **kwargs)
+        if self._scalars and torch.is_grad_enabled():
+            for output in pytree.tree_leaves(outputs):
+                if isinstance(output, Tensor) and output.requires_grad:
+                    output.register_hook(self._queue)
+        return outputs
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """A step, or any use of the model: the rest is gathered; at the end everything is freed.
+
+        Updates of the parameters may be made inside, after the last backward.
+        """
+        root: Any = self.model
+        # Else a unit that is called before the model itself would take itself for the root.
+        root._get_fsdp_state()._lazy_init()
+        root.unshard()
+        try:
+            yield
+        finally:
+            for module in root.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around forward and backward of every slice but the last: nothing is reduced (see
+        ``reduce_once``), and what ``free_after='step'`` keeps is kept."""
+        before = self._is_last
+        self._set_last(False)
+        try:
+            yield
+        finally:
+            self._set_last(before)
+
+    def _set_last(self, is_last: bool) -> None:
+        root: Any = self.model
+        self._is_last = is_last
+        if self._reduce_once:
+            root.set_requires_gradient_sync(is_last)
+        root.set_reshard_after_backward(is_last, recurse=self._free_after == 'step')
+
+    def _queue(self, gradient: Tensor) -> None:
+        """Backward has begun: scalars are reduced at its end, as all their gradients are there."""
+        if not self._is_queued:
+            self._is_queued = True
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._reduce_scalars)
+
+    def _reduce_scalars(self) -> None:
+        self._is_queued = False
+        if not self._is_last:
+            return
+        for parameter in self._scalars:
+            if parameter.grad is not None:  # the mean of equal numbers is the number itself
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()

@@ -1,0 +1,70 @@
+"""Repeating a step that ran out of memory, in any loop."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from memengine.techniques.slices.out_of_memory import is_out_of_memory, run_until_it_fits
+
+
+def test_what_the_allocators_say():
+    with pytest.raises(RuntimeError) as real:
+        torch.empty(2**50)
+    assert is_out_of_memory(real.value)
+    assert is_out_of_memory(torch.OutOfMemoryError('CUDA out of memory.'))
+    assert is_out_of_memory(RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED'))
+    assert is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError('shape mismatch'))
+    assert not is_out_of_memory(ValueError('out of memory'))
+
+
+def test_an_allocation_that_fails_for_real():
+    model, sizes = nn.Linear(2, 2), [2**50, 2**3]
+
+    def step(exchange):
+        return torch.empty(sizes[0]).numel()
+
+    assert run_until_it_fits(step, lambda: bool(sizes.pop(0)), model) == 2**3
+
+
+def test_generators_buffers_and_gradients_are_put_back():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout())
+    model(torch.ones(5, 3)).sum().backward()  # of an earlier iteration
+    model[1].weight.grad = None
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    gradient, drawn = model[0].weight.grad.clone(), []
+
+    def step(exchange):
+        drawn.append(torch.rand(2))
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name])
+        assert torch.equal(model[0].weight.grad, gradient)
+        assert model[1].weight.grad is None
+        model(torch.randn(5, 3)).sum().backward()
+        if len(drawn) < 3:
+            raise torch.OutOfMemoryError('CUDA out of memory.')
+
+    run_until_it_fits(step, lambda: True, model)
+    assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2])
+
+
+def test_the_failed_step_leaves_no_tensor_behind():
+    model, seen = nn.Linear(2, 2), []
+
+    def step(exchange):
+        big = model(torch.ones(4, 2))
+        seen.append(weakref.ref(big))
+        if len(seen) == 1:
+            raise torch.OutOfMemoryError('CUDA out of memory.')
+        assert seen[0]() is None  # before anything is allocated again
+        return 'done'
+
+    gc.disable()
+    try:
+        assert run_until_it_fits(step, lambda: True, model) == 'done'
+    finally:
+        gc.enable()
