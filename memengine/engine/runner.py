@@ -113,7 +113,7 @@ class Runner(_Runner):
 
     def wrap_model(self, model_wrapper_cfg: dict[str, Any] | None, model: nn.Module) -> nn.Module:
         """Put the model on its device and into its wrapper; nothing is ignored silently."""
-        apply_before_wrapping(model, self.cfg, self.distributed)
+        apply_before_wrapping(model, self.cfg)
         config = dict(model_wrapper_cfg or {})
         config.setdefault('type', 'MMDistributedDataParallel')
         wrapper = (

@@ -15,11 +15,13 @@ from typing import Any
 
 from mmengine.config import Config
 
+from memengine.engine.apply import refusals
 from memengine.engine.config.checker import Checker
 from memengine.engine.config.schema import FREE_KEYS, TOP_KEYS, TOP_PLACES, TOP_VALUES, TRIPLETS
 from memengine.engine.config.types import arguments_of, find_type
 from memengine.engine.config.variables import used_names
 from memengine.suggest import ONE_SLIP, STRICT, did_you_mean, near
+from memengine.techniques.technique import Technique, techniques
 
 __all__ = ['ConfigError', 'check_config', 'import_custom_modules', 'known_keys']
 
@@ -65,8 +67,8 @@ def check_config(cfg: Config | Mapping[str, Any]) -> None:
         if key in known:
             _check_entry(checker, key, value)
     _check_what_is_missing(checker, entries, unknown)
-    if checker.problems:
-        raise ConfigError(checker.problems)
+    if checker.problems or (pairs := refusals(entries)):
+        raise ConfigError(checker.problems or pairs)
 
 
 def import_custom_modules(cfg: Config | Mapping[str, Any]) -> None:
@@ -102,11 +104,16 @@ def import_custom_modules(cfg: Config | Mapping[str, Any]) -> None:
 
 def known_keys(cfg: Config | Mapping[str, Any]) -> set[str]:
     """The keys that mean something at the top of a config."""
-    keys = {*TOP_KEYS, *FREE_KEYS}
+    keys = {*TOP_KEYS, *FREE_KEYS, *_keyed_techniques()}
     runner = cfg.get('runner_type')
     if isinstance(runner, str):
         runner = find_type('RUNNERS', runner, _scope_of(cfg))
     return keys | (set(arguments_of(runner).names) if runner is not None else set())
+
+
+def _keyed_techniques() -> dict[str, Technique[Any]]:
+    """The techniques that a key of the config is for."""
+    return {key: technique for key, technique in techniques().items() if technique.apply}
 
 
 def _resolved(value: Any, path: str, checker: Checker) -> Any:
@@ -165,6 +172,11 @@ def _check_entry(checker: Checker, key: str, value: Any) -> None:
     if key in FREE_KEYS:
         if not isinstance(value, Mapping):
             checker.say(key, f'must be a dict of keys of your own, got {value!r}')
+    elif key in (keyed := _keyed_techniques()):
+        try:
+            keyed[key].read(value)
+        except ValueError as error:
+            checker.problems += str(error).splitlines()
     elif key in TOP_VALUES:
         checker.check_value(value, TOP_VALUES[key], key)
     elif key in TOP_PLACES:

@@ -227,12 +227,6 @@ _ENVIRONMENT = Place(
 )
 
 
-def _short_for(hook: str) -> PlaceOrChoice:
-    """A key that stands for a hook: its arguments, its modules, or True."""
-    place = Place('HOOKS', default=hook)
-    return lambda value: place if value else Place()
-
-
 TOP_PLACES: Mapping[str, PlaceOrChoice] = {
     'model': MODEL,
     'data_preprocessor': PART,
@@ -266,13 +260,6 @@ TOP_PLACES: Mapping[str, PlaceOrChoice] = {
         supplied=frozenset({'module', 'device_ids'}),
     ),
     'compile': Place(accepts=torch.compile, supplied=frozenset({'model'}), accepts_bool=True),
-    'activation_checkpointing': _short_for('ActivationCheckpointingHook'),
-    'activation_offload': _short_for('ActivationOffloadHook'),
-    'compile_blocks': _short_for('CompileBlocksHook'),
-    'dropit': _short_for('DropITHook'),
-    'efficient_conv_bn_eval': _short_for('EfficientConvBNEvalHook'),
-    'quantized_activations': _short_for('QuantizedActivationsHook'),
-    'recomputed_activations': _short_for('RecomputedActivationsHook'),
     'custom_imports': Place(accepts=frozenset({'imports', 'allow_failed_imports'})),
     'runner_type': Place('RUNNERS', by_name=True),
     'tta_model': Place('MODELS', supplied=frozenset({'module'})),
@@ -283,21 +270,15 @@ TOP_VALUES: Mapping[str, Value] = {
     'launcher': one_of('none', 'pytorch', 'slurm', 'mpi'),
     'resume': BOOL,
     'find_unused_parameters': BOOL,
-    'sync_bn': one_of('torch', 'mmcv', None),
 }
 
-# What a run reads from its config beside the arguments of the Runner: MMEngine, then memengine.
-_READ_BY_MMENGINE = (
-    'activation_checkpointing compile custom_imports efficient_conv_bn_eval find_unused_parameters '
-    'model_wrapper_cfg runner_type sync_bn tta_model tta_pipeline _scope_'
-)
-_READ_BY_MEMENGINE = (
-    'activation_offload compile_blocks dropit quantized_activations recomputed_activations '
-    'trusted_globals'
+# What a run reads from its config beside the arguments of the Runner and the keys of techniques.
+_READ = (
+    'compile custom_imports find_unused_parameters model_wrapper_cfg runner_type tta_model '
+    'tta_pipeline trusted_globals _scope_'
 )
 TOP_KEYS = frozenset(inspect.signature(Runner.__init__).parameters) - {'self', 'cfg'} | {
-    *_READ_BY_MMENGINE.split(),
-    *_READ_BY_MEMENGINE.split(),
+    *_READ.split()
 }
 FREE_KEYS = ('vars', 'custom')
 
