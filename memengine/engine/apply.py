@@ -71,6 +71,8 @@ def _as_written(hook: TechniqueHook) -> str:
 
 # ------------------------------------------------------------------ what does not go together
 
+_NO_SETTINGS = ('type', '_scope_', 'priority')  # keys of a hook's config
+
 
 def refusals(cfg: Mapping[str, Any], hooks: Iterable[Any] | None = None) -> list[str]:
     """A sentence for each two settings that do not go together.
@@ -92,9 +94,14 @@ def refusals(cfg: Mapping[str, Any], hooks: Iterable[Any] | None = None) -> list
 
 def is_on(technique: Technique[Any], cfg: Mapping[str, Any]) -> bool:
     """Whether a config asks for a technique by its key, or where its ``switch`` says."""
-    if technique.apply or technique.name.endswith(technique.switch.split()[0]):
-        return _holds(cfg, technique.name)
-    path = technique.name.split('.')
+    if technique.needs_ranks and cfg.get('launcher', 'none') == 'none':
+        return False
+    if technique.apply:
+        return cfg.get(technique.key) not in (None, False)
+    place = technique.switch.split()[0]
+    path = place.partition('=')[0].split('.')
+    if path[-1] == 'type':
+        return _holds(cfg, place)
     default = settings_of(technique.settings)[path[-1]].field.default
     return any(value not in (None, default) for value in _values(cfg, path))
 
@@ -102,15 +109,16 @@ def is_on(technique: Technique[Any], cfg: Mapping[str, Any]) -> bool:
 def _with_techniques(cfg: Mapping[str, Any], hooks: Iterable[Any] | None) -> dict[str, Any]:
     """The config with all settings of each technique that a key or a hook asks for, by its key."""
     stated = {**cfg, 'custom_hooks': list(hooks or ())}
-    by_hook = {kind.__name__: kind.technique for kind in register_hooks().values()}
-    for technique in by_hook.values():
+    applied = [technique for technique in techniques().values() if technique.apply]
+    by_hook = {technique.hook_name: technique for technique in applied}
+    for technique in applied:
         settings = technique.read(cfg.get(technique.key))
-        stated[technique.key] = settings and vars(settings)
+        stated[technique.key] = None if settings is None else vars(settings)
     for hook in stated['custom_hooks']:
         if isinstance(hook, TechniqueHook):
             stated[hook.technique.key] = vars(hook.settings)
         elif isinstance(hook, Mapping):
-            given = {name: value for name, value in hook.items() if name != 'type'}
+            given = {name: hook[name] for name in hook if name not in _NO_SETTINGS}
             for kind in _names(hook.get('type')) & by_hook.keys():
                 stated[by_hook[kind].key] = vars(by_hook[kind].set_to(given))
     return stated

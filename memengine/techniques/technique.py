@@ -234,7 +234,8 @@ class Technique(Generic[S]):
         apply: Applies it to a model; None for what acts on the step, the loss, as a wrapper or
             optimiser, and is set where ``switch`` says.
         switch: What one types for it, as ``--cfg-options`` takes it, by default ``KEY=True``. Of
-            what is not applied to a model the first word is what switches it on.
+            what is not applied to a model the first word is what switches it on; types that do so
+            as well follow after bars.
         call: Its name in plain PyTorch.
         shorthand: The setting that ``key=VALUE`` sets. A list of modules goes to ``modules`` in
             any case.
@@ -286,9 +287,10 @@ class Technique(Generic[S]):
     @property
     def name(self) -> str:
         """What errors call it: its key, or the place where it is set, with the type there."""
-        path, _, value = self.switch.split()[0].partition('=')
-        is_type = path.rpartition('.')[2] == 'type'
-        return self.key if self.apply else f'{path}={value}' if is_type else path
+        place, _, kind = self.switch.split()[0].partition('=')
+        if self.apply:
+            return self.key
+        return f'{place}={kind.partition("|")[0]}' if place.endswith('.type') else place
 
     @property
     def hook_name(self) -> str:
@@ -354,7 +356,8 @@ class Technique(Generic[S]):
 
     def refusal(self, other: str, where: str = '') -> ValueError:
         """The error that refuses it beside another setting, one of ``conflicts``."""
-        one, two = sorted([self.name, other.partition('|')[0]])
+        theirs = _known[other].name if other in _known else other.partition('|')[0]
+        one, two = sorted([self.name, theirs])
         place = f' ({where})' if where else ''
         return ValueError(f'{one} and {two} do not go together{place}: {self.conflicts[other]}')
 

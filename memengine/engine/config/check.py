@@ -67,8 +67,10 @@ def check_config(cfg: Config | Mapping[str, Any]) -> None:
         if key in known:
             _check_entry(checker, key, value)
     _check_what_is_missing(checker, entries, unknown)
-    if checker.problems or (pairs := refusals(entries)):
-        raise ConfigError(checker.problems or pairs)
+    if not checker.problems:
+        checker.problems += _refused_pairs(entries)
+    if checker.problems:
+        raise ConfigError(checker.problems)
 
 
 def import_custom_modules(cfg: Config | Mapping[str, Any]) -> None:
@@ -181,6 +183,13 @@ def _check_entry(checker: Checker, key: str, value: Any) -> None:
         checker.check_value(value, TOP_VALUES[key], key)
     elif key in TOP_PLACES:
         checker.check(value, TOP_PLACES[key], key, checker.scope)
+
+
+def _refused_pairs(entries: Mapping[str, Any]) -> list[str]:
+    try:
+        return refusals(entries)
+    except ValueError as error:  # a setting of a technique's hook
+        return [f'custom_hooks: {error}']
 
 
 def _check_what_is_missing(

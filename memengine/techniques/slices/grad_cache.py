@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from memengine.techniques.slices.slicing import (
     tensors_in,
     total_loss,
 )
+from memengine.techniques.technique import Settings, Technique, setting
 
 __all__ = ['Tower', 'cached_step', 'call_module']
 
@@ -366,3 +367,34 @@ def _awaited(module: nn.Module) -> list[nn.Parameter]:
     if not isinstance(module, DistributedDataParallel) or _finds_unused(module):
         return []  # told to find unused parameters, DDP sees to it itself
     return [p for p in module.parameters() if p.requires_grad and p.grad is not None]
+
+
+@dataclass(frozen=True)
+class GradCacheSettings(Settings):
+    """Settings of the gradient cache, as ``optim_wrapper`` takes them."""
+
+    chunk_size: int | Mapping[str, int] = setting(
+        help='most samples in a slice, or a dict of it by tower', unit='samples', low=1
+    )
+    keep_graph: int | Literal['auto'] = setting(
+        0, help='slices whose graph is kept and not computed again', unit='slices', low=0
+    )
+    forward_chunk_size: int | None = setting(
+        None, help='most samples in a forward of the pass without graph', unit='samples', low=1
+    )
+
+
+TECHNIQUE = Technique(
+    key='grad_cache',
+    title='gradient cache',
+    settings=GradCacheSettings,
+    switch='optim_wrapper.type=GradCacheOptimWrapper optim_wrapper.chunk_size=16',
+    call='memengine.GradCache',
+    loss='coupled',
+    use_when='samples meet in the loss (SimCLR, SupCon, SelfCon, CLIP, SigLIP) and a batch does '
+    'not fit',
+    saves='activations: all but those of one slice',
+    price='one more forward of each slice, but of the `keep_graph` last',
+    page='grad_cache.md',
+    example=GradCacheSettings(chunk_size=3),
+)

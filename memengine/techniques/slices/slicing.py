@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from memengine.techniques.layers.weight_norm import shared_weights
+from memengine.techniques.technique import Settings, Technique, setting
 
 __all__ = [
     'Losses',
@@ -227,3 +229,48 @@ def additive_step(
             done = detached(losses)
             totals = done if totals is None else pytree.tree_map(torch.add, totals, done)
     return totals
+
+
+@dataclass(frozen=True)
+class AccumulationSettings(Settings):
+    """Settings of accumulation within an iteration, as ``optim_wrapper`` takes them."""
+
+    micro_batch_size: float = setting(
+        help='most images in a slice, or most crops of the largest size', unit='images', low=1
+    )
+
+
+TECHNIQUE = Technique(
+    key='accumulation',
+    title='accumulation within an iteration',
+    settings=AccumulationSettings,
+    switch='optim_wrapper.type=AccumulationOptimWrapper optim_wrapper.micro_batch_size=16',
+    call='memengine.techniques.additive_step',
+    loss='additive',
+    use_when='the loss is additive (DINO, classification) and a batch does not fit',
+    saves='activations: all but those of one slice',
+    price='none',
+    page='accumulation.md',
+    example=AccumulationSettings(micro_batch_size=3),
+)
+
+
+@dataclass(frozen=True)
+class AccumulationOverIterationsSettings(Settings):
+    """Settings of accumulation over iterations, as ``optim_wrapper`` takes them."""
+
+    accumulative_counts: int = setting(1, help='between updates', unit='iterations', low=1)
+
+
+OVER_ITERATIONS = Technique(
+    key='accumulation_over_iterations',
+    title='accumulation over iterations',
+    settings=AccumulationOverIterationsSettings,
+    switch='optim_wrapper.accumulative_counts=4',
+    loss='additive',
+    use_when='an update is to see more samples than fit; where samples meet in the loss it is '
+    '**another objective**, and BatchNorm sees each part by itself',
+    saves='activations: those of one part are there',
+    price='none',
+    page='accumulation.md',
+)
