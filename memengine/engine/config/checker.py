@@ -269,10 +269,9 @@ class Checker:
         registry = place.registry
         try:
             if registry is not None:
-                looked_in = scope if place.scoped else 'mmengine'
-                found = find_type(registry, name, looked_in)
+                found = find_type(registry, name, scope, not place.scoped)
                 if found is None and place.late is not None and _imports(place.late):
-                    found = find_type(registry, name, looked_in)
+                    found = find_type(registry, name, scope, not place.scoped)
                 if found is not None:
                     return found, True
         except ImportError as error:

@@ -67,18 +67,23 @@ def _lookup_path(registry: str, scope: str) -> list[Registry]:
     return path
 
 
-def find_type(registry: str, name: str, scope: str) -> Callable[..., Any] | None:
+def find_type(
+    registry: str, name: str, scope: str, root_only: bool = False
+) -> Callable[..., Any] | None:
     """What ``type=name`` builds from a registry.
 
     Args:
         registry: Name of the registry in ``mmengine.registry``, such as ``'MODELS'``.
         name: As in a config: ``'SGD'``, ``'mmengine.SGD'`` or ``'torch.optim.SGD'``.
         scope: The default scope.
+        root_only: Whether MMEngine looks in its own registry only, in which modules of the scope
+            may have put it.
 
     Raises:
         ImportError: When a module that the registry gets its types from cannot be imported.
     """
-    for node in _lookup_path(registry, scope):
+    path = _lookup_path(registry, scope)
+    for node in path[-1:] if root_only else path:
         if name in node.module_dict:
             return node.module_dict[name]
     prefix, _, tail = name.partition('.')

@@ -341,7 +341,7 @@ def refuse_beside_sharding(cfg: Mapping[str, Any], hooks: Iterable[Hook] = ()) -
             'compile compiles the step in one graph, which gathering parameters breaks; compile '
             f'the blocks (compile_blocks=True), or {ddp}'
         )
-    if cfg.get('sync_bn'):  # 'torch' has been seen to
+    if cfg.get('sync_bn', 'torch') not in ('torch', None):
         raise ValueError(
             f"sync_bn={cfg['sync_bn']!r} does not know of sharding; set sync_bn='torch'"
         )
