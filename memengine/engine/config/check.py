@@ -166,9 +166,10 @@ def _check_entry(checker: Checker, key: str, value: Any) -> None:
         if not isinstance(value, Mapping):
             checker.say(key, f'must be a dict of keys of your own, got {value!r}')
     elif key in TOP_VALUES:
-        checker.check_value(value, TOP_VALUES[key], key)
+        if fault := TOP_VALUES[key].fault(value):
+            checker.say(key, fault)
     elif key in TOP_PLACES:
-        checker.check(value, TOP_PLACES[key], key, checker.scope)
+        checker.check(value, TOP_PLACES[key], key)
 
 
 def _check_what_is_missing(
