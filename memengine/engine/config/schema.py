@@ -286,18 +286,12 @@ TOP_VALUES: Mapping[str, Value] = {
     'sync_bn': one_of('torch', 'mmcv', None),
 }
 
-# What a run reads from its config beside the arguments of the Runner: MMEngine, then memengine.
-_READ_BY_MMENGINE = (
-    'activation_checkpointing compile custom_imports efficient_conv_bn_eval find_unused_parameters '
-    'model_wrapper_cfg runner_type sync_bn tta_model tta_pipeline _scope_'
-)
-_READ_BY_MEMENGINE = (
-    'activation_offload compile_blocks dropit quantized_activations recomputed_activations '
-    'trusted_globals'
-)
+# The Runner's arguments, and what else MMEngine and memengine read from the config of a run.
 TOP_KEYS = frozenset(inspect.signature(Runner.__init__).parameters) - {'self', 'cfg'} | {
-    *_READ_BY_MMENGINE.split(),
-    *_READ_BY_MEMENGINE.split(),
+    *TOP_PLACES,
+    *TOP_VALUES,
+    'trusted_globals',
+    '_scope_',
 }
 FREE_KEYS = ('vars', 'custom')
 
