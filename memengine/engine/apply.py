@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from logging import Logger
 from typing import Any
 
+import mmengine.model
 import torch.distributed as dist
 from mmengine.hooks import Hook
 from torch import nn
@@ -30,14 +31,15 @@ def hooks_of_keys(cfg: Mapping[str, Any]) -> dict[str, TechniqueHook]:
     return {key: hooks[key](**vars(value)) for key, value in read.items() if value is not None}
 
 
-def apply_before_wrapping(model: nn.Module, cfg: Any) -> None:
-    """Apply what replaces modules or parameters, which DDP and FSDP must see, in place."""
+def apply_before_wrapping(model: nn.Module, cfg: Mapping[str, Any]) -> nn.Module:
+    """The model after what replaces modules or parameters, which DDP and FSDP must see."""
     for technique in in_order(techniques().values()):
         settings = technique.read(cfg.get(technique.key))
         if technique.stage == 'before_wrap' and technique.apply and settings is not None:
             technique.apply(model, settings)
-    if dist.is_initialized() and cfg.get('sync_bn') == 'torch':
-        cfg.pop('sync_bn')  # which MMEngine would do again, and can on GPUs only
+    if dist.is_initialized() and cfg.get('sync_bn') == 'mmcv':
+        model = mmengine.model.convert_sync_batchnorm(model, 'mmcv')
+    return model
 
 
 def apply_to_model(model: nn.Module, cfg: Any, logger: Logger, hooks: Iterable[Hook] = ()) -> None:

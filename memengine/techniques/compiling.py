@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
+from memengine._torch_private.modules import forget_compilation, is_compiled
 from memengine.techniques.checkpointing.checkpoint_activations import (
     TECHNIQUE as ACTIVATION_CHECKPOINTING,
 )
@@ -56,7 +58,7 @@ def compile_blocks(
     """
     chosen = select_modules(model, modules, setting=_SETTING)
     for name, module in chosen.items():
-        if module._compiled_call_impl is not None:
+        if is_compiled(module):
             raise ValueError(f'{_SETTING}: {name or "the model"} is compiled already')
         _refuse_checkpointed(module, options)
         for rule in rules_of(module):
@@ -73,6 +75,12 @@ def _refuse_checkpointed(module: nn.Module, options: Mapping[str, Any]) -> None:
             continue
         if checkpointed.owner.budget is not None:
             raise TECHNIQUE.refusal(_BUDGET, checkpointed.name)
+        if not checkpointed.can_be_compiled:
+            raise ValueError(
+                f'{_SETTING} and {ACTIVATION_CHECKPOINTING.key} do not go together for '
+                f'{checkpointed.name}, as compilers of torch {torch.__version__} would write into '
+                'its buffers (statistics of BatchNorm) twice in a step; use one, or a newer torch'
+            )
         if options.get('backend') == 'eager':
             raise ACTIVATION_CHECKPOINTING.refusal(f'{_SETTING}.backend=eager', checkpointed.name)
 
@@ -97,7 +105,7 @@ class CompiledBlocks(Handle):
     def undo(self) -> None:
         """Run the modules as they are again."""
         for module in self._modules.values():
-            module._compiled_call_impl = None
+            forget_compilation(module)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 
+from memengine._torch_private.modules import BatchNorm, Convolution, forward_pre_hooks_of
 from memengine.suggest import did_you_mean
 from memengine.techniques.conv_bn.pairs import Enter, Exit, OwnHook, Pair, Pairs
 from memengine.techniques.technique import Handle, Report, Settings, Technique, setting
@@ -151,7 +150,7 @@ def _named(model: nn.Module, modules: str | Iterable[str] | None) -> dict[str, n
             )
         for root in roots:
             for name, layer in known[root].named_modules(prefix=root):
-                if isinstance(layer, (_ConvNd, _BatchNorm)):
+                if isinstance(layer, (Convolution, BatchNorm)):
                     layers[name] = layer
     return layers
 
@@ -214,11 +213,11 @@ def efficient_conv_bn_eval(
     """
     layers = _named(model, modules)
     found = ConvBNEval(strict, report)
-    for kind, name in ((_ConvNd, 'convolution'), (_BatchNorm, 'BatchNorm')):
+    for kind, name in ((Convolution, 'convolution'), (BatchNorm, 'BatchNorm')):
         if not any(isinstance(layer, kind) for layer in layers.values()):
             where = modules or type(model).__name__
             found._complain(f'{_SETTING} does nothing: there is no {name} layer in {where}')
-    if any(isinstance(h, Enter) for m in layers.values() for h in m._forward_pre_hooks.values()):
+    if any(isinstance(h, Enter) for m in layers.values() for h in forward_pre_hooks_of(m).values()):
         raise ValueError('efficient_conv_bn_eval: it is on already; name all modules in one call')
     for name, layer in layers.items():
         found._handles += [

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from memengine._torch_private.modules import BatchNorm, own_buffers, own_parameters
 from memengine.techniques.technique import Handle, Settings, Technique, setting
 
 __all__ = ['SyncBNSettings', 'SyncBatchNorm', 'SyncedBatchNorm', 'convert_sync_batchnorm']
@@ -23,7 +23,7 @@ __all__ = ['SyncBNSettings', 'SyncBatchNorm', 'SyncedBatchNorm', 'convert_sync_b
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """BatchNorm whose batch statistics are those of all ranks together.
 
     Takes the arguments of :class:`torch.nn.BatchNorm1d`; input [N, C] or [N, C, ...] with
@@ -90,11 +90,11 @@ class SyncedBatchNorm(Handle):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.replaced: list[tuple[nn.Module, str, _BatchNorm]] = [
+        self.replaced: list[tuple[nn.Module, str, BatchNorm]] = [
             (parent, name, child)
             for parent in model.modules()
             for name, child in parent.named_children()
-            if isinstance(child, _BatchNorm) and type(child) in _PLAIN
+            if isinstance(child, BatchNorm) and type(child) in _PLAIN
         ]
         kind = nn.SyncBatchNorm if torch.cuda.is_available() else SyncBatchNorm
         for parent, name, plain in self.replaced:
@@ -113,9 +113,9 @@ class SyncedBatchNorm(Handle):
             setattr(parent, name, _with_state_of(getattr(parent, name), plain))
 
 
-def _with_state_of(layer: _BatchNorm, other: _BatchNorm) -> _BatchNorm:
-    other._parameters.update(layer._parameters)
-    other._buffers.update(layer._buffers)
+def _with_state_of(layer: BatchNorm, other: BatchNorm) -> BatchNorm:
+    own_parameters(other).update(own_parameters(layer))
+    own_buffers(other).update(own_buffers(layer))
     return other.train(layer.training)
 
 
