@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
@@ -159,7 +160,8 @@ _WORDS = {
 def _in_words(hint: Any) -> str:
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return ' or '.join(map(_in_words, parts))
+        *others, last = map(_in_words, parts)
+        return f'{", ".join(others)} or {last}'
     if origin is Literal:
         *others, last = map(repr, parts)
         return f'{", ".join(others)} or {last}' if others else last
@@ -169,7 +171,7 @@ def _in_words(hint: Any) -> str:
         return 'a class' if origin is type else 'a function'
     if origin is not None:
         kind = 'dict' if issubclass(origin, Mapping) else 'list'
-        return f'a {kind} of {_in_words(parts[-1])}'
+        return f'a {kind} of ({_in_words(parts[-1])})'
     return _WORDS.get(hint) or hint.__name__
 
 
@@ -291,6 +293,11 @@ class Technique(Generic[S]):
         if self.apply:
             return self.key
         return f'{place}={kind.partition("|")[0]}' if place.endswith('.type') else place
+
+    @property
+    def typed(self) -> str:
+        """What one types for it."""
+        return re.sub(r'\|\S+', '', self.switch)
 
     @property
     def hook_name(self) -> str:

@@ -284,7 +284,7 @@ register(
         switch='optim_wrapper.optimizer.type=AdamW8bit',
         exactness='rounding',
         use_when="the optimiser's state does not fit",
-        saves='three quarters of it',
+        saves="three quarters of the optimiser's state",
         price='rounding and unrounding its averages; needs torchao',
         page='optimizer_memory.md',
     )
@@ -297,7 +297,7 @@ register(
         switch='optim_wrapper.optimizer.type=AdamW4bit',
         exactness='rounding',
         use_when="the optimiser's state does not fit, in 8 bits either",
-        saves='seven eighths of it',
+        saves="seven eighths of the optimiser's state",
         price='rounding and unrounding its averages; needs torchao',
         page='optimizer_memory.md',
     )
@@ -309,7 +309,7 @@ register(
         settings=CPUOffloadOptimizerSettings,
         switch='optim_wrapper.optimizer.type=CPUOffloadOptimizer',
         use_when="the optimiser's state does not fit on the GPU, and host memory is free",
-        saves='all of it, on the GPU',
+        saves="the optimiser's state, all of it, on the GPU",
         price='gradients to the host, weights back, and the CPU does the update; needs torchao',
         page='optimizer_memory.md',
     )

@@ -40,7 +40,7 @@ register(
         switch='model_wrapper_cfg.type=MMDistributedDataParallel',
         needs_ranks=True,
         use_when='there are several ranks, each of which holds the model; what ranks do by default',
-        saves="activations: those of a rank's part of the batch are on each",
+        saves="activations: all but those of a rank's part of the batch",
         price='gradients on the wire, once a step',
         page='../launching.md',
     )

@@ -267,7 +267,7 @@ TECHNIQUE = Technique(
     conflicts=WHEN_COMPILED,
     exactness='lossy',
     use_when='inputs of linear layers and convolutions are what does not fit',
-    saves="at gamma 0.9 seven eighths of them; ReLU's, dropout's and pooling's shrink to bits",
+    saves="seven eighths of layers' inputs, at gamma 0.9; what ReLU and dropout keep, to bits",
     price='selecting what is kept; the forward pass is the plain one, the error is stated',
     page='compressed_activations.md',
     example=DropITSettings(strategy='block_mink', block_size='row', gamma=0.5),

@@ -166,7 +166,7 @@ TECHNIQUE = Technique(
     call='memengine.techniques.AdamWBf16',
     exactness='rounding',
     use_when="the optimiser's state does not fit",
-    saves='half of it',
+    saves="half of the optimiser's state",
     price='rounding its averages, without bias',
     page='optimizer_memory.md',
 )

@@ -270,7 +270,7 @@ OVER_ITERATIONS = Technique(
     loss='additive',
     use_when='an update is to see more samples than fit; where samples meet in the loss it is '
     '**another objective**, and BatchNorm sees each part by itself',
-    saves='activations: those of one part are there',
+    saves='activations: all but those of one part',
     price='none',
     page='accumulation.md',
 )
