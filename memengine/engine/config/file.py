@@ -71,7 +71,7 @@ def load_config(path: str | Path, options: Mapping[str, Any] | None = None) -> C
 
 def _describe(error: Exception, path: str) -> str:
     """What is wrong with a config file, from the error that reading it raised."""
-    files = {}
+    files: dict[Path, Path | None] = {}
     try:
         files.update(files_of(Path(path)))
     except SyntaxError as fault:
