@@ -97,9 +97,9 @@ def _is_one(code: CodeType, files: Mapping[Path, Any]) -> bool:
     return Path(code.co_filename).resolve() in files
 
 
-def _short(path: str) -> str:
+def _short(path: str | Path) -> str:
     relative = os.path.relpath(path)
-    return path if relative.startswith('..') else relative
+    return str(path) if relative.startswith('..') else relative
 
 
 def _text(error: Exception) -> str:
