@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from mmengine.device import get_device
 from mmengine.fileio import join_path
 from mmengine.model import is_model_wrapper
@@ -39,6 +38,7 @@ from memengine.engine.step import unwrap
 from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
 from memengine.engine.wrappers.fsdp import FullyShardedDataParallel, refuse_beside_sharding
 from memengine.registry import LOOPS, MODEL_WRAPPERS, MODELS, RUNNERS
+from memengine.techniques.sharding.materializing import on_meta
 
 __all__ = ['Runner']
 
@@ -110,7 +110,7 @@ class Runner(_Runner):
         if is_meta and isinstance(model, dict) and model.get('data_preprocessor'):
             built = MODELS.build(model['data_preprocessor'])  # its values are the config's
             model = {**model, 'data_preprocessor': built}
-        with torch.device('meta') if is_meta else nullcontext():
+        with on_meta() if is_meta else nullcontext():
             return super().build_model(model)
 
     def wrap_model(self, model_wrapper_cfg: dict[str, Any] | None, model: nn.Module) -> nn.Module:
