@@ -318,8 +318,8 @@ def _check_tower(tower: Tower) -> None:
     if tower.slices_per_forward < 1:
         raise ValueError(f'slices_per_forward must be at least 1, got {tower.slices_per_forward}')
     for tensor in tensors_in(tower.slices):
-        source = base_of(tensor) if base_of(tensor) is not None else tensor  # a slice is a view
-        if tensor.requires_grad and not source.is_leaf:
+        source = base_of(tensor)  # a slice is a view
+        if tensor.requires_grad and not (tensor if source is None else source).is_leaf:
             raise ValueError(
                 f'a slice for {name} is computed by an upstream graph, which each slice would '
                 'run through again; compute it inside the encoder, or detach it'
