@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memengine._torch_private.ops import foreach_lerp_
 from memengine.engine.step import Progress
 from memengine.losses.dino import DINOLoss
 from memengine.models.algorithms.base import Algorithm
@@ -271,4 +272,4 @@ class DINO(Algorithm):
         """Move the teacher towards the student."""
         teacher: list[Tensor] = list(self.teacher.parameters())
         student: list[Tensor] = list(self.student.parameters())
-        torch._foreach_lerp_(teacher, student, 1 - self.ema_momentum)
+        foreach_lerp_(teacher, student, 1 - self.ema_momentum)

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from memengine._torch_private.ops import pytree
 from memengine.techniques.layers.weight_norm import shared_weights
 
 __all__ = [
