@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from memengine.models.algorithms.base import Algorithm
-from memengine.models.batch_slices import Slice, cut_evenly, take
 from memengine.models.parts import build_loss, freeze, unit
 from memengine.models.spread import moments, spread
 from memengine.registry import MODELS
+from memengine.techniques.slices.slicing import Slice, cut_evenly, take
 
 __all__ = ['CLIP', 'SigLIP']
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from memengine.engine.step import Progress
 from memengine.losses.dino import DINOLoss
 from memengine.models.algorithms.base import Algorithm
-from memengine.models.batch_slices import Slice
 from memengine.models.spread import moments, spread
 from memengine.registry import MODELS
 from memengine.techniques.slices.multi_crop import CropSlice, plan_slices
+from memengine.techniques.slices.slicing import Slice
 
 __all__ = ['DINO', 'TeacherTargets']
 
