@@ -302,8 +302,8 @@ class GradCacheOptimWrapper(_SlicedOptimWrapper):
         if self.forward_chunk_size is None:
             return 1
         sizes = self.chunk_size
-        size = sizes[tower or ''] if isinstance(sizes, Mapping) else int(sizes)
-        return self.forward_chunk_size // size or 1
+        size = sizes[tower or ''] if isinstance(sizes, Mapping) else sizes
+        return self.forward_chunk_size // int(size) or 1
 
     def _shrink(self, slices: int) -> bool:
         if self.kept_graphs.halve(slices):
