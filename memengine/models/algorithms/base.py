@@ -1,19 +1,24 @@
-"""What an algorithm is: the step contract's parts, as methods."""
+"""What an algorithm is: the step contract's parts, as methods; and the figure that many log.
+
+Shapes: B samples, V views of each; N rows, D width of their features.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from mmengine.model import BaseModel
 from mmengine.optim import OptimWrapper
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from memengine.engine.step import Progress, run_step
 from memengine.techniques.slices.slicing import Slice, join_slices, slice_views
 
-__all__ = ['Algorithm', 'Embeddings', 'Slice', 'rows_of']
+__all__ = ['Algorithm', 'Embeddings', 'Slice', 'feature_moments', 'feature_std', 'rows_of']
 
 Embeddings = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
@@ -21,6 +26,28 @@ Embeddings = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 def rows_of(inputs: Tensor | Sequence[Tensor]) -> Tensor:
     """A view [B, ...] as it is, several views as the rows of their concatenation [V * B, ...]."""
     return inputs if isinstance(inputs, Tensor) else torch.cat(list(inputs))
+
+
+@torch.no_grad()
+def feature_moments(features: Tensor) -> dict[str, Tensor]:
+    """Sums over l2-normalised features [N, D]: of rows, values [D] and squares [D], in float64."""
+    directions = F.normalize(features.double(), dim=-1)
+    return {
+        'rows': directions.new_tensor(len(directions)),
+        'feature_sum': directions.sum(dim=0),
+        'feature_square_sum': directions.square().sum(dim=0),
+    }
+
+
+@torch.no_grad()
+def feature_std(sums: Mapping[str, Tensor]) -> Tensor:
+    """Mean standard deviation of the normalised features times sqrt(D), from their moments.
+
+    1 when they are isotropic, 0 when all are alike. Scalar; 0 for a single row.
+    """
+    rows, total, squares = sums['rows'], sums['feature_sum'], sums['feature_square_sum']
+    variance = (squares - total.square() / rows).clamp_min(0) / (rows - 1).clamp_min(1)
+    return variance.sqrt().mean() * math.sqrt(len(total))
 
 
 class Algorithm(BaseModel):

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from memengine.engine.step import Progress
 from memengine.losses.dino import DINOLoss
 from memengine.losses.koleo import koleo_loss
-from memengine.models.algorithms.base import Algorithm
-from memengine.models.spread import moments, spread
+from memengine.models.algorithms.base import Algorithm, feature_moments, feature_std
 from memengine.registry import MODELS
 from memengine.techniques.slices.multi_crop import CropSlice, plan_slices
 from memengine.techniques.slices.slicing import Slice
@@ -221,7 +220,7 @@ class DINO(Algorithm):
         features, logits = embeddings
         sums = {
             'loss': self.loss.batch_loss(logits, targets.probabilities),
-            **moments(features),
+            **feature_moments(features),
         }
         losses = self.batch_losses(sums, targets)
         if self.coupled:
@@ -266,7 +265,7 @@ class DINO(Algorithm):
             logits.unflatten(0, (len(piece.rows.crops), -1)),  # [crops, samples, K]
             piece.rows.targets(targets.probabilities),
         )
-        return {'loss': loss / targets.probabilities.shape[1], **moments(features)}
+        return {'loss': loss / targets.probabilities.shape[1], **feature_moments(features)}
 
     def coupled_part(
         self, embeddings: tuple[Tensor, Tensor], piece: Slice
@@ -299,7 +298,7 @@ class DINO(Algorithm):
         return {
             'loss_dino' if self.coupled else 'loss': loss,
             **targets.scalars(),
-            'feature_std': spread(sums),
+            'feature_std': feature_std(sums),
             'teacher_temp': loss.new_tensor(self.loss.temperature(self.progress.epoch)),
             'ema_momentum': loss.new_tensor(self.ema_momentum),
         }

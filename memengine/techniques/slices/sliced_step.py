@@ -37,6 +37,7 @@ __all__ = [
     'SyncOnce',
     'Synchronising',
     'sliced_step',
+    'synchronising',
     'total_loss',
 ]
 
@@ -253,9 +254,12 @@ class Synchronising(Protocol):
         """The context of forward and backward in which gradients are only added up."""
 
 
-def _synchronising(module: nn.Module) -> list[Synchronising]:
+def synchronising(module: nn.Module) -> list[Synchronising]:
+    """The module if it is such a one, or the members of a ModuleList that are."""
     members = module if isinstance(module, nn.ModuleList) else [module]
-    return [member for member in members if isinstance(member, Synchronising)]
+    # What torch.compile returns has its module's methods, but not by its type.
+    bare = [dict(member.named_children()).get('_orig_mod', member) for member in members]
+    return [member for member in bare if isinstance(member, Synchronising)]
 
 
 class SyncOnce:
@@ -269,7 +273,7 @@ class SyncOnce:
     """
 
     def __init__(self, graphs: Iterable[nn.Module]) -> None:
-        self._left = Counter(member for graph in graphs for member in _synchronising(graph))
+        self._left = Counter(member for graph in graphs for member in synchronising(graph))
 
     @contextmanager
     def graph(self, module: nn.Module) -> Iterator[bool]:
@@ -278,7 +282,7 @@ class SyncOnce:
         Yields:
             Whether gradients are synchronised in it.
         """
-        members = [member for member in _synchronising(module) if member in self._left]
+        members = [member for member in synchronising(module) if member in self._left]
         self._left.subtract(members)
         with ExitStack() as stack:
             for member in members:
