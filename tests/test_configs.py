@@ -96,6 +96,11 @@ def test_config_is_checked_builds_and_steps(name, tmp_path, monkeypatch):
     )
     for metric in metrics_of(cfg):
         assert f'val/{FIGURES[metric.type]}' in runner.message_hub.log_scalars
+    written = list((tmp_path / 'run').rglob('*.py'))
+    assert len(written) == 2, 'in the work dir and beside its curves'
+    for path in written:
+        check_config(Config.fromfile(path))
+        assert Config.fromfile(path).to_dict() == {**cfg.to_dict(), 'default_scope': 'memengine'}
 
 
 def losses_of(name, work_dir, options):

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from mmengine.device import get_device
 from mmengine.fileio import join_path
+from mmengine.model import is_model_wrapper
 from mmengine.runner import Runner as _Runner
 from mmengine.runner import save_checkpoint
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
@@ -129,51 +131,49 @@ class Runner(_Runner):
 
     def wrap_model(self, model_wrapper_cfg: dict[str, Any] | None, model: nn.Module) -> nn.Module:
         """Put the model on its device and into its wrapper; nothing is ignored silently."""
-        apply_before_wrapping(model, self.cfg, self.distributed)
-        config = dict(model_wrapper_cfg or {})
-        config.setdefault('type', 'MMDistributedDataParallel')
-        wrapper = (
-            MODEL_WRAPPERS.get(config['type'])
-            if isinstance(config['type'], str)
-            else config['type']
-        )
+        if is_model_wrapper(model):
+            return super().wrap_model(model_wrapper_cfg, model)
+        config = {'type': 'MMDistributedDataParallel', **(model_wrapper_cfg or {})}
+        kind = config['type']
+        wrapper = MODEL_WRAPPERS.get(kind) if isinstance(kind, str) else kind
         if wrapper is None:
-            raise ValueError(
-                f"model_wrapper_cfg.type: there is no model wrapper '{config['type']}'"
-            )
+            raise ValueError(f"model_wrapper_cfg.type: there is no model wrapper '{kind}'")
         is_ddp = issubclass(wrapper, nn.parallel.DistributedDataParallel)
-        if self.distributed and issubclass(wrapper, FullyShardedDataParallel):
+        if not self.distributed:
+            if model_wrapper_cfg is not None:
+                self._say_wrapper_has_no_effect(kind, wrapper, is_ddp, model)
+            return super().wrap_model(None, model)
+        model = apply_before_wrapping(model, self.cfg)
+        if issubclass(wrapper, FullyShardedDataParallel):
             wrapped = self._shard_model(config, wrapper, model)
-            self._warn_of_local_losses(unwrap(wrapped))
-            return wrapped
-        if self.distributed and is_ddp:
-            if model_wrapper_cfg is None:
-                config.update(broadcast_buffers=False)
-            config.setdefault(
-                'find_unused_parameters', self.cfg.get('find_unused_parameters', False)
-            )
-            config.setdefault('device_ids', local_device_ids())
-            if config['type'] in MODEL_WRAPPERS.module_dict:  # MMEngine looks in its own registry
-                config['type'] = f'{MODEL_WRAPPERS.scope}.{config["type"]}'
-            model_wrapper_cfg = config
-        elif model_wrapper_cfg is not None and not self.distributed:
-            if not is_ddp:
-                raise ValueError(
-                    f"model_wrapper_cfg: '{config['type']}' needs several processes, but "
-                    "launcher='none' starts one; start with torchrun and --launcher pytorch (to "
-                    'offload on one GPU with --nproc_per_node 1), or remove model_wrapper_cfg'
-                )
-            why = 'there is nothing to synchronise'
-            if issubclass(wrapper, DisCoDistributedDataParallel):
-                losses = ', '.join(wrapper.find_losses(model))
-                why = f'{losses} sees the whole batch as it is'
-            self.logger.warning(
-                f"model_wrapper_cfg has no effect in one process (launcher='none'): {why}"
-            )
-        wrapped = super().wrap_model(model_wrapper_cfg, model)
-        if self.distributed:
-            self._warn_of_local_losses(unwrap(wrapped))
+        else:
+            if is_ddp:
+                unused = self.cfg.get('find_unused_parameters', False)
+                config.setdefault('find_unused_parameters', unused)
+                config.setdefault('device_ids', local_device_ids())
+                if model_wrapper_cfg is None:
+                    config['broadcast_buffers'] = False
+            whole_model = dict(module=model.to(get_device()))
+            wrapped = MODEL_WRAPPERS.build(config, default_args=whole_model)
+        self._warn_of_local_losses(unwrap(wrapped))
         return wrapped
+
+    def _say_wrapper_has_no_effect(
+        self, kind: Any, wrapper: Any, is_ddp: bool, model: nn.Module
+    ) -> None:
+        """Warn of a wrapper in one process, or refuse one whose effect is missed there."""
+        if not is_ddp:
+            raise ValueError(
+                f"model_wrapper_cfg: '{kind}' needs several processes, but launcher='none' starts "
+                'one; start with torchrun and --launcher pytorch (to offload on one GPU with '
+                '--nproc_per_node 1), or remove model_wrapper_cfg'
+            )
+        why = 'there is nothing to synchronise'
+        if issubclass(wrapper, DisCoDistributedDataParallel):
+            why = f'{", ".join(wrapper.find_losses(model))} sees the whole batch as it is'
+        self.logger.warning(
+            f"model_wrapper_cfg has no effect in one process (launcher='none'): {why}"
+        )
 
     def _shard_model(self, config: dict[str, Any], wrapper: Any, model: Any) -> nn.Module:
         """Initialise a model while it is whole, and spread it over the ranks."""

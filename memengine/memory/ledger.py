@@ -12,15 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memengine._torch_private.autograd import storage_key
+from memengine._torch_private.ops import parts_of_sparse
+
 __all__ = ['Block', 'Ledger', 'blocks_of', 'owned_by', 'tensors_in']
 
-_SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {
-    torch.sparse_coo: ('_indices', '_values'),
-    torch.sparse_csr: ('crow_indices', 'col_indices', 'values'),
-    torch.sparse_bsr: ('crow_indices', 'col_indices', 'values'),
-    torch.sparse_csc: ('ccol_indices', 'row_indices', 'values'),
-    torch.sparse_bsc: ('ccol_indices', 'row_indices', 'values'),
-}
 _opaque_keys = itertools.count(-1, -1)  # never an address
 
 
@@ -40,12 +36,12 @@ def blocks_of(tensor: Tensor) -> Iterator[Block]:
             part = getattr(tensor, name)
             if isinstance(part, Tensor):  # of a DTensor also its mesh is named
                 yield from blocks_of(part)
-    elif tensor.layout in _SPARSE_PARTS:
-        for name in _SPARSE_PARTS[tensor.layout]:
-            yield from blocks_of(getattr(tensor, name)())
     elif tensor.layout == torch.strided:
         storage = tensor.untyped_storage()
-        yield Block(storage._cdata, storage.nbytes(), storage)
+        yield Block(storage_key(storage), storage.nbytes(), storage)
+    elif parts := parts_of_sparse(tensor):
+        for part in parts:
+            yield from blocks_of(part)
     else:  # a layout without a storage (MKLDNN): nothing shares its memory
         yield Block(next(_opaque_keys), tensor.numel() * tensor.element_size(), tensor)
 

@@ -7,6 +7,7 @@ out. The figures need no allocator, so they are exact on CPU, CUDA, meta and fak
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,6 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from memengine._torch_private.autograd import (
+    SavedTensorHooks,
+    base_of,
+    saved_tensor_hooks_in_force,
+    version_of,
+)
 from memengine.memory.ledger import Block, Ledger, blocks_of, owned_by, tensors_in
 
 __all__ = ['SavedBytes', 'count_kept', 'hidden_bytes', 'saved_bytes']
@@ -23,7 +30,8 @@ __all__ = ['SavedBytes', 'count_kept', 'hidden_bytes', 'saved_bytes']
 def _blocks(tensor: Tensor, ledgers: Iterable[Ledger]) -> list[Block]:
     """The memory behind a saved tensor, of which the ledgers know whether a model owns it: sharding
     gathers parameters after a meter was entered, into memory that was not the model's then."""
-    base = tensor if tensor._base is None else tensor._base
+    whole = base_of(tensor)
+    base = tensor if whole is None else whole
     if isinstance(base, nn.Parameter):
         for ledger in ledgers:
             ledger.see_parameter(base)
@@ -41,17 +49,17 @@ class _Kept:
 
     def __init__(self, tensor: Tensor, ledgers: tuple[Ledger, ...]) -> None:
         self.holdings: list[tuple[deque[tuple[int, ...]], tuple[int, ...]]] = []
-        self.tensor, self.version = tensor.detach(), tensor._version
+        self.tensor, self.version = tensor.detach(), version_of(tensor)
         blocks = _blocks(tensor, ledgers)
         for ledger in ledgers:
             self.holdings.append((ledger.freed, ledger.hold(blocks)))
 
     def unpack(self) -> Tensor:
-        if self.tensor._version != self.version:
+        if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 'one of the variables needed for gradient computation has been modified by an '
                 f'inplace operation: {self.tensor.type()} of shape {tuple(self.tensor.shape)} is '
-                f'at version {self.tensor._version}; expected version {self.version} instead'
+                f'at version {version_of(self.tensor)}; expected version {self.version} instead'
             )
         return self.tensor
 
@@ -69,59 +77,79 @@ class _Watch:
     """Somebody else's pack hook, with what it keeps counted.
 
     Where it keeps a tensor is its own affair, so the tensor counts until it is freed. Attributes
-    are those of the hook: activation checkpointing marks its own hooks by attributes.
+    are those of the hook: activation checkpointing marks its own hooks by attributes, and is known
+    by their module.
     """
 
     def __init__(self, pack: Callable[[Tensor], Any], ledgers: tuple[Ledger, ...]) -> None:
-        self._pack, self._ledgers = pack, ledgers
+        self.pack, self.ledgers = pack, ledgers
+        self.__module__ = pack.__module__
 
     def __call__(self, tensor: Tensor) -> Any:
         try:
-            packed = self._pack(tensor)
+            packed = self.pack(tensor)
         except Exception:  # checkpointing ends its recomputation so, keeping the tensor's memory
             for block in blocks_of(tensor):
-                self._count(block.owner, [block])
+                _count(self.ledgers, block.owner, [block])
             raise
         for kept in tensors_in(packed):
-            self._count(kept, _blocks(kept, self._ledgers))
+            _count(self.ledgers, kept, _blocks(kept, self.ledgers))
         return packed
 
-    def _count(self, owner: Any, blocks: list[Block]) -> None:
-        _count(self._ledgers, owner, blocks)
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__['_pack'], name)
+        return getattr(self.__dict__['pack'], name)
 
 
 class _Pack:
-    """The pack hook of the meters that are active."""
+    """The pack hook of meters that are entered where no other hooks are in force."""
 
     def __init__(self, ledgers: tuple[Ledger, ...]) -> None:
-        self._ledgers = ledgers
+        self.ledgers = ledgers
 
     def __call__(self, tensor: Tensor) -> _Kept:
-        return _Kept(tensor, self._ledgers)
+        return _Kept(tensor, self.ledgers)
 
 
-_active: list[Ledger] = []  # of the meters that are entered, outermost first
+def _counting(hooks: SavedTensorHooks | None) -> tuple[Ledger, ...]:
+    """The ledgers of the meters in these hooks, outermost first."""
+    return hooks[0].ledgers if hooks and isinstance(hooks[0], (_Pack, _Watch)) else ()
+
+
+def _counting_here() -> tuple[Ledger, ...]:
+    """Those of the meters that are entered around this, in this thread.
+
+    torch keeps the hooks in force for each thread, and takes them along where a backward runs in
+    threads of its own; so it knows the meters, and they need no account of threads.
+    """
+    return _counting(saved_tensor_hooks_in_force())
+
+
 _enter_hooks = saved_tensors_hooks.__enter__
 
 
 def _enter_watched(hooks: saved_tensors_hooks) -> None:
-    """``saved_tensors_hooks.__enter__`` while a meter is active: only the innermost hooks see a
-    tensor, so those entered inside a meter are watched by it."""
+    """``saved_tensors_hooks.__enter__`` while there is a meter: only the innermost hooks see a
+    tensor, so those entered inside a meter are watched by it. Elsewhere nothing is changed."""
+    ledgers = _counting_here()
     pack = hooks.pack_hook
-    hooks.pack_hook = _Watch(pack, tuple(_active))
+    hooks.pack_hook = _Watch(pack, ledgers) if ledgers else pack
     try:
         _enter_hooks(hooks)
     finally:
         hooks.pack_hook = pack
 
 
-def _surrounding_hooks() -> tuple[Callable, Callable] | None:
-    """The hooks in force here, if they are not a meter's (None also before torch 2.8)."""
-    top = getattr(torch._C._autograd, '_top_saved_tensors_default_hooks', lambda _: None)(False)
-    return None if top is None or isinstance(top[0], _Pack) else top
+_lock = threading.Lock()
+_meters = 0  # that are entered, in all threads
+
+
+def _note_meters(number: int) -> None:
+    global _meters
+    with _lock:
+        _meters += number
+        saved_tensors_hooks.__enter__ = (  # type: ignore[method-assign]
+            _enter_watched if _meters else _enter_hooks
+        )
 
 
 class SavedBytes:
@@ -133,6 +161,7 @@ class SavedBytes:
     given. Graphs built inside stay counted after the exit, until they are freed. Meters nest;
     each sees everything. One that is entered again goes on from its figures.
 
+    Counted is what the thread that entered it does, and the backward passes that it starts.
     Not seen: tensors that a ``torch.autograd.Function`` hides as attributes of ``ctx`` (see
     ``hidden_bytes``). ``torch.func`` transforms refuse to run under any saved-tensor hooks.
 
@@ -174,26 +203,21 @@ class SavedBytes:
 
     def __enter__(self) -> SavedBytes:
         self._ledger.exclude(self._exclude)
-        around = _surrounding_hooks()
-        if not _active:
-            saved_tensors_hooks.__enter__ = _enter_watched  # type: ignore[method-assign]
-        _active.append(self._ledger)
-        ledgers = tuple(dict.fromkeys(_active))
-        if around is None:
+        around = saved_tensor_hooks_in_force()
+        ledgers = tuple(dict.fromkeys((*_counting(around), self._ledger)))
+        if around is None or isinstance(around[0], _Pack):
             hooks = saved_tensors_hooks(_Pack(ledgers), _Kept.unpack)
         else:
-            hooks = saved_tensors_hooks(_Watch(around[0], ledgers), around[1])
+            pack = around[0].pack if isinstance(around[0], _Watch) else around[0]
+            hooks = saved_tensors_hooks(_Watch(pack, ledgers), around[1])
+        _note_meters(1)
         _enter_hooks(hooks)
         self._entered.append(hooks)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._entered.pop().__exit__(*exception)
-        _active.reverse()
-        _active.remove(self._ledger)  # the innermost of its entries
-        _active.reverse()
-        if not _active:
-            saved_tensors_hooks.__enter__ = _enter_hooks  # type: ignore[method-assign]
+        _note_meters(-1)
         if not self._entered:
             self._ledger.exclude(())
 
@@ -204,7 +228,7 @@ class SavedBytes:
 
 
 def count_kept(value: Any) -> None:
-    """Count on the active meters what now stands in for tensors that were packed before.
+    """Count on the meters around this what now stands in for tensors that were packed before.
 
     For hooks that decide only after packing what they keep. What they packed counts until it is
     freed.
@@ -212,8 +236,9 @@ def count_kept(value: Any) -> None:
     Args:
         value: Holds tensors, in containers or attributes. Each counts until it is freed.
     """
-    for kept in tensors_in(value) if _active else ():
-        _count(dict.fromkeys(_active), kept, list(blocks_of(kept)))
+    ledgers = _counting_here() if _meters else ()
+    for kept in tensors_in(value) if ledgers else ():
+        _count(ledgers, kept, list(blocks_of(kept)))
 
 
 def hidden_bytes(outputs: Tensor | Iterable[Tensor], *exclude: nn.Module | Tensor) -> int:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from memengine._torch_private.distributed import process_group_of
+from memengine._torch_private.ops import TorchDispatchMode, argument_names, pytree
 
 __all__ = ['ReceivedBytes']
 
@@ -33,11 +33,8 @@ class _Call:
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
-        group = values['group_name' if 'group_name' in values else 'process_group']
-        if isinstance(group, str):
-            group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-        elif not isinstance(group, dist.ProcessGroup):
-            group = dist.ProcessGroup.unbox(group)
+        named = 'group_name' if 'group_name' in values else 'process_group'
+        group = process_group_of(values[named])
         self.ranks, self.rank = group.size(), group.rank()
 
     def size(self, *names: str) -> int:
@@ -211,7 +208,7 @@ class ReceivedBytes(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        rule = _RULES.get(func.namespace, {}).get(func._opname)
+        rule = _RULES.get(func.namespace, {}).get(func.overloadpacket.__name__)
         if rule is None:
             raise NotImplementedError(
                 f'ReceivedBytes does not know how many bytes {func} receives; add it to the rules '
@@ -220,6 +217,6 @@ class ReceivedBytes(TorchDispatchMode):
         name, received = rule
         if received is _nothing:
             return
-        names = [argument.name for argument in func._schema.arguments]
+        names = argument_names(func)
         self.nbytes += received(_Call({**dict(zip(names, args, strict=False)), **kwargs}))
         self.calls[name] = self.calls.get(name, 0) + 1

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from memengine._torch_private.modules import forget_compilation, is_compiled
 from memengine.techniques.checkpointing.checkpoint_activations import refuse_to_compile
 from memengine.techniques.compression.scope import rules_of
 from memengine.techniques.modules.blocks import BLOCKS, Selector, select_modules
@@ -47,7 +48,7 @@ def compile_blocks(
     """
     chosen = select_modules(model, modules, setting=_SETTING)
     for name, module in chosen.items():
-        if module._compiled_call_impl is not None:
+        if is_compiled(module):
             raise ValueError(f'{_SETTING}: {name or "the model"} is compiled already')
         refuse_to_compile(module, _SETTING, options.get('backend'))
         for rule in rules_of(module):
@@ -74,4 +75,4 @@ class CompiledBlocks:
     def undo(self) -> None:
         """Run the modules as they are again."""
         for module in self._modules.values():
-            module._compiled_call_impl = None
+            forget_compilation(module)

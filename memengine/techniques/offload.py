@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
+from memengine._torch_private.autograd import storage_key, version_of
+from memengine._torch_private.ops import pytree
 from memengine.memory.ledger import owned_by
 from memengine.techniques.modules.saved_tensors import KeptAsIs, is_parameter, is_plain
 from memengine.techniques.modules.wrapped_forward import WrappedForward, is_wrapped
@@ -147,23 +148,23 @@ class _Offloading(saved_tensors_hooks):
         if not is_plain(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        stays = storage._cdata in self._stay or is_parameter(tensor)
+        stays = storage_key(storage) in self._stay or is_parameter(tensor)
         if stays or storage.nbytes() < self._offload.min_bytes:
             return KeptAsIs(tensor)
         return _Place(self._page(tensor, storage), tensor)
 
     def _page(self, tensor: Tensor, storage: Any) -> _Page:
         """The page that holds the storage as it is now."""
-        known = self._page_of.get(storage._cdata)
-        if known and known[0]() is not None and known[1] == tensor._version:
+        known = self._page_of.get(storage_key(storage))
+        if known and known[0]() is not None and known[1] == version_of(tensor):
             page = known[2]()
             if page is not None:
                 return page
         page = _Page(self._offload, storage, len(self._pages), self._pages)
         self._pages.append(weakref.ref(page))
-        self._page_of[storage._cdata] = (
+        self._page_of[storage_key(storage)] = (
             weakref.ref(storage),  # an address is used again when its memory is free
-            tensor._version,
+            version_of(tensor),
             self._pages[-1],
         )
         return page

@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import timm
@@ -410,8 +411,6 @@ def test_hooks_inside_a_meter_act_and_are_counted_by_what_they_keep():
 
 
 def test_hooks_around_a_meter_still_act():
-    if not hasattr(torch._C._autograd, '_top_saved_tensors_default_hooks'):
-        pytest.skip('this torch does not tell which hooks are in force')
     x = torch.randn(100, requires_grad=True)
     packed = []
 
@@ -428,6 +427,41 @@ def test_hooks_around_a_meter_still_act():
     assert inner.total_bytes == 200
     y.sum().backward()
     assert torch.equal(x.grad, y.detach().half().float())
+
+
+def test_meters_above_and_below_other_hooks():
+    x, alone = torch.randn(100, requires_grad=True), saved_tensors_hooks.__enter__
+    with SavedBytes() as outer:
+        with saved_tensors_hooks(lambda t: t.detach().half(), lambda p: p.float()):
+            with SavedBytes() as inner:
+                y = x.exp()
+            z = x.exp()
+        assert (outer.live_bytes, inner.live_bytes) == (400, 200)
+        del y
+        assert (outer.live_bytes, inner.live_bytes) == (200, 0)
+    del z
+    assert outer.live_bytes == 0
+    assert saved_tensors_hooks.__enter__ is alone
+
+
+def test_only_the_own_thread_is_counted():
+    x = torch.randn(100, requires_grad=True)
+
+    def elsewhere():
+        with saved_tensors_hooks(lambda t: t.detach().half(), lambda p: p.float()):
+            graphs.append(x.exp())
+        graphs.append(x.exp())
+        with SavedBytes() as other:
+            graphs.append(x.exp())
+        assert other.total_bytes == 400
+
+    graphs = []
+    with SavedBytes() as meter:
+        y = x.exp()
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(elsewhere).result()
+    assert len(graphs) == 3
+    assert meter.total_bytes == y.nbytes
 
 
 def test_save_on_cpu_copies_are_counted():

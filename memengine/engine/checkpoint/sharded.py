@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from memengine._torch_private.distributed import METADATA_GLOBALS, METADATA_MODULES
 from memengine.engine.checkpoint.files import CheckpointError, previous, safe_loading
 from memengine.engine.distributed.processes import cpu_group
 
@@ -47,10 +48,6 @@ __all__ = [
 SUFFIX = '.dcp'
 _RUN = 'run.pth'
 _SMALL = ('meta', 'message_hub', 'param_schedulers')  # of rank 0 only
-_KNOWN_MODULES = (
-    'torch.distributed.checkpoint.metadata',
-    'torch.distributed.checkpoint.filesystem',
-)
 
 Place = tuple[Any, ...]  # keys from the checkpoint's root to a tensor
 
@@ -252,17 +249,10 @@ class _MetadataReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """What the file may name: plain records of torch.distributed.checkpoint and of torch."""
         dtype = module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype)
-        known = (module, name) in {
-            ('torch', 'Size'),
-            ('torch.serialization', '_get_layout'),
-            ('pathlib', 'PosixPath'),
-            ('pathlib', 'WindowsPath'),
-            ('pathlib._local', 'PosixPath'),  # Python 3.13
-        }
         cls = None
-        if dtype or known or module in _KNOWN_MODULES:
+        if dtype or (module, name) in METADATA_GLOBALS or module in METADATA_MODULES:
             cls = super().find_class(module, name)
-        if cls is None or (module in _KNOWN_MODULES and not _is_record(cls, module)):
+        if cls is None or (module in METADATA_MODULES and not _is_record(cls, module)):
             raise CheckpointError(f"the checkpoint's .metadata wants to run '{module}.{name}'")
         return cls
 

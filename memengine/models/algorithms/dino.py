@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from memengine._torch_private.ops import foreach_lerp_
 from memengine.engine.step import Progress
 from memengine.losses.dino import DINOLoss
 from memengine.losses.koleo import koleo_loss
@@ -319,4 +320,4 @@ class DINO(Algorithm):
         """Move the teacher towards the student."""
         teacher: list[Tensor] = list(self.teacher.parameters())
         student: list[Tensor] = list(self.student.parameters())
-        torch._foreach_lerp_(teacher, student, 1 - self.ema_momentum)
+        foreach_lerp_(teacher, student, 1 - self.ema_momentum)

@@ -15,11 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS
-from torch.utils.flop_counter import flop_registry
 
+from memengine._torch_private.ops import (
+    FLOPS_OF,
+    TorchDispatchMode,
+    argument_names,
+    pytree,
+    written_arguments,
+)
 from memengine.memory.ledger import blocks_of, owned_by
 
 __all__ = ['Call', 'Kept', 'Trace', 'draws', 'measure', 'plan_by_budget', 'plan_by_ops']
@@ -88,7 +92,7 @@ def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
     If its output were kept, the ops after it would draw its numbers when they are repeated.
     """
-    names = [argument.name for argument in op._schema.arguments]
+    names = argument_names(op)
     if 'dropout_p' in names:
         index = names.index('dropout_p')
         p = args[index] if index < len(args) else kwargs.get('dropout_p', 0.0)
@@ -115,12 +119,12 @@ class _Tracer(TorchDispatchMode):
         if func in SAC_IGNORED_OPS:
             return func(*args, **kwargs)
         before = set(_storages((args, kwargs)))
-        for storage in _written(func, args, kwargs):
+        for storage in _storages(written_arguments(func, args, kwargs)):
             if storage in self._made_by:
                 self._made_by[storage].may_be_kept = False
         out = func(*args, **kwargs)
         fresh = {key: size for key, size in _storages(out).items() if key not in before}
-        flops = flop_registry.get(func._overloadpacket)
+        flops = FLOPS_OF.get(func.overloadpacket)
         cost = flops(*args, **kwargs, out_val=out) if flops else 0
         nbytes = sum(fresh.values())
         op = _Op(
@@ -157,16 +161,6 @@ def _storages(tree: Any) -> dict[int, int]:
     """Storages of the tensors in a tree, and their bytes."""
     leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
     return {block.key: block.nbytes for leaf in leaves for block in blocks_of(leaf)}
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[int]:
-    """Storages that the op writes into."""
-    if not func._schema.is_mutable:
-        return
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            yield from _storages(value)
 
 
 @contextmanager

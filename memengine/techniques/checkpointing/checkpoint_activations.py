@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
 
 from memengine.techniques.checkpointing.budget import Kept, Trace, plan_by_budget, plan_by_ops
@@ -96,7 +97,8 @@ def refuse_to_compile(module: nn.Module, setting: str, backend: object) -> None:
 
     Raises:
         ValueError: When something in the module is checkpointed by a budget, or at all and the
-            backend is ``'eager'``, which runs what it traced twice, statistics with it.
+            backend is ``'eager'``, which runs what it traced twice, statistics with it, as do
+            all in torch 2.6.
     """
     for part in module.modules():
         forward = vars(part).get('forward')
@@ -107,6 +109,12 @@ def refuse_to_compile(module: nn.Module, setting: str, backend: object) -> None:
                 f'{setting} and {SETTING} with a budget do not go together, as a budget is '
                 f'measured op by op ({forward.name}); use keep, or set '
                 'torch._functorch.config.activation_memory_budget for the compiler'
+            )
+        if not forward.can_be_compiled:
+            raise ValueError(
+                f'{setting} and {SETTING} do not go together for {forward.name}, as compilers of '
+                f'torch {torch.__version__} would write into its buffers (statistics of BatchNorm) '
+                'twice in a step; use either, or a newer torch'
             )
         if backend == 'eager':
             raise ValueError(

@@ -8,14 +8,14 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
-from torch.utils.flop_counter import flop_registry
 
+from memengine._torch_private.ops import FLOPS_OF, OpOverload, OpOverloadPacket
 from memengine.suggest import did_you_mean
 from memengine.techniques.checkpointing.budget import Call, draws
 
 __all__ = ['Op', 'Policy', 'op_names', 'policy_by_ops']
 
-Op: TypeAlias = str | torch._ops.OpOverload | torch._ops.OpOverloadPacket
+Op: TypeAlias = str | OpOverload | OpOverloadPacket
 
 
 def op_names(keep: Op | Sequence[Op], setting: str) -> frozenset[str]:
@@ -26,15 +26,15 @@ def op_names(keep: Op | Sequence[Op], setting: str) -> frozenset[str]:
         TypeError: For what is neither an op nor a name.
     """
     wanted = list(keep) if isinstance(keep, Sequence) and not isinstance(keep, str) else [keep]
-    counted = {str(op) for op in flop_registry if isinstance(op, torch._ops.OpOverloadPacket)}
+    counted = {str(op) for op in FLOPS_OF if isinstance(op, OpOverloadPacket)}
     counted = {name for name in counted if 'backward' not in name}
     attention = {name for name in counted if 'attention' in name}
     groups = {'matmuls': counted - attention, 'attention': attention}
     names: set[str] = set()
     for op in wanted:
-        if isinstance(op, torch._ops.OpOverload):
+        if isinstance(op, OpOverload):
             names.add(str(op.overloadpacket))
-        elif isinstance(op, torch._ops.OpOverloadPacket):
+        elif isinstance(op, OpOverloadPacket):
             names.add(str(op))
         elif not isinstance(op, str):
             raise TypeError(

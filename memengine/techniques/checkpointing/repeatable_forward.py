@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -10,22 +9,23 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from memengine._torch_private.autograd import version_of
+from memengine._torch_private.modules import BatchOrInstanceNorm, own_buffers
+from memengine._torch_private.ops import (
+    CHECKPOINT_SHOWS_KEPT,
+    compiled_checkpoints_write_twice,
+    pytree,
+)
 from memengine.techniques.checkpointing.budget import Kept, Trace, measure
 from memengine.techniques.checkpointing.op_policy import Policy, policy_by_ops
 from memengine.techniques.modules.random_state import RandomState, accelerators_of
 from memengine.techniques.modules.wrapped_forward import WrappedForward
 
-__all__ = ['HOOKS_SEE_KEPT', 'SETTING', 'CheckpointedForward']
+__all__ = ['SETTING', 'CheckpointedForward']
 
 SETTING = 'activation_checkpointing'  # what errors call it
-
-# From torch 2.9 or so on, kept tensors may pass through the saved-tensor hooks around a module
-# (a meter, offloading), as every other saved tensor does.
-HOOKS_SEE_KEPT = 'respect_saved_tensors_hooks' in inspect.signature(checkpoint).parameters
 
 
 class Owner(Protocol):
@@ -45,6 +45,7 @@ class CheckpointedForward(WrappedForward):
     Attributes:
         calls: How often the module was called.
         checkpointed: How often of these something was left to be computed again.
+        has_buffers: Whether the module has any, which its forward may write into.
     """
 
     setting = SETTING
@@ -53,12 +54,20 @@ class CheckpointedForward(WrappedForward):
         super().__init__(name, module)
         self.owner = owner
         self.calls = self.checkpointed = 0
+        self.has_buffers = any(True for _ in module.buffers())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; what it computes is computed again in backward."""
-        if torch.compiler.is_compiling() and self.owner.budget is None:
+        if torch.compiler.is_compiling() and self.can_be_compiled:
             return self._traced_by_compile(*args, **kwargs)
         return self._eager(*args, **kwargs)
+
+    @property
+    def can_be_compiled(self) -> bool:
+        """Whether compiled code would repeat the forward as it was, by a policy known beforehand."""
+        if self.owner.budget is not None:
+            return False
+        return not (self.has_buffers and compiled_checkpoints_write_twice())
 
     @torch.compiler.disable
     def _eager(self, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +106,7 @@ class CheckpointedForward(WrappedForward):
                 forward, repeated = create_selective_checkpoint_contexts(Policy(kept))
                 again = _Again(state, self.module, repeated)
                 options = dict(context_fn=lambda: (forward, again))
-                if HOOKS_SEE_KEPT:
+                if CHECKPOINT_SHOWS_KEPT:
                     options['respect_saved_tensors_hooks'] = True
                 # A weight that is cast already would be cast again, and the calls not be paired.
                 stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
@@ -141,7 +150,7 @@ class _Again:
         self._norms = [  # how they count now; slices and schedules change it before backward
             (layer, dict(training=layer.training, track_running_stats=layer.track_running_stats))
             for layer in module.modules()
-            if isinstance(layer, _NormBase)
+            if isinstance(layer, BatchOrInstanceNorm)
         ]
         self._stack = ExitStack()
 
@@ -158,24 +167,24 @@ class _Again:
 
 
 @contextmanager
-def _spared_statistics(norms: list[tuple[_NormBase, dict[str, bool]]]) -> Iterator[None]:
+def _spared_statistics(norms: list[tuple[BatchOrInstanceNorm, dict[str, bool]]]) -> Iterator[None]:
     """Let norm layers run as they did, and count into copies of their statistics.
 
     (Without statistics they would save other tensors than in the first forward.)
     """
     before = [{key: getattr(layer, key) for key in flags} for layer, flags in norms]
-    buffers = [dict(layer._buffers) for layer, _ in norms]
+    buffers = [dict(own_buffers(layer)) for layer, _ in norms]
     for layer, flags in norms:
         vars(layer).update(flags)
         if layer.training and layer.track_running_stats:
-            present = {key: b for key, b in layer._buffers.items() if b is not None}
-            layer._buffers.update({key: b.clone() for key, b in present.items()})
+            present = {key: b for key, b in own_buffers(layer).items() if b is not None}
+            own_buffers(layer).update({key: b.clone() for key, b in present.items()})
     try:
         yield
     finally:
         for (layer, _), flags, own in zip(norms, before, buffers, strict=True):
             vars(layer).update(flags)
-            layer._buffers.update(own)
+            own_buffers(layer).update(own)
 
 
 @contextmanager
@@ -183,19 +192,24 @@ def _repeatable(
     name: str, module: nn.Module, tensors: list[Tensor], buffers: bool
 ) -> Iterator[None]:
     """Refuse a forward that changes what it would be repeated from."""
-    versions = [tensor._version for tensor in tensors]
+    versions = [version_of(tensor) for tensor in tensors]
     watched = {}
     if buffers:
-        counted = {id(b) for m in module.modules() if isinstance(m, _NormBase) for b in m.buffers()}
-        watched = {k: (b, b._version) for k, b in module.named_buffers() if id(b) not in counted}
+        counted = {
+            id(b)
+            for m in module.modules()
+            if isinstance(m, BatchOrInstanceNorm)
+            for b in m.buffers()
+        }
+        watched = {k: (b, version_of(b)) for k, b in module.named_buffers() if id(b) not in counted}
     yield
-    if versions != [tensor._version for tensor in tensors]:
+    if versions != [version_of(tensor) for tensor in tensors]:
         raise ValueError(
             f'{SETTING}: {name} changes its input in place, so its forward cannot '
             'be repeated from it; set inplace=False in its first layers, or leave it out'
         )
     for key, (buffer, version) in watched.items():
-        if module.get_buffer(key) is not buffer or buffer._version != version:
+        if module.get_buffer(key) is not buffer or version_of(buffer) != version:
             raise ValueError(
                 f'{SETTING}: the buffer {key} of {name} changes in every forward, '
                 'so the forward cannot be repeated; leave the module out'

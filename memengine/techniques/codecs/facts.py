@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from memengine._torch_private.autograd import saved_by
 from memengine.techniques.codecs.codec import Code, Codec
 from memengine.techniques.codecs.lossless import (
     bitmask,
@@ -36,7 +37,7 @@ def fact_codec(need: Need, tensor: Tensor, node: Any) -> Codec | None:
         None where values are needed, or nothing smaller holds the fact.
     """
     if need is Need.WITHIN:
-        low, high = node._saved_min_val, node._saved_max_val
+        low, high = saved_by(node, 'min_val'), saved_by(node, 'max_val')
         return partial(within, low=low, high=high, inside=_between(low, high), outside=math.inf)
     if need in _MAYBE:
         code = _MAYBE[need](tensor)

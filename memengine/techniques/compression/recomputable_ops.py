@@ -16,6 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from memengine._torch_private.autograd import result_of, saved_by
+from memengine._torch_private.modules import BatchNorm
+from memengine._torch_private.ops import fused_rms_norm
 from memengine.techniques.compression.backward_needs import made_by, operation
 from memengine.techniques.modules.saved_tensors import KeptAsIs, is_plain
 from memengine.techniques.modules.wrapped_forward import innermost_forward
@@ -125,7 +128,7 @@ def repetition_of(node: Any, saved_as: str, tensor: Tensor, holder: Holder) -> R
     maker = made_by(node, saved_as)
     if maker is None or operation(maker) not in _REPEATED:
         return None
-    result = maker._input_metadata[0]
+    result = result_of(maker)
     if prod(result.shape) * result.dtype.itemsize != tensor.untyped_storage().nbytes():
         return None  # part of something larger, or a copy
     made = _Made(maker, holder, Trail(), _STEPS)
@@ -177,7 +180,7 @@ class _Made:
         return maker.repeated()
 
     def setting(self, name: str) -> Any:
-        return getattr(self.node, f'_saved_{name}')
+        return saved_by(self.node, name)
 
 
 def _is_there(tensor: Tensor) -> bool:
@@ -207,7 +210,7 @@ def _sum(made: _Made) -> Compute | None:
 
 
 def _cast(made: _Made) -> Compute | None:
-    x, result = made.before(), made.node._input_metadata[0]
+    x, result = made.before(), result_of(made.node)
     return (lambda: x().to(result.device, result.dtype)) if x is not None else None
 
 
@@ -274,7 +277,7 @@ def _group_norm(made: _Made, module: Any) -> Callable[..., Tensor]:
 
 def _rms_norm(made: _Made, module: Any) -> Callable[..., Tensor]:
     shape, eps = made.setting('normalized_shape'), module.eps
-    return lambda x, w, _: torch.ops.aten._fused_rms_norm(x, shape, w, eps)[0]
+    return lambda x, w, _: fused_rms_norm(x, shape, w, eps)
 
 
 def _batch_norm(made: _Made, module: Any) -> Callable[..., Tensor] | None:
@@ -293,7 +296,7 @@ def _batch_norm(made: _Made, module: Any) -> Callable[..., Tensor] | None:
 
 
 _KEEP_RESULT = frozenset(('Softmax', 'Sigmoid', 'Tanh'))
-_BATCH_NORM = _norm(_batch_norm, nn.modules.batchnorm._BatchNorm)
+_BATCH_NORM = _norm(_batch_norm, BatchNorm)
 _REPEATED: dict[str, Callable[[_Made], Compute | None]] = {
     'Gelu': _pointwise(torch.ops.aten.gelu, 'approximate'),
     'Silu': _pointwise(nn.functional.silu),

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from memengine._torch_private.autograd import version_of
 from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.compression.backward_needs import IN_PLACE, Need
 from memengine.techniques.compression.recomputable_ops import Repetition
@@ -109,10 +110,10 @@ class RecomputedActivations(Handle):
         """
         if not repetition.is_exact:  # what comes from codes cannot be compared
             once = repetition.operation in IN_PLACE or repetition.operation == 'Relu'
-            return repetition.trail.is_certain and tensor._version <= once
+            return repetition.trail.is_certain and version_of(tensor) <= once
         if not repetition.trail.is_certain:
             return _is_same(tensor, repetition)
-        layout = tensor.stride(), tensor.dtype, tensor._version
+        layout = tensor.stride(), tensor.dtype, version_of(tensor)
         kind = (name, need, repetition.operation, *layout)
         self._uses[kind] += 1
         uses = self._uses[kind]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memengine._torch_private.autograd import storage_key, version_of
 from memengine.memory.ledger import tensors_in
 from memengine.memory.meter import count_kept
 from memengine.techniques.codecs.codec import Code, Codec
@@ -173,7 +174,7 @@ class Memory:
     """A storage in one state, with what is saved of it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._storage, self._version = weakref.ref(tensor.untyped_storage()), tensor._version
+        self._storage, self._version = weakref.ref(tensor.untyped_storage()), version_of(tensor)
         self._new: list[weakref.ref[Saved]] = []  # in the order of saving; not decided upon
         self._coded: list[weakref.ref[Saved]] = []
         self._as_it_is: list[weakref.ref[Saved]] = []
@@ -181,7 +182,7 @@ class Memory:
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether the tensor is a view of it; an address is used again when it is free."""
-        return self._storage() is not None and self._version == tensor._version
+        return self._storage() is not None and self._version == version_of(tensor)
 
     def add(self, saved: Saved) -> None:
         """Note what is saved of it."""
@@ -198,7 +199,7 @@ class Memory:
         if not new:
             return
         content = new[0].content
-        if content.untyped_storage()._cdata not in alive:
+        if storage_key(content.untyped_storage()) not in alive:
             for one in new:
                 one.meter()
         if not all(one.is_settled for one in new):

@@ -19,6 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from memengine._torch_private.autograd import (
+    has_saved,
+    is_checkpointing,
+    is_under_functorch,
+    next_node_number,
+    node_number,
+    saved_by,
+    storage_key,
+)
+from memengine._torch_private.modules import is_compiled
 from memengine.memory.ledger import owned_by, tensors_in
 from memengine.techniques.compression.backward_needs import IN_PLACE, needs_of, operation
 from memengine.techniques.compression.recomputable_ops import Held, Repetition, repetition_of
@@ -65,7 +75,7 @@ def add_rule(model: nn.Module, rule: Rule, modules: Container[nn.Module]) -> Non
         ValueError: When a module is offloaded already, or compiled: its graph saves what it likes.
     """
     for name, module in model.named_modules():
-        if hasattr(module, '_orig_mod') or module._compiled_call_impl is not None:
+        if is_compiled(module):
             raise ValueError(
                 f'{rule.setting}: {name or THE_MODEL} is compiled, and what compiled code saves '
                 'cannot be told apart; use either'
@@ -201,8 +211,8 @@ class Place(WrappedForward):
         if scope is not None:
             return self._run(scope, args, kwargs)
         off = not torch.is_grad_enabled() or not self.module.training
-        off |= torch._C._functorch.peek_interpreter_stack() is not None  # torch.func: no graph
-        if off or is_in_backward() or _is_checkpointing():  # of which the middle one recomputes
+        off |= is_under_functorch()  # which has no graph
+        if off or is_in_backward() or is_checkpointing():  # of which the middle one recomputes
             return self.plain(*args, **kwargs)
         scope = _state.scope = _Scope(self.module)
         try:
@@ -230,7 +240,7 @@ class _Scope(saved_tensors_hooks):
     def __init__(self, module: nn.Module) -> None:
         self.place: Place | None = None  # the innermost module that runs
         self._owned = owned_by([module])
-        self._first = _next_node()
+        self._first = next_node_number()
         self._looked_at: set[int] = set()  # nodes of the graph, by number
         self._unsettled: dict[int, list[weakref.ref[Saved]]] = {}  # by the node that saved it
         self._memory_of: dict[int, Memory] = {}
@@ -238,18 +248,18 @@ class _Scope(saved_tensors_hooks):
         super().__init__(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> Any:
-        self._saving.add(_next_node() - 1)
+        self._saving.add(next_node_number() - 1)
         if not is_plain(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        if storage._cdata in self._owned or is_parameter(tensor) or not tensor.numel():
+        if storage_key(storage) in self._owned or is_parameter(tensor) or not tensor.numel():
             return KeptAsIs(tensor)
-        memory = self._memory_of.get(storage._cdata)
+        memory = self._memory_of.get(storage_key(storage))
         if memory is None or not memory.is_of(tensor):
-            memory = self._memory_of[storage._cdata] = Memory(tensor)
+            memory = self._memory_of[storage_key(storage)] = Memory(tensor)
         assert self.place is not None
         saved = Saved(tensor, memory, self.place.module, self.place.rules)
-        self._unsettled.setdefault(_next_node() - 1, []).append(weakref.ref(saved))
+        self._unsettled.setdefault(next_node_number() - 1, []).append(weakref.ref(saved))
         return saved
 
     def settle(self, outputs: Any, inputs: Any) -> None:
@@ -257,7 +267,7 @@ class _Scope(saved_tensors_hooks):
         if not self._unsettled:
             return
         touched: dict[Memory, None] = {}
-        nodes = {node._sequence_nr(): node for node in self._new_nodes(outputs)}
+        nodes = {node_number(node): node for node in self._new_nodes(outputs)}
         for number, node in nodes.items():
             # What acts in place saves a copy, whose node comes next and leads nowhere.
             copied = number + 1 not in nodes and operation(node) in IN_PLACE
@@ -266,7 +276,7 @@ class _Scope(saved_tensors_hooks):
         if not touched:
             return
         given = tensors_in((inputs, outputs))
-        alive = {tensor.untyped_storage()._cdata for tensor in given if is_plain(tensor)}
+        alive = {storage_key(tensor.untyped_storage()) for tensor in given if is_plain(tensor)}
         for memory in touched:
             memory.settle(alive)
 
@@ -293,7 +303,7 @@ class _Scope(saved_tensors_hooks):
 
     def _held(self, node: Any, field: str) -> Held | None:
         """What is held of another node of this forward, if it has saved with these hooks."""
-        number = node._sequence_nr()
+        number = node_number(node)
         ours = number in self._saving or number + 1 in self._saving and operation(node) in IN_PLACE
         return _asked_for(node, field) if ours else None
 
@@ -316,34 +326,22 @@ class _Scope(saved_tensors_hooks):
         pending = [tensor.grad_fn for tensor in tensors]
         while pending:
             node = pending.pop()
-            if node is None or not self._first <= node._sequence_nr() < _next_node():
+            if node is None or not self._first <= node_number(node) < next_node_number():
                 continue  # a leaf, whose number is the largest, or what came before
-            if node._sequence_nr() not in self._looked_at:
-                self._looked_at.add(node._sequence_nr())
+            if node_number(node) not in self._looked_at:
+                self._looked_at.add(node_number(node))
                 yield node
                 pending.extend(parent for parent, _ in node.next_functions)
 
 
-def _is_checkpointing() -> bool:
-    """Whether checkpointing looks for what is saved here (torch 2.8 and later tell)."""
-    top = getattr(torch._C._autograd, '_top_saved_tensors_default_hooks', lambda _: None)(False)
-    pack = getattr(top[0], '_pack', top[0]) if top else None
-    return getattr(pack, '__module__', '') == 'torch.utils.checkpoint'
-
-
-def _next_node() -> int:
-    """The number of the node that autograd will make next; a node's saving follows its making."""
-    return torch.autograd._get_sequence_nr()
-
-
 def _asked_for(node: Any, field: str) -> Saved | KeptAsIs | None:
     """What hooks hold of a node's field, if they are ours."""
-    if not hasattr(type(node), f'_saved_{field}'):
+    if not has_saved(node, field):
         return None
     found: list[Saved | KeptAsIs] = []
     _state.asked_for = found
     try:
-        getattr(node, f'_saved_{field}')  # unpacks it
+        saved_by(node, field)  # unpacks it
     except RuntimeError:  # a backward inside of the forward has used it up
         return None
     finally:

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 
+from memengine._torch_private.modules import BatchNorm, Convolution, forward_pre_hooks_of
 from memengine.suggest import did_you_mean
 from memengine.techniques.conv_bn.pairs import Enter, Exit, OwnHook, Pair, Pairs
 
@@ -136,7 +135,7 @@ def _named(model: nn.Module, modules: str | Iterable[str] | None) -> dict[str, n
             )
         for root in roots:
             for name, layer in known[root].named_modules(prefix=root):
-                if isinstance(layer, (_ConvNd, _BatchNorm)):
+                if isinstance(layer, (Convolution, BatchNorm)):
                     layers[name] = layer
     return layers
 
@@ -199,10 +198,10 @@ def efficient_conv_bn_eval(
     """
     layers = _named(model, modules)
     found = ConvBNEval(strict, report)
-    for kind, name in ((_ConvNd, 'convolution'), (_BatchNorm, 'BatchNorm')):
+    for kind, name in ((Convolution, 'convolution'), (BatchNorm, 'BatchNorm')):
         if not any(isinstance(layer, kind) for layer in layers.values()):
             found._complain(f'there is no {name} layer in {modules or type(model).__name__}')
-    if any(isinstance(h, Enter) for m in layers.values() for h in m._forward_pre_hooks.values()):
+    if any(isinstance(h, Enter) for m in layers.values() for h in forward_pre_hooks_of(m).values()):
         raise ValueError('efficient_conv_bn_eval: it is on already; name all modules in one call')
     for name, layer in layers.items():
         found._handles += [

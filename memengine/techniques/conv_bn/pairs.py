@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from memengine._torch_private.autograd import current_backward, gradient_hooks_of, version_of
+from memengine._torch_private.modules import forward_hooks_of, forward_pre_hooks_of
+from memengine._torch_private.ops import is_traceable_wrapper_subclass
 from memengine.techniques.conv_bn.gradient import Geometry, conv_bn_eval, frozen_bn
-from memengine.techniques.modules.saved_tensors import current_backward
 
 __all__ = ['Enter', 'Exit', 'OwnHook', 'Pair', 'Pairs']
 
@@ -88,7 +89,7 @@ class Pairs:
             or x.dim() != weight.dim()  # no batch axis
             or is_traceable_wrapper_subclass(x)
             or is_traceable_wrapper_subclass(weight)
-            or _has_others(mode.layer._forward_hooks)  # who may ask for the output's gradient
+            or _has_others(forward_hooks_of(mode.layer))  # who may ask for the output's gradient
         ):
             return function(*args, **kwargs)
         x, arguments['padding'] = _explicit_padding(x, weight, arguments)
@@ -170,7 +171,11 @@ class Pairs:
         # While a backward pass recomputes a forward pass, it has to do what that one did.
         if self._has_other_user.get(pair, current_backward()) != current_backward():
             return 'something else uses the output of the convolution, too'
-        if _has_others(norm._forward_pre_hooks) or output._backward_hooks or output.retains_grad:
+        if (
+            _has_others(forward_pre_hooks_of(norm))
+            or gradient_hooks_of(output)
+            or output.retains_grad
+        ):
             return 'a hook looks at the output of the convolution'
         now = _versions(output, source.x, source.weight, source.bias, source.before)
         if source.versions != now:
@@ -245,7 +250,7 @@ def _has_others(hooks: dict[int, Any]) -> bool:
 
 
 def _versions(*tensors: Tensor | None) -> tuple[int, ...]:
-    return tuple(-1 if tensor is None else tensor._version for tensor in tensors)
+    return tuple(-1 if tensor is None else version_of(tensor) for tensor in tensors)
 
 
 def _explicit_padding(x: Tensor, weight: Tensor, arguments: Any) -> tuple[Tensor, Any]:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from memengine._torch_private.modules import BatchNorm, own_buffers
 
 __all__ = ['SyncBatchNorm', 'convert_sync_batchnorm']
 
@@ -18,7 +19,7 @@ __all__ = ['SyncBatchNorm', 'convert_sync_batchnorm']
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """BatchNorm whose batch statistics are those of all ranks together.
 
     Takes the arguments of :class:`torch.nn.BatchNorm1d`; input [N, C] or [N, C, ...] with
@@ -76,7 +77,7 @@ def convert_sync_batchnorm(model: nn.Module) -> int:
     """
     converted = 0
     for name, child in model.named_children():
-        if isinstance(child, _BatchNorm) and type(child) in _PLAIN:
+        if isinstance(child, BatchNorm) and type(child) in _PLAIN:
             kind = nn.SyncBatchNorm if torch.cuda.is_available() else SyncBatchNorm
             layer = kind(
                 child.num_features,
@@ -86,7 +87,7 @@ def convert_sync_batchnorm(model: nn.Module) -> int:
                 child.track_running_stats,
             )
             layer.weight, layer.bias = child.weight, child.bias
-            layer._buffers.update(child._buffers)
+            own_buffers(layer).update(own_buffers(child))
             layer.train(child.training)
             setattr(model, name, layer)
             converted += 1

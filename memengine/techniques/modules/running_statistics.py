@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
+
+from memengine._torch_private.autograd import version_of
+from memengine._torch_private.modules import BatchNorm, InstanceNorm, own_buffers
 
 __all__ = ['frozen_statistics', 'layers_with_batch_statistics']
 
@@ -17,7 +18,7 @@ def layers_with_batch_statistics(module: nn.Module) -> list[str]:
     return [
         name
         for name, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None)
+        if isinstance(layer, BatchNorm) and (layer.training or layer.running_mean is None)
     ]
 
 
@@ -33,28 +34,28 @@ def frozen_statistics(module: nn.Module) -> Iterator[None]:
             repeated.
     """
     training = [layer for layer in module.modules() if layer.training]
-    layers = [x for x in training if isinstance(x, _BatchNorm) and x.track_running_stats]
-    before = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
+    layers = [x for x in training if isinstance(x, BatchNorm) and x.track_running_stats]
+    before = {name: (buffer, version_of(buffer)) for name, buffer in module.named_buffers()}
     hidden = [  # InstanceNorm updates whatever statistics it has
-        (layer, name, layer._buffers[name])
+        (layer, name, own_buffers(layer)[name])
         for layer in training
-        if isinstance(layer, _InstanceNorm)
+        if isinstance(layer, InstanceNorm)
         for name in ('running_mean', 'running_var')
     ]
     for layer in layers:
         layer.track_running_stats = False
     for instance_norm, name, _ in hidden:
-        instance_norm._buffers[name] = None
+        own_buffers(instance_norm)[name] = None
     try:
         yield
     finally:
         for layer in layers:
             layer.track_running_stats = True
         for instance_norm, name, buffer in hidden:
-            instance_norm._buffers[name] = buffer
+            own_buffers(instance_norm)[name] = buffer
     for name, buffer in module.named_buffers():
         kept, version = before.get(name, (None, 0))
-        if buffer is not kept or buffer._version != version:
+        if buffer is not kept or version_of(buffer) != version:
             raise RuntimeError(
                 f'the buffer {name} of {type(module).__name__} changes in every forward pass, so '
                 'the pass cannot be repeated for its graph; keep the graph of all slices '

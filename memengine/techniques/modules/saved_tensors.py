@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ['KeptAsIs', 'current_backward', 'is_in_backward', 'is_parameter', 'is_plain']
+from memengine._torch_private.autograd import (
+    base_of,
+    current_backward,
+    is_functorch_tensor,
+    version_of,
+)
+
+__all__ = ['KeptAsIs', 'is_in_backward', 'is_parameter', 'is_plain']
 
 
 class KeptAsIs:
@@ -19,12 +26,12 @@ class KeptAsIs:
     module: nn.Module | None = None
 
     def __init__(self, tensor: Tensor) -> None:
-        self.content, self._version = tensor.detach(), tensor._version
+        self.content, self._version = tensor.detach(), version_of(tensor)
 
     @property
     def is_modified(self) -> bool:
         """Whether the tensor was modified in place since it was saved."""
-        return self.content._version != self._version
+        return version_of(self.content) != self._version
 
     def tensor(self) -> Tensor:
         """The tensor.
@@ -36,7 +43,7 @@ class KeptAsIs:
             raise RuntimeError(
                 'one of the variables needed for gradient computation has been modified by an '
                 f'inplace operation: a tensor of shape {tuple(self.content.shape)} is at version '
-                f'{self.content._version}; expected version {self._version} instead'
+                f'{version_of(self.content)}; expected version {self._version} instead'
             )
         return self.content
 
@@ -52,13 +59,8 @@ def is_plain(tensor: Tensor) -> bool:
         and tensor.layout == torch.strided
         and tensor.device.type != 'meta'
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not is_functorch_tensor(tensor)
     )
-
-
-def current_backward() -> int:
-    """The number of the backward that autograd runs in this thread, -1 outside."""
-    return torch._C._current_graph_task_id()
 
 
 def is_in_backward() -> bool:
@@ -68,4 +70,4 @@ def is_in_backward() -> bool:
 
 def is_parameter(tensor: Tensor) -> bool:
     """Also one that FSDP has put together for this forward, or a view of it."""
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+    return isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter)

@@ -8,7 +8,6 @@ A plain step holds the gradients of all parameters at once, as many bytes as the
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from memengine._torch_private.modules import without_step_hooks
 
 __all__ = ['check_steps_alone', 'step_in_backward']
 
@@ -122,12 +123,12 @@ def step_in_backward(
 def _step_alone(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> None:
     """The optimiser's step as if it held this parameter only; without its post hooks."""
     alone = {**group, 'params': [parameter]}
-    groups, hooks = optimizer.param_groups, optimizer._optimizer_step_post_hooks
-    optimizer.param_groups, optimizer._optimizer_step_post_hooks = [alone], OrderedDict()
+    groups, optimizer.param_groups = optimizer.param_groups, [alone]
     try:
-        optimizer.step()
+        with without_step_hooks(optimizer):
+            optimizer.step()
     finally:
-        optimizer.param_groups, optimizer._optimizer_step_post_hooks = groups, hooks
+        optimizer.param_groups = groups
     changed = [key for key in alone if key != 'params' and alone[key] is not group.get(key)]
     if changed:
         raise RuntimeError(

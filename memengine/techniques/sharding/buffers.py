@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils import _pytree as pytree
+
+from memengine._torch_private.distributed import gather_where_computed
+from memengine._torch_private.ops import pytree
 
 __all__ = ['one_unit_at_a_time']
 
@@ -84,4 +86,4 @@ def one_unit_at_a_time(model: Any) -> None:
             module.set_custom_reduce_scatter(reduces)
             # Before fully_shard's own hook, which gathers.
             module.register_forward_hook(free_before_backward, prepend=True)
-    model._set_unshard_async_op(True)  # the buffer is freed when the unit is gathered
+    gather_where_computed(model)  # the buffer is freed when the unit is gathered

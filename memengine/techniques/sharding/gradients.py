@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from memengine._torch_private.ops import foreach_mul_, foreach_norm
+
 __all__ = ['clip_each_grad_norm_', 'clip_grad_norm_', 'clip_grad_value_', 'grad_norms']
 
 
@@ -44,7 +46,7 @@ def grad_norms(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     local = [_here(grad) for grad in grads]
     device = local[0].device
     filled = [part for part in local if part.numel()]
-    held = iter(torch._foreach_norm(filled, norm_type) if filled else ())
+    held = iter(foreach_norm(filled, norm_type) if filled else ())
     norms = torch.stack(
         [next(held).to(device) if part.numel() else part.new_zeros(()).to(device) for part in local]
     )
@@ -120,7 +122,7 @@ def clip_each_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float)
     norms = grad_norms(grads)
     scales = (max_norm / (norms + 1e-6)).clamp(max=1.0)
     local = [_here(grad) for grad in grads]
-    torch._foreach_mul_(local, [s.to(part.device) for s, part in zip(scales, local, strict=True)])
+    foreach_mul_(local, [s.to(part.device) for s, part in zip(scales, local, strict=True)])
     return torch.linalg.vector_norm(norms)
 
 

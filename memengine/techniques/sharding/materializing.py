@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from memengine._torch_private.modules import own_buffers, own_parameters
+
 __all__ = ['materialize']
 
 # Their models draw values while they are constructed; those without init_weights() only then.
@@ -170,7 +172,7 @@ def _others_on_meta(model: nn.Module, kept: Collection[int]) -> Iterator[None]:
     """Puts tensors without values in the place of all but those with these ids."""
     away: list[tuple[dict[str, Any], str, Tensor]] = []
     for part in model.modules():
-        tables: list[dict[str, Any]] = [part._parameters, part._buffers]
+        tables: list[dict[str, Any]] = [own_parameters(part), own_buffers(part)]
         for table in tables:
             away += [
                 (table, key, tensor)

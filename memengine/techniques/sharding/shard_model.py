@@ -28,8 +28,11 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import Shard
-from torch.utils import _pytree as pytree
 
+from memengine._torch_private.autograd import after_backward
+from memengine._torch_private.distributed import CAN_SHARD_ON_CPU, make_root
+from memengine._torch_private.modules import own_parameters
+from memengine._torch_private.ops import pytree
 from memengine.techniques.sharding.buffers import one_unit_at_a_time
 from memengine.techniques.sharding.materializing import materialize
 from memengine.techniques.sharding.units import Units, choose_units
@@ -47,7 +50,7 @@ def _mesh(replicas: int) -> DeviceMesh:
             f'replicas must divide the number of ranks, got replicas={replicas} for {ranks} ranks'
         )
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    if device == 'cpu' and not hasattr(torch.cpu.Stream, 'record_event'):
+    if device == 'cpu' and not CAN_SHARD_ON_CPU:
         raise ValueError(
             f'torch {torch.__version__} shards on GPUs only; install a newer one to shard on CPUs'
         )
@@ -84,20 +87,20 @@ def _placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
 @contextmanager
 def _without_scalars(module: nn.Module) -> Iterator[None]:
     """Hides parameters without dimensions, which cannot be cut up."""
-    before = [(part, dict(part._parameters)) for part in module.modules()]
+    before = [(part, dict(own_parameters(part))) for part in module.modules()]
     scalars = {p for _, parameters in before for p in parameters.values() if p is not None}
     scalars = {p for p in scalars if p.ndim == 0}
     for part, parameters in before:
         for key, parameter in parameters.items():
             if parameter in scalars:
-                del part._parameters[key]
+                del own_parameters(part)[key]
     try:
         yield
     finally:
         for part, parameters in before:  # in their order, what is sharded by now as it is
-            now = dict(part._parameters)
-            part._parameters.clear()
-            part._parameters.update({key: now.get(key, p) for key, p in parameters.items()})
+            now = dict(own_parameters(part))
+            own_parameters(part).clear()
+            own_parameters(part).update({key: now.get(key, p) for key, p in parameters.items()})
 
 
 def shard_model(
@@ -242,8 +245,7 @@ class ShardedModel:
         Updates of the parameters may be made inside, after the last backward.
         """
         root: Any = self.model
-        # Else a unit that is called before the model itself would take itself for the root.
-        root._get_fsdp_state()._lazy_init()
+        make_root(root)
         root.unshard()
         try:
             yield
@@ -274,8 +276,7 @@ class ShardedModel:
         """Backward has begun: scalars are reduced at its end, as all their gradients are there."""
         if not self._is_queued:
             self._is_queued = True
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(self._reduce_scalars)
+            after_backward(self._reduce_scalars)
 
     def _reduce_scalars(self) -> None:
         self._is_queued = False

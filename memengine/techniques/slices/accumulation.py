@@ -7,8 +7,8 @@ from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from memengine._torch_private.ops import pytree
 from memengine.techniques.slices.sliced_step import Context, Losses, sliced_step
 from memengine.techniques.slices.tower import Tower
 

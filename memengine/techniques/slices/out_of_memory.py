@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from memengine._torch_private.modules import BatchNorm
 from memengine.techniques.modules.random_state import RandomState, accelerators_of
 from memengine.techniques.slices.sliced_step import Context
 
@@ -156,7 +156,7 @@ def _exchanges_in_forward(module: nn.Module) -> bool:
     return any(
         isinstance(part, FSDPModule)
         or (isinstance(part, DistributedDataParallel) and part.broadcast_buffers and _buffers(part))
-        or (isinstance(part, _BatchNorm) and 'SyncBatchNorm' in type(part).__name__)
+        or (isinstance(part, BatchNorm) and 'SyncBatchNorm' in type(part).__name__)
         for part in module.modules()
     )
 

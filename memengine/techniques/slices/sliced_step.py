@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
+from memengine._torch_private.ops import pytree
 from memengine.techniques.layers.weight_norm import shared_weights
 from memengine.techniques.modules.random_state import RandomState
 from memengine.techniques.modules.running_statistics import frozen_statistics

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from memengine._torch_private.ops import pytree
 
 if TYPE_CHECKING:
     from memengine.techniques.slices.multi_crop import CropSlice

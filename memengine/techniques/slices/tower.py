@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from memengine._torch_private.autograd import base_of
+from memengine._torch_private.ops import pytree
 from memengine.techniques.modules.random_state import RandomState, accelerators_of
 from memengine.techniques.modules.running_statistics import layers_with_batch_statistics
 from memengine.techniques.slices.frozen_part import FrozenPart
@@ -225,8 +226,8 @@ def _check_tower(tower: Tower) -> None:
     if tower.slices_per_forward < 1:
         raise ValueError(f'slices_per_forward must be at least 1, got {tower.slices_per_forward}')
     for tensor in _tensors(tower.slices):
-        source = tensor._base if tensor._base is not None else tensor  # a slice is a view
-        if tensor.requires_grad and not source.is_leaf:
+        base = base_of(tensor)  # a slice is a view
+        if tensor.requires_grad and not (tensor if base is None else base).is_leaf:
             raise ValueError(
                 f'a slice for {name} is computed by an upstream graph, which each slice would '
                 'run through again; compute it inside the encoder, or detach it'

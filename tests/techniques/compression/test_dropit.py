@@ -640,10 +640,6 @@ def test_names_are_those_of_the_model_that_was_given():
     assert {name for name, _ in rest.kept.places} == {'backbone.0', 'backbone.1'}
 
 
-@pytest.mark.skipif(
-    not hasattr(torch._C._autograd, '_top_saved_tensors_default_hooks'),
-    reason='torch before 2.8 does not tell that a checkpoint is around the model',
-)
 def test_a_checkpoint_around_the_model_keeps_nothing():
     torch.manual_seed(0)
     model, x = Attention(), torch.randn(4, 6, 16, requires_grad=True)

@@ -1,0 +1,116 @@
+"""What torch keeps private of its operators: classes, schemas, prices, modes that see them."""
+
+from __future__ import annotations
+
+import inspect
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
+
+__all__ = [
+    'CHECKPOINT_SHOWS_KEPT',
+    'FLOPS_OF',
+    'OpOverload',
+    'OpOverloadPacket',
+    'TorchDispatchMode',
+    'argument_names',
+    'compiled_checkpoints_write_twice',
+    'foreach_lerp_',
+    'foreach_mul_',
+    'foreach_norm',
+    'fused_rms_norm',
+    'is_traceable_wrapper_subclass',
+    'parts_of_sparse',
+    'pytree',
+    'written_arguments',
+]
+
+OpOverload = torch._ops.OpOverload
+"""An operator in one form: ``torch.ops.aten.mm.default``. Public by its instances only."""
+
+OpOverloadPacket = torch._ops.OpOverloadPacket
+"""An operator in all of its forms: ``torch.ops.aten.mm``."""
+
+foreach_norm = torch._foreach_norm
+"""Norms of many tensors in few kernels."""
+
+foreach_mul_ = torch._foreach_mul_
+"""Many products in few kernels, in place."""
+
+foreach_lerp_ = torch._foreach_lerp_
+"""Many moving averages in few kernels, in place."""
+
+CHECKPOINT_SHOWS_KEPT = 'respect_saved_tensors_hooks' in inspect.signature(checkpoint).parameters
+"""Whether what selective checkpointing keeps may pass through the saved-tensor hooks around it, a
+meter's or those of offloading; not in 2.6, where it is kept past them."""
+
+
+def compiled_checkpoints_write_twice() -> bool:
+    """Whether compiled code writes into buffers again where it repeats a checkpointed forward.
+
+    So it does in 2.6, where AOTAutograd does not know what must be in the forward graph only:
+    BatchNorm would count its statistics twice. To be asked where code is compiled: it is a long
+    import otherwise, and dynamo takes the answer for a constant.
+    """
+    from torch._functorch import partitioners
+
+    return not hasattr(partitioners, '_must_be_in_forward')
+
+
+def argument_names(op: OpOverload) -> list[str]:
+    """Names of an operator's arguments, in order."""
+    return [argument.name for argument in op._schema.arguments]
+
+
+def written_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What of its arguments the operator writes into."""
+    if not op._schema.is_mutable:
+        return []
+    return [
+        args[index] if index < len(args) else kwargs.get(argument.name)
+        for index, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm as GPUs run it, and make ``FusedRmsNormBackward``; in 2.6 no node is of that kind."""
+    return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
+
+
+def parts_of_sparse(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that a sparse one consists of, in their memory; none of a dense one.
+
+    The public names of a COO tensor's want it to be coalesced.
+    """
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Two products of matrices, of which a causal mask saves nothing, as torch counts elsewhere."""
+    *batch, targets, width = query.shape  # [B, H, targets, width]
+    pairs = torch.Size(batch).numel() * targets * key.shape[-2]
+    return 2 * pairs * (width + value.shape[-1])
+
+
+FLOPS_OF: Mapping[OpOverloadPacket, Callable[..., int]] = ChainMap(
+    flop_registry,
+    {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops},
+)
+"""What products of matrices, convolutions and attentions cost: ``FLOPS_OF[op](*args, out_val=x)``.
+
+torch's own figures, to which those of attention on CPUs are added, that torch lacks before 2.15.
+"""
