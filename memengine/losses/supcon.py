@@ -14,12 +14,12 @@ from torch import Tensor
 from memengine.losses.gather import Gather
 from memengine.losses.global_batch import (
     BatchLoss,
+    log_partition,
     mean_over_ranks,
     own_rows,
     ranks_of,
     sum_over_ranks,
 )
-from memengine.losses.logsumexp import others_logsumexp
 from memengine.precision import at_least_fp32, autocast_off
 
 __all__ = [
@@ -28,41 +28,11 @@ __all__ = [
     'check_positives',
     'contrastive_rows',
     'given_positives',
-    'log_partition',
     'positives_of',
     'views_first',
 ]
 
 CONTRAST_MODES = ('all', 'one')
-
-
-def log_partition(
-    contrasts: Tensor,
-    anchors: int,
-    temperature: float,
-    tile_size: int | str | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> Tensor:
-    """``log sum_{n != m} exp(c_m . c_n / temperature)``: each anchor against all but itself.
-
-    Args:
-        contrasts: [N, D], beginning with the anchors.
-        anchors: Their number M.
-        temperature: Positive.
-        tile_size: None for the reference, else see
-            :func:`~memengine.losses.logsumexp.others_logsumexp`.
-        group: Ranks whose contrasts are all met.
-
-    Returns:
-        [M]; very negative, but finite and without gradient, for an anchor with no contrast.
-    """
-    if tile_size is not None:
-        return others_logsumexp(contrasts, anchors, 1 / temperature, tile_size, group)
-    first = own_rows(contrasts, group).start
-    everything = contrasts if group is None else Gather(contrasts, group)
-    logits = (contrasts[:anchors] / temperature) @ everything.T  # [M, N]
-    logits.diagonal(first).fill_(torch.finfo(logits.dtype).min)
-    return logits.logsumexp(dim=1)
 
 
 class Positives(NamedTuple):
@@ -155,8 +125,8 @@ def contrastive_rows(
         anchors: Their number M.
         positives: Of the B samples.
         temperature: Positive.
-        tile_size: As in :func:`log_partition`.
-        group: As in :func:`log_partition`.
+        tile_size: As in :func:`~memengine.losses.global_batch.log_partition`.
+        group: As in :func:`~memengine.losses.global_batch.log_partition`.
 
     Returns:
         Losses [M], 0 for an anchor without positives, and which anchors have positives, bool [M].
