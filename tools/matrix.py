@@ -25,19 +25,20 @@ sys.path.insert(0, str(ROOT / 'tools/benchmarks'))
 
 from measuring import fill_page, table  # noqa: E402
 
-# torch, and the oldest torchvision made for it; 'newest' is what is there.
-TORCHVISION = {
-    '2.6.0': '0.21.0',
-    '2.8.0': '0.23.0',
-    '2.10.0': '0.25.0',
-    '2.12.0': '0.27.0',
-    '2.14.1': '0.29.1',
-    'newest': None,
+# torch, with what was made for it and pip would not choose; 'newest' is what pip chooses.
+MADE_FOR = {
+    '2.6.0': ('torchvision==0.21.0', 'torchao==0.10.0'),
+    '2.8.0': ('torchvision==0.23.0', 'torchao==0.13.0'),
+    '2.10.0': ('torchvision==0.25.0',),
+    '2.12.0': ('torchvision==0.27.0',),
+    '2.14.1': ('torchvision==0.29.1',),
+    'newest': (),
 }
 PYTHONS = ('3.10', '3.12', '3.13')
 # What reaches into torch, changes how it dispatches, or builds models; the rest is the same code
 # on any version and is run by README's commands.
 TESTS = (
+    'tests/test_torch_private.py',
     'tests/techniques',
     'tests/memory',
     'tests/losses',
@@ -54,7 +55,7 @@ COUNTS = ('passed', 'failed', 'error', 'skipped')
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the pairs that are asked for, one after another; 1 if any of them failed."""
     parser = argparse.ArgumentParser(description='tests on several torch and Python')
-    parser.add_argument('--torch', nargs='+', default=list(TORCHVISION), choices=TORCHVISION)
+    parser.add_argument('--torch', nargs='+', default=list(MADE_FOR), choices=MADE_FOR)
     parser.add_argument('--python', nargs='+', default=list(PYTHONS))
     parser.add_argument('--results', type=Path, default=ROOT / 'docs/versions.json')
     parser.add_argument('--page', type=Path, default=ROOT / 'docs/versions.md')
@@ -76,9 +77,9 @@ def run_tests(torch: str, python: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(['uv', 'venv', '-q', '--python', python, folder], check=True)
         there = {**os.environ, 'VIRTUAL_ENV': folder, 'UV_LINK_MODE': 'hardlink'}
-        pins = [f'torch=={torch}', f'torchvision=={TORCHVISION[torch]}']
+        pins = [] if torch == 'newest' else [f'torch=={torch}', *MADE_FOR[torch]]
         install = ['uv', 'pip', 'install', '-q', '-e', f'{ROOT}[tests]']
-        subprocess.run([*install, *(pins if torch != 'newest' else [])], env=there, check=True)
+        subprocess.run([*install, *pins], env=there, check=True)
         interpreter = str(Path(folder) / 'bin/python')
         versions = subprocess.run(
             [interpreter, '-c', ASKED], capture_output=True, text=True, check=True
@@ -99,7 +100,7 @@ def run_tests(torch: str, python: str) -> dict[str, Any]:
 
 def with_row(rows: Sequence[dict[str, Any]], row: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows with a new one in the place of that of the same pair, in the table's order."""
-    order = list(TORCHVISION)
+    order = list(MADE_FOR)
     kept = [*(one for one in rows if one['asked'] != row['asked']), row]
     return sorted(
         kept, key=lambda one: (order.index(one['asked'][0]), int(one['asked'][1].split('.')[1]))

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
+from memengine._torch_private.distributed import CAN_SHARD_ON_CPU
 from memengine.engine.optim import AccumulationOptimWrapper, GradCacheOptimWrapper, OptimWrapper
 from memengine.engine.step import run_step, unwrap
 from memengine.engine.wrappers import FullyShardedDataParallel, MMFullyShardedDataParallel
@@ -21,7 +22,7 @@ from tests.models.test_dino import config as dino_config
 from tests.models.toy import build
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() and not hasattr(torch.cpu.Stream, 'record_event'),
+    not torch.cuda.is_available() and not CAN_SHARD_ON_CPU,
     reason='fully_shard of torch 2.6 needs GPUs',
 )
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from memengine._torch_private.distributed import CAN_SHARD_ON_CPU
 from memengine.engine.checkpoint.sharded import read_sharded
 from memengine.engine.checkpoint.state import run_state, whole
 from memengine.testing import assert_same_step, run_ranks
@@ -34,7 +35,7 @@ WRAPPERS = {
     'ddp': dict(type='MMDistributedDataParallel'),
     'shards': dict(type='FullyShardedDataParallel', units=['net.0', 'net.2', 'net.4']),
 }
-if not hasattr(torch.cpu.Stream, 'record_event'):  # fully_shard of torch 2.6 needs GPUs
+if not CAN_SHARD_ON_CPU:  # fully_shard of torch 2.6 needs GPUs
     del WRAPPERS['shards']
 
 

@@ -193,7 +193,7 @@ def error_of(kind, precision, truth, wrapper=OptimWrapper, **settings):
     run_step(
         model,
         dict(inputs=inputs, data_samples=data['data_samples']),
-        wrapper(optimizer, precision=precision, loss_scale=4.0, **settings),
+        wrapper(optimizer, precision=precision, loss_scale=2.0, **settings),
     )
     moved = torch.cat(
         [(before[name] - p.detach().double()).flatten() for name, p in trained.items()]

@@ -155,7 +155,7 @@ def test_teacher_starts_as_the_student_and_is_never_trained():
 
 
 def test_drop_path_is_the_students_only():
-    model = build(backbone=dict(drop_path_rate=0.9)).train()
+    model = build(backbone=dict(drop_path_rate=0.9, depth=4)).train()
     teacher = [model.teacher(crops()[:2])[1] for _ in range(2)]
     student = [model.student(crops()[:2])[1] for _ in range(2)]
     assert torch.equal(*teacher)

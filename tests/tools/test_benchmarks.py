@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from memengine._torch_private.distributed import CAN_SHARD_ON_CPU
 from tests.docs_pages import ROOT
 
 PAGES = {
@@ -124,7 +125,7 @@ def test_optimizer_memory(script, tmp_path):
 
 
 @pytest.mark.skipif(
-    not torch.cuda.is_available() and not hasattr(torch.cpu.Stream, 'record_event'),
+    not torch.cuda.is_available() and not CAN_SHARD_ON_CPU,
     reason='fully_shard of torch 2.6 needs GPUs',
 )
 @pytest.mark.usefixtures('without_gpus')

@@ -91,10 +91,12 @@ def safe_loading(filename: str | Path, trusted: Iterable[str] = ()) -> Iterator[
         if wanted is None:
             reason = str(error).partition('. ')[0]
             raise CheckpointError(f'{filename} is not a readable checkpoint: {reason}') from error
+        # Some versions of torch leave out the module of Python's own functions.
+        name = wanted[1] if '.' in wanted[1] else f'builtins.{wanted[1]}'
         raise CheckpointError(
-            f"{filename} wants to run '{wanted[1]}' while it is read, which a checkpoint of "
+            f"{filename} wants to run '{name}' while it is read, which a checkpoint of "
             f'weights needs not. If you trust its source, allow it in the config: '
-            f"trusted_globals=['{wanted[1]}']"
+            f"trusted_globals=['{name}']"
         ) from error
     except (RuntimeError, EOFError) as error:
         if 'PytorchStreamReader' in str(error) or isinstance(error, EOFError):

@@ -71,7 +71,7 @@ def load_config(path: str | Path, options: Mapping[str, Any] | None = None) -> C
 
 def _describe(error: Exception, path: str) -> str:
     """What is wrong with a config file, from the error that reading it raised."""
-    files = {}
+    files: dict[Path, Path | None] = {}
     try:
         files.update(files_of(Path(path)))
     except SyntaxError as fault:
@@ -97,9 +97,9 @@ def _is_one(code: CodeType, files: Mapping[Path, Any]) -> bool:
     return Path(code.co_filename).resolve() in files
 
 
-def _short(path: str) -> str:
+def _short(path: str | Path) -> str:
     relative = os.path.relpath(path)
-    return path if relative.startswith('..') else relative
+    return str(path) if relative.startswith('..') else relative
 
 
 def _text(error: Exception) -> str:

@@ -129,7 +129,8 @@ def arguments_of(target: Callable[..., Any], positional: int = 0) -> Arguments:
     names = {p.name for p in left}
     stated = inspect.isclass(target) and any('__signature__' in vars(c) for c in target.__mro__)
     if is_open and inspect.isclass(target) and not stated:
-        inherited, is_open = _along_constructors(target)
+        cls: Any = target
+        inherited, is_open = _along_constructors(cls)
         names |= inherited - {p.name for p in own}
     required = frozenset(p.name for p in left if p.default is p.empty)
     return Arguments(frozenset(names), required, is_open)

@@ -1,0 +1,500 @@
+"""What torch keeps private, one test for each use: a failure says what a new torch has changed."""
+
+import functools
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import sdpa_flop_count
+
+from memengine._torch_private import autograd, distributed, modules, ops
+from memengine.techniques.compression.backward_needs import _NEEDS, IN_PLACE, operation
+
+
+def relies_on(what):
+    """Names, in the message of a test that fails, what torch did and who needs it."""
+
+    def decorate(test):
+        @functools.wraps(test)
+        def named(*args, **kwargs):
+            try:
+                return test(*args, **kwargs)
+            except Exception as error:
+                raise AssertionError(
+                    f'torch {torch.__version__} no longer {what}: memengine._torch_private relies '
+                    f'on it ({type(error).__name__}: {error})'
+                ) from error
+
+        return named
+
+    return decorate
+
+
+def leaf(*shape):
+    return torch.randn(*shape, requires_grad=True)
+
+
+# --- autograd: tensors ---
+
+
+@relies_on('counts writes into a tensor in _version')
+def test_version_of():
+    x = torch.zeros(2)
+    assert autograd.version_of(x) == 0
+    x[0] = 1
+    assert autograd.version_of(x) == autograd.version_of(x.detach()) == 1
+
+
+@relies_on('names in _base what a tensor is a view of')
+def test_base_of():
+    x = torch.zeros(2, 2)
+    assert autograd.base_of(x) is None
+    assert autograd.base_of(x[0][:1]) is x
+
+
+@pytest.mark.parametrize('device', ['cpu', 'meta'])
+@relies_on('tells storages apart by _cdata, on any device')
+def test_storage_key(device):
+    x, y = torch.zeros(2, device=device), torch.zeros(2, device=device)
+    key, other = (autograd.storage_key(t.untyped_storage()) for t in (x, y))
+    assert key != other
+    assert autograd.storage_key(x[1:].untyped_storage()) == key
+
+
+@relies_on("keeps a tensor's hooks in _backward_hooks")
+def test_gradient_hooks_of():
+    x = leaf(2).exp()
+    assert not autograd.gradient_hooks_of(x)
+    x.register_hook(print)
+    assert len(autograd.gradient_hooks_of(x)) == 1
+
+
+@relies_on('tells of the transforms of torch.func that are in force')
+def test_functorch():
+    seen = []
+
+    def look(x):
+        seen.append((autograd.is_functorch_tensor(x), autograd.is_under_functorch()))
+        return x.sum()
+
+    look(torch.zeros(2))
+    torch.func.grad(look)(torch.zeros(2))
+    assert seen == [(False, False), (True, True)]
+
+
+# --- autograd: nodes ---
+
+
+@relies_on('numbers its nodes in the order in which they are made, and saves right after')
+def test_node_numbers():
+    saving = []
+
+    def pack(tensor):
+        saving.append(autograd.next_node_number() - 1)
+        return tensor
+
+    x = leaf(2)
+    with saved_tensors_hooks(pack, lambda t: t):
+        y = x.exp()
+        z = y.sin()
+    assert saving == [autograd.node_number(t.grad_fn) for t in (y, z)]
+    assert saving[1] == saving[0] + 1
+    assert autograd.node_number(y.grad_fn.next_functions[0][0]) > 2**60  # a leaf
+
+
+@relies_on('makes a copy, by the node that comes next, of what an operation in place saves')
+def test_numbers_in_place():
+    saving = []
+
+    def pack(tensor):
+        saving.append(autograd.next_node_number() - 1)
+        return tensor
+
+    x = leaf(2) * 1
+    with saved_tensors_hooks(pack, lambda t: t):
+        y = F.silu(x, inplace=True)
+    assert operation(y.grad_fn) in IN_PLACE
+    number = autograd.node_number(y.grad_fn)
+    assert saving and set(saving) <= {number, number + 1}
+
+
+@relies_on('shows what a node has saved as _saved_<field>, until backward frees it')
+def test_saved_by():
+    y = leaf(2).exp()
+    assert autograd.has_saved(y.grad_fn, 'result')
+    assert not autograd.has_saved(y.grad_fn, 'nonsense')
+    assert torch.equal(autograd.saved_by(y.grad_fn, 'result'), y)
+    y.sum().backward()
+    with pytest.raises(RuntimeError):
+        autograd.saved_by(y.grad_fn, 'result')
+
+
+@relies_on("knows a result's shape, dtype and device in _input_metadata")
+def test_result_of():
+    result = autograd.result_of(leaf(2, 3).double().grad_fn)
+    assert tuple(result.shape) == (2, 3)
+    assert result.dtype == torch.float64 and result.device.type == 'cpu'
+
+
+IMAGE, VOLUME = (2, 4, 8, 8), (2, 4, 8, 8, 8)
+NODES = {  # by the operations that backward_needs.py knows
+    'Addmm': lambda: F.linear(leaf(2, 3), leaf(5, 3), leaf(5)),
+    'Mm': lambda: leaf(2, 3) @ leaf(3, 5),
+    'Convolution': lambda: F.conv2d(leaf(*IMAGE), leaf(4, 4, 3, 3)),
+    'Bmm': lambda: torch.bmm(leaf(2, 3, 4), leaf(2, 4, 5)),
+    'Baddbmm': lambda: torch.baddbmm(leaf(2, 3, 5), leaf(2, 3, 4), leaf(2, 4, 5)),
+    'ScaledDotProductFlashAttentionForCpu': lambda: F.scaled_dot_product_attention(
+        leaf(1, 2, 4, 8), leaf(1, 2, 4, 8), leaf(1, 2, 4, 8)
+    ),
+    'Softmax': lambda: leaf(2, 3).softmax(-1),
+    'SafeSoftmax': lambda: torch.ops.aten._safe_softmax(leaf(2, 3), -1),
+    'NativeLayerNorm': lambda: F.layer_norm(leaf(2, 3), (3,)),
+    'NativeGroupNorm': lambda: F.group_norm(leaf(*IMAGE), 2),
+    'NativeBatchNorm': lambda: F.batch_norm(leaf(*IMAGE), None, None, training=True),
+    'Gelu': lambda: F.gelu(leaf(2)),
+    'Silu': lambda: F.silu(leaf(2)),
+    'Mish': lambda: F.mish(leaf(2)),
+    'Elu': lambda: F.elu(leaf(2)),
+    'Celu': lambda: F.celu(leaf(2)),
+    'Softplus': lambda: F.softplus(leaf(2)),
+    'Hardswish': lambda: F.hardswish(leaf(2)),
+    'Hardsigmoid': lambda: F.hardsigmoid(leaf(2)),
+    'LogSigmoid': lambda: F.logsigmoid(leaf(2)),
+    'Tanh': lambda: leaf(2).tanh(),
+    'Sigmoid': lambda: leaf(2).sigmoid(),
+    'Mul': lambda: leaf(2) * leaf(2),
+    'Relu': lambda: leaf(2).relu(),
+    'LeakyRelu': lambda: F.leaky_relu(leaf(2)),
+    'Hardtanh': lambda: F.hardtanh(leaf(2)),
+    'NativeDropout': lambda: torch.native_dropout(leaf(2), 0.5, True)[0],
+    'MaskedFill': lambda: leaf(2).masked_fill(torch.tensor([True, False]), 0.0),
+    'MaxPool2DWithIndices': lambda: F.max_pool2d(leaf(*IMAGE), 2),
+    'MaxPool3DWithIndices': lambda: F.max_pool3d(leaf(*VOLUME), 2),
+    'AdaptiveMaxPool2D': lambda: F.adaptive_max_pool2d(leaf(*IMAGE), 2),
+    'AdaptiveMaxPool3D': lambda: F.adaptive_max_pool3d(leaf(*VOLUME), 2),
+    'AvgPool2D': lambda: F.avg_pool2d(leaf(*IMAGE), 2),
+    'AvgPool3D': lambda: F.avg_pool3d(leaf(*VOLUME), 2),
+    'AdaptiveAvgPool2D': lambda: F.adaptive_avg_pool2d(leaf(*IMAGE), 2),
+    'AdaptiveAvgPool3D': lambda: F.adaptive_avg_pool3d(leaf(*VOLUME), 2),
+    'Embedding': lambda: F.embedding(torch.zeros(2, dtype=torch.long), leaf(3, 4)),
+}
+OF_OTHER_DEVICES = {  # or of backends that are not there
+    'Linear',
+    'ScaledDotProductFlashAttention',
+    'ScaledDotProductEfficientAttention',
+    'ScaledDotProductCudnnAttention',
+    'CudnnBatchNorm',
+    'MiopenBatchNorm',
+    'FusedRmsNorm',
+}
+OF_OTHER_FORMS = {  # in place, or of other devices
+    ('Elu', 'result'),
+    ('Celu', 'result'),
+    ('LeakyRelu', 'result'),
+    ('ScaledDotProductFlashAttentionForCpu', 'out'),
+}
+
+
+def test_every_operation_of_the_table_has_a_test():
+    assert NODES.keys() | OF_OTHER_DEVICES == _NEEDS.keys()
+
+
+@pytest.mark.parametrize('name', NODES)
+@relies_on('names this operation and its fields as it did')
+def test_nodes(name):
+    node = NODES[name]().grad_fn
+    assert operation(node) == name, f'the node is {node.name()}'
+    for field in _NEEDS[name]:
+        assert autograd.has_saved(node, field) or (name, field) in OF_OTHER_FORMS, field
+
+
+# --- autograd: backward passes and hooks ---
+
+
+@relies_on('numbers backward passes, and calls at their end what was queued')
+def test_backward_passes():
+    seen = []
+
+    def look(grad):
+        seen.append(autograd.current_backward())
+        autograd.after_backward(lambda: seen.append('end'))
+
+    for _ in range(2):
+        x = leaf(2)
+        y = x.exp()
+        y.register_hook(look)
+        y.sum().backward()
+    assert autograd.current_backward() == -1
+    assert seen[1] == seen[3] == 'end' and -1 not in seen and seen[0] != seen[2]
+
+
+def same(tensor):
+    return tensor
+
+
+def as_saved(tensor):
+    return tensor
+
+
+@relies_on('tells which saved-tensor hooks are in force, by thread and in backward')
+def test_hooks_in_force():
+    assert autograd.saved_tensor_hooks_in_force() is None
+    with saved_tensors_hooks(print, print), saved_tensors_hooks(same, as_saved):
+        assert autograd.saved_tensor_hooks_in_force() == (same, as_saved)
+        with ThreadPoolExecutor(1) as thread:
+            assert thread.submit(autograd.saved_tensor_hooks_in_force).result() is None
+        seen = []
+        y = leaf(2).exp()
+        y.register_hook(lambda grad: seen.append(autograd.saved_tensor_hooks_in_force()))
+        y.sum().backward()
+    assert seen == [(same, as_saved)]
+    assert autograd.saved_tensor_hooks_in_force() is None
+
+
+@relies_on('defines the hooks of checkpointing in torch.utils.checkpoint')
+def test_is_checkpointing():
+    seen = []
+
+    def forward(x):
+        seen.append(autograd.is_checkpointing())
+        return x.exp().sin()
+
+    forward(leaf(2))
+    checkpoint(forward, leaf(2), use_reentrant=False).sum().backward()
+    assert seen == [False, True, True]
+
+
+def test_hooks_noted_for_a_torch_that_does_not_tell(monkeypatch):
+    monkeypatch.setattr(saved_tensors_hooks, '__enter__', saved_tensors_hooks.__enter__)
+    monkeypatch.setattr(saved_tensors_hooks, '__exit__', saved_tensors_hooks.__exit__)
+    hooks = saved_tensors_hooks(same, as_saved)
+    with hooks:  # that nobody has noted: they were entered before
+        noted = autograd._Entered()
+    assert noted(False) is None
+    with hooks, saved_tensors_hooks(print, print):
+        assert noted(False) == (print, print)
+        thread = ThreadPoolExecutor(1)
+        assert thread.submit(noted, False).result() is None
+        monkeypatch.setattr(autograd, 'current_backward', lambda: 0)
+        assert thread.submit(noted, False).result() == (print, print)  # as on a GPU
+    assert noted(False) is None
+
+
+# --- operators ---
+
+
+class Seen(ops.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **kwargs or {})
+
+
+@relies_on("has an operator's arguments, and which of them it writes into, in its _schema")
+def test_schemas():
+    x, y = torch.zeros(2), torch.zeros(2)
+    with Seen() as seen:
+        x.add_(y, alpha=2)
+        torch.add(x, y)
+    (in_place, args, kwargs), (plain, *_) = seen.calls
+    assert isinstance(in_place, ops.OpOverload)
+    assert isinstance(in_place.overloadpacket, ops.OpOverloadPacket)
+    assert in_place.overloadpacket.__name__ == 'add_'
+    assert ops.argument_names(in_place) == ['self', 'other', 'alpha']
+    assert [t is x for t in ops.written_arguments(in_place, args, kwargs)] == [True]
+    assert ops.written_arguments(plain, args, kwargs) == []
+
+
+@relies_on('has norms, products and averages of many tensors')
+def test_foreach():
+    x, y = [torch.tensor([3.0, 4.0])], [torch.tensor([5.0, 4.0])]
+    assert ops.foreach_norm(x, 2.0)[0] == 5
+    ops.foreach_mul_(x, [torch.tensor(2.0)])
+    ops.foreach_lerp_(x, y, 0.5)
+    assert x[0].tolist() == [5.5, 6.0]
+
+
+@relies_on('has RMSNorm as one operator, that gives the result first')
+def test_fused_rms_norm():
+    x, weight = torch.randn(2, 4), torch.randn(4)
+    if not hasattr(torch.ops.aten, '_fused_rms_norm'):
+        pytest.skip('this torch has no fused RMSNorm, so that no node is of that kind')
+    expected = F.rms_norm(x, (4,), weight, 1e-3)
+    torch.testing.assert_close(ops.fused_rms_norm(x, [4], weight, 1e-3), expected)
+
+
+@relies_on('runs and prices products, convolutions and attention as these operators')
+def test_flops():
+    query, key, value = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 7, 8), torch.randn(2, 3, 7, 8)
+    with Seen() as seen:
+        attended = F.scaled_dot_product_attention(query, key, value)
+    ((attention, args, kwargs),) = [call for call in seen.calls if 'attention' in str(call[0])]
+    flops = ops.FLOPS_OF[attention.overloadpacket](*args, **kwargs, out_val=attended)
+    assert flops == sdpa_flop_count(query.shape, key.shape, value.shape) == 2 * 2 * 6 * 5 * 7 * 8
+    for packet in ('mm', 'addmm', 'bmm', 'baddbmm', 'convolution'):
+        assert getattr(torch.ops.aten, packet) in ops.FLOPS_OF, packet
+    mine = ops._attention_flops(query, key, value[..., :4], is_causal=True)
+    assert mine == sdpa_flop_count(query.shape, key.shape, value[..., :4].shape)
+
+
+@relies_on('lets a sparse tensor be taken apart without coalescing it')
+def test_parts_of_sparse():
+    dense = torch.eye(4)
+    twice = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (4,))
+    assert not twice.is_coalesced()
+    assert ops.parts_of_sparse(dense) == ()
+    for tensor, count in ((twice, 2), (dense.to_sparse_csr(), 3), (dense.to_sparse_csc(), 3)):
+        parts = ops.parts_of_sparse(tensor)
+        assert len(parts) == count
+        assert all(part.layout == torch.strided for part in parts)
+    assert ops.parts_of_sparse(twice)[1].tolist() == [1, 2]
+
+
+@relies_on('flattens trees of containers')
+def test_pytree():
+    leaves, structure = ops.pytree.tree_flatten({'a': [1, (2, None)]})
+    assert ops.pytree.tree_unflatten(leaves, structure) == {'a': [1, (2, None)]}
+    assert ops.pytree.tree_leaves([1, {'b': 2}]) == [1, 2]
+
+
+@relies_on('knows tensor subclasses that consist of tensors')
+def test_wrapper_subclasses():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    x = torch.zeros(2)
+    assert ops.is_traceable_wrapper_subclass(TwoTensor(x, x.clone()))
+    assert not ops.is_traceable_wrapper_subclass(x)
+
+
+@relies_on('writes into buffers as often as memengine thinks, in a compiled checkpoint')
+def test_compiled_checkpoints():
+    torch._dynamo.reset()
+    norm = nn.BatchNorm1d(4)
+
+    @torch.compile(backend='aot_eager')
+    def run(x):
+        return checkpoint(lambda x: norm(x).sin(), x, use_reentrant=False)
+
+    run(leaf(8, 4)).sum().backward()
+    assert norm.num_batches_tracked == (2 if ops.compiled_checkpoints_write_twice() else 1)
+
+
+# --- modules and optimisers ---
+
+
+@relies_on("keeps a module's tensors and hooks in tables")
+def test_tables_of_modules():
+    norm = nn.BatchNorm2d(2)
+    assert list(modules.own_parameters(norm)) == ['weight', 'bias']
+    assert list(modules.own_buffers(norm)) == ['running_mean', 'running_var', 'num_batches_tracked']
+    modules.own_buffers(norm)['running_mean'] = None
+    assert norm.running_mean is None
+    norm.register_forward_hook(print)
+    norm.register_forward_pre_hook(print)
+    assert len(modules.forward_hooks_of(norm)) == len(modules.forward_pre_hooks_of(norm)) == 1
+
+
+@relies_on('has these bases of its layers')
+def test_bases_of_layers():
+    for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
+        assert issubclass(kind, modules.BatchNorm)
+        assert issubclass(kind, modules.BatchOrInstanceNorm)
+    assert issubclass(nn.InstanceNorm2d, modules.InstanceNorm)
+    assert issubclass(nn.InstanceNorm2d, modules.BatchOrInstanceNorm)
+    assert not issubclass(nn.InstanceNorm2d, modules.BatchNorm)
+    assert issubclass(nn.ConvTranspose2d, modules.Convolution)
+
+
+@relies_on('notes in a module that it was compiled')
+def test_compiled_modules():
+    layer = nn.Linear(2, 2)
+    assert not modules.is_compiled(layer)
+    assert modules.is_compiled(torch.compile(layer, backend='eager'))
+    layer.compile(backend='eager')
+    assert modules.is_compiled(layer)
+    modules.forget_compilation(layer)
+    assert not modules.is_compiled(layer)
+    assert layer(torch.zeros(1, 2)).shape == (1, 2)
+
+
+@relies_on("keeps an optimiser's hooks in _optimizer_step_post_hooks")
+def test_step_hooks():
+    calls = []
+    optimizer = torch.optim.SGD([leaf(2)], lr=0.1)
+    optimizer.register_step_post_hook(lambda *args: calls.append(1))
+    with modules.without_step_hooks(optimizer):
+        optimizer.step()
+    assert not calls
+    optimizer.step()
+    assert calls == [1]
+
+
+# --- distributed ---
+
+
+@pytest.fixture
+def group():
+    dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=2)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@relies_on('finds process groups by name')
+def test_process_groups(group):
+    assert distributed.process_group_of(group) is group
+    assert distributed.process_group_of(group.group_name).size() == 2
+    assert distributed.process_group_of(group.boxed()).size() == 2
+
+
+@relies_on('shards on CPUs where memengine thinks that it does')
+def test_sharding(group):
+    mesh = dist.device_mesh.init_device_mesh('cpu', (2,))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def shard():
+        for part in (*model, model):
+            fully_shard(part, mesh=mesh)
+        distributed.make_root(model)
+        distributed.gather_where_computed(model)
+        model[0](leaf(2, 4))
+        model(leaf(2, 4)).sum().backward()
+
+    if distributed.CAN_SHARD_ON_CPU:
+        shard()
+    else:
+        with pytest.raises(AttributeError):
+            shard()
+
+
+@relies_on("names in a sharded checkpoint's .metadata what it named")
+def test_metadata(tmp_path):
+    state = {'a': torch.zeros(2), 'b': torch.zeros(2, dtype=torch.bfloat16)}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path))
+    named = set()
+
+    class Reader(pickle.Unpickler):
+        def find_class(self, module, name):
+            named.add((module, name))
+            return super().find_class(module, name)
+
+    with open(tmp_path / '.metadata', 'rb') as file:
+        Reader(file).load()
+    unknown = {
+        (module, name)
+        for module, name in named - distributed.METADATA_GLOBALS
+        if module not in distributed.METADATA_MODULES
+        and not (module == 'torch' and isinstance(getattr(torch, name), torch.dtype))
+    }
+    assert named and not unknown
