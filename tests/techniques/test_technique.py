@@ -139,7 +139,7 @@ def test_names_in_a_description_exist(key):
     assert technique.shorthand is None or technique.shorthand in settings_of(technique.settings)
 
 
-@pytest.mark.parametrize('key', ALL.keys() - APPLIED.keys())
+@pytest.mark.parametrize('key', sorted(ALL.keys() - APPLIED.keys()))
 def test_settings_of_wrappers_and_optimisers_are_their_arguments(key):
     technique = ALL[key]
     place, _, kind = technique.name.partition('=')
