@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from memengine._torch_private.distributed import CAN_SHARD_ON_CPU
 from tests.docs_pages import ROOT
+from tests.marks import NEEDS_SHARDING
 
 PAGES = {
     'grad_cache': ROOT / 'docs/techniques/grad_cache.md',
@@ -124,10 +124,7 @@ def test_optimizer_memory(script, tmp_path):
     assert (tmp_path / 'optimizer_memory.png').stat().st_size > 0
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() and not CAN_SHARD_ON_CPU,
-    reason='fully_shard of torch 2.6 needs GPUs',
-)
+@NEEDS_SHARDING
 @pytest.mark.usefixtures('without_gpus')
 def test_sharding_memory(script, tmp_path, monkeypatch):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')  # which the script sets

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memengine._torch_private.distributed import CAN_SHARD_ON_CPU
 from memengine.memory import saved_bytes
 from memengine.memory.allocated import allocated_peak_bytes
 from memengine.techniques.layers.weight_norm import WeightNormLinear, shared_weights
@@ -27,11 +26,9 @@ from memengine.techniques.sharding.materializing import on_meta
 from memengine.techniques.sharding.shard_model import shard_model
 from memengine.techniques.sharding.units import choose_units
 from memengine.testing import assert_same_step, run_ranks
+from tests.marks import NEEDS_SHARDING
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() and not CAN_SHARD_ON_CPU,
-    reason='fully_shard of torch 2.6 needs GPUs',
-)
+pytestmark = NEEDS_SHARDING
 
 WIDTH = 64
 
