@@ -1,4 +1,4 @@
-.PHONY: check lint types docs test slow format
+.PHONY: check lint types docs test slow matrix format
 
 check: lint types docs test slow  ## what CI runs, in the current environment
 
@@ -17,6 +17,9 @@ test:
 
 slow:
 	python -m pytest -m slow
+
+matrix:  ## the tests that depend on versions, on every torch and Python that is promised
+	python tools/matrix.py
 
 format:
 	ruff check --fix .

@@ -2,20 +2,23 @@
 
 Slow ones may take long on a machine that is busy.
 
-One thread for each of the processes that share the cores.
+One thread for each of the processes that share the cores. The process that hands out the tests to
+them imports no torch.
 """
 
+import ast
 import os
 import sys
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # before torch is imported
 
 import pytest
-import torch
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items):
+    import torch
+
     for item in items:
         starts_ranks = 'run_ranks' in item.function.__code__.co_names
         if starts_ranks and item.path.name != 'test_testing.py':  # each imports torch anew
@@ -39,7 +42,30 @@ def _no_scope_is_left():
         scopes.DefaultScope._instance_dict.clear()
 
 
+@pytest.fixture(autouse=True)
+def _configs_are_not_laid_out(monkeypatch):
+    """Laying out the config that a run writes and logs takes longer than its few iterations."""
+    config = sys.modules.get('mmengine.config.config')
+    if config is not None:
+        monkeypatch.setattr(config, 'FormatCode', _checked)
+
+
+def _checked(text, **style):
+    ast.parse(text)
+    return text, False
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Figures are made as ever; their files hold nothing, as drawing takes a second for each."""
+    from matplotlib.figure import Figure
+
+    monkeypatch.setattr(Figure, 'savefig', lambda self, path, **options: path.touch())
+
+
 @pytest.fixture
 def without_gpus(monkeypatch):
     """As on a machine that has none: what is counted is counted on the CPU."""
+    import torch
+
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)

@@ -66,7 +66,7 @@ def shrink(cfg):
 
 
 @pytest.mark.parametrize('name', CONFIGS)
-def test_config_is_checked_builds_and_steps(name, tmp_path, monkeypatch):
+def test_config_is_checked_builds_and_steps(name, tmp_path, monkeypatch, undrawn):
     monkeypatch.chdir(tmp_path)
     cfg = Config.fromfile(ROOT / name)
     check_config(cfg)
@@ -75,6 +75,8 @@ def test_config_is_checked_builds_and_steps(name, tmp_path, monkeypatch):
         recipes.shrink_model(name, cfg)
     else:
         make_imagenet(tmp_path / 'data' / 'imagenet')
+        if 'vit' in cfg.model.get('backbone', {}).get('model_name', ''):
+            cfg.model.backbone.depth = 2
     cfg = shrink(cfg)
     check_config(cfg)
     cfg.work_dir = str(tmp_path / 'run')
@@ -96,6 +98,11 @@ def test_config_is_checked_builds_and_steps(name, tmp_path, monkeypatch):
     )
     for metric in metrics_of(cfg):
         assert f'val/{FIGURES[metric.type]}' in runner.message_hub.log_scalars
+    written = list((tmp_path / 'run').rglob('*.py'))
+    assert len(written) == 2, 'in the work dir and beside its curves'
+    for path in written:
+        check_config(Config.fromfile(path))
+        assert Config.fromfile(path).to_dict() == {**cfg.to_dict(), 'default_scope': 'memengine'}
 
 
 def losses_of(name, work_dir, options):
@@ -105,7 +112,7 @@ def losses_of(name, work_dir, options):
     cfg = shrink(cfg)
     cfg.train_dataloader.batch_size = 4
     cfg.train_dataloader.dataset.indices = 12
-    cfg.default_hooks.logger.interval = 1
+    del cfg.default_hooks.report
     check_config(cfg)
     cfg.work_dir, cfg.experiment_name = str(work_dir), f'{work_dir.name}_{Path(name).stem}'
     runner = Runner.from_cfg(cfg)

@@ -20,7 +20,7 @@ from tests.docs_pages import ALL, ROOT, TESTED, blocks_of, parametrize_pages, pr
 INLINE = re.compile(r'(?<!`)`([^`\n]+)`(?!`)')
 
 # Options of other programs that prose may name.
-OTHER_OPTIONS = {'--nproc_per_node', '--index-url', '--help'}
+OTHER_OPTIONS = {'--nproc_per_node', '--torch-backend', '--help'}
 
 
 def anchor(heading):

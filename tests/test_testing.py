@@ -38,8 +38,12 @@ def fail_on_the_last(rank, world_size):
     return rank
 
 
-def test_ranks_return_in_order_and_a_failing_one_is_named():
+@pytest.mark.slow
+def test_ranks_return_in_order():
     assert run_ranks(2, _own_rank) == [0, 1]
+
+
+def test_a_failing_rank_is_named():
     with pytest.raises(RuntimeError, match='rank 1 of 2 failed(.|\n)*broken'):
         run_ranks(2, fail_on_the_last)
 

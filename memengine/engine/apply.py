@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from logging import Logger
 from typing import Any
 
+import mmengine.model
 from mmengine.hooks import Hook
 from torch import nn
 
@@ -43,14 +44,16 @@ _MODEL_HOOKS: dict[str, Any] = {
 }
 
 
-def apply_before_wrapping(model: nn.Module, cfg: Any, distributed: bool) -> None:
-    """Apply ``sync_bn`` of the config, in place.
+def apply_before_wrapping(model: nn.Module, cfg: Any) -> nn.Module:
+    """The model with ``sync_bn`` of the config applied, of a run in several processes.
 
     MMEngine's own ``sync_bn='torch'`` works on GPUs only; this one on any backend.
     """
-    if distributed and cfg.get('sync_bn') == 'torch':
+    if cfg.get('sync_bn') == 'torch':
         convert_sync_batchnorm(model)
-        cfg.pop('sync_bn')
+    elif cfg.get('sync_bn') is not None:
+        model = mmengine.model.convert_sync_batchnorm(model, cfg.sync_bn)
+    return model
 
 
 def hooks_of_keys(cfg: Any) -> dict[str, dict[str, Any]]:

@@ -41,10 +41,20 @@ def derive_seed(*parts: int) -> int:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the global generators of ``random``, NumPy and torch (on every device)."""
+    """Seed the global generators of ``random``, NumPy and torch, on CPU and a device in use."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed % 2**63)
+    # For a device that is not in use, as in workers, torch.manual_seed formats a stack trace, which
+    # can take longer than to make the sample.
+    seed_torch = torch.manual_seed if _device_in_use() else torch.default_generator.manual_seed
+    seed_torch(seed % 2**63)
+
+
+def _device_in_use() -> bool:
+    if not torch.accelerator.is_available():
+        return False
+    is_initialized = getattr(torch.get_device_module(), 'is_initialized', None)
+    return is_initialized is None or bool(is_initialized())
 
 
 class Draw(int):

@@ -6,9 +6,11 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+from mmengine.device import get_device
 from mmengine.fileio import join_path
+from mmengine.model import is_model_wrapper
 from mmengine.runner import Runner as _Runner
 from mmengine.runner import save_checkpoint
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
@@ -31,7 +33,7 @@ from memengine.engine.checkpoint.state import (
 from memengine.engine.config.schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
 from memengine.engine.distributed.processes import init_process_group, local_device_ids
-from memengine.engine.hooks import AlgorithmHook, FiniteLossHook, RandomStateHook
+from memengine.engine.hooks import AlgorithmHook, CheckpointHook, FiniteLossHook, RandomStateHook
 from memengine.engine.step import unwrap
 from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
 from memengine.engine.wrappers.fsdp import FullyShardedDataParallel, refuse_beside_sharding
@@ -39,6 +41,22 @@ from memengine.registry import LOOPS, MODEL_WRAPPERS, MODELS, RUNNERS
 from memengine.techniques.sharding.materializing import on_meta
 
 __all__ = ['Runner']
+
+
+@runtime_checkable
+class InitializesWeights(Protocol):
+    """A model that gives its parameters the values that they start from."""
+
+    def init_weights(self) -> None:
+        """Called once, before training."""
+
+
+@runtime_checkable
+class ActsAfterInit(Protocol):
+    """A model with something to do when parameters that were built without values have some."""
+
+    def after_init(self) -> None:
+        """Called once, after the values have been given."""
 
 
 @RUNNERS.register_module()
@@ -113,60 +131,58 @@ class Runner(_Runner):
 
     def wrap_model(self, model_wrapper_cfg: dict[str, Any] | None, model: nn.Module) -> nn.Module:
         """Put the model on its device and into its wrapper; nothing is ignored silently."""
-        apply_before_wrapping(model, self.cfg, self.distributed)
-        config = dict(model_wrapper_cfg or {})
-        config.setdefault('type', 'MMDistributedDataParallel')
-        wrapper = (
-            MODEL_WRAPPERS.get(config['type'])
-            if isinstance(config['type'], str)
-            else config['type']
-        )
+        if is_model_wrapper(model):
+            return super().wrap_model(model_wrapper_cfg, model)
+        config = {'type': 'MMDistributedDataParallel', **(model_wrapper_cfg or {})}
+        kind = config['type']
+        wrapper = MODEL_WRAPPERS.get(kind) if isinstance(kind, str) else kind
         if wrapper is None:
-            raise ValueError(
-                f"model_wrapper_cfg.type: there is no model wrapper '{config['type']}'"
-            )
+            raise ValueError(f"model_wrapper_cfg.type: there is no model wrapper '{kind}'")
         is_ddp = issubclass(wrapper, nn.parallel.DistributedDataParallel)
-        if self.distributed and issubclass(wrapper, FullyShardedDataParallel):
+        if not self.distributed:
+            if model_wrapper_cfg is not None:
+                self._say_wrapper_has_no_effect(kind, wrapper, is_ddp, model)
+            return super().wrap_model(None, model)
+        model = apply_before_wrapping(model, self.cfg)
+        if issubclass(wrapper, FullyShardedDataParallel):
             wrapped = self._shard_model(config, wrapper, model)
-            self._warn_of_local_losses(unwrap(wrapped))
-            return wrapped
-        if self.distributed and is_ddp:
-            if model_wrapper_cfg is None:
-                config.update(broadcast_buffers=False)
-            config.setdefault(
-                'find_unused_parameters', self.cfg.get('find_unused_parameters', False)
-            )
-            config.setdefault('device_ids', local_device_ids())
-            if config['type'] in MODEL_WRAPPERS.module_dict:  # MMEngine looks in its own registry
-                config['type'] = f'{MODEL_WRAPPERS.scope}.{config["type"]}'
-            model_wrapper_cfg = config
-        elif model_wrapper_cfg is not None and not self.distributed:
-            if not is_ddp:
-                raise ValueError(
-                    f"model_wrapper_cfg: '{config['type']}' needs several processes, but "
-                    "launcher='none' starts one; start with torchrun and --launcher pytorch (to "
-                    'offload on one GPU with --nproc_per_node 1), or remove model_wrapper_cfg'
-                )
-            why = 'there is nothing to synchronise'
-            if issubclass(wrapper, DisCoDistributedDataParallel):
-                losses = ', '.join(wrapper.find_losses(model))
-                why = f'{losses} sees the whole batch as it is'
-            self.logger.warning(
-                f"model_wrapper_cfg has no effect in one process (launcher='none'): {why}"
-            )
-        wrapped = super().wrap_model(model_wrapper_cfg, model)
-        if self.distributed:
-            self._warn_of_local_losses(unwrap(wrapped))
+        else:
+            if is_ddp:
+                unused = self.cfg.get('find_unused_parameters', False)
+                config.setdefault('find_unused_parameters', unused)
+                config.setdefault('device_ids', local_device_ids())
+                if model_wrapper_cfg is None:
+                    config['broadcast_buffers'] = False
+            whole_model = dict(module=model.to(get_device()))
+            wrapped = MODEL_WRAPPERS.build(config, default_args=whole_model)
+        self._warn_of_local_losses(unwrap(wrapped))
         return wrapped
+
+    def _say_wrapper_has_no_effect(
+        self, kind: Any, wrapper: Any, is_ddp: bool, model: nn.Module
+    ) -> None:
+        """Warn of a wrapper in one process, or refuse one whose effect is missed there."""
+        if not is_ddp:
+            raise ValueError(
+                f"model_wrapper_cfg: '{kind}' needs several processes, but launcher='none' starts "
+                'one; start with torchrun and --launcher pytorch (to offload on one GPU with '
+                '--nproc_per_node 1), or remove model_wrapper_cfg'
+            )
+        why = 'there is nothing to synchronise'
+        if issubclass(wrapper, DisCoDistributedDataParallel):
+            why = f'{", ".join(wrapper.find_losses(model))} sees the whole batch as it is'
+        self.logger.warning(
+            f"model_wrapper_cfg has no effect in one process (launcher='none'): {why}"
+        )
 
     def _shard_model(self, config: dict[str, Any], wrapper: Any, model: Any) -> nn.Module:
         """Initialise a model while it is whole, and spread it over the ranks."""
         refuse_beside_sharding(self.cfg)
         options = {key: value for key, value in config.items() if key != 'type'}
-        if not options.get('meta') and hasattr(model, 'init_weights'):
+        if not options.get('meta') and isinstance(model, InitializesWeights):
             model.init_weights()
         wrapped = wrapper(module=model, **options)
-        if options.get('meta') and hasattr(model, 'after_init'):
+        if options.get('meta') and isinstance(model, ActsAfterInit):
             model.after_init()
         return wrapped
 
@@ -368,7 +384,8 @@ class Runner(_Runner):
     @property
     def checkpoint_suffix(self) -> str:
         """``'.dcp'`` if the run's CheckpointHook writes sharded checkpoints, else ``'.pth'``."""
-        sharded = any(getattr(hook, 'sharded', False) for hook in self.hooks)
+        hooks = [hook for hook in self.hooks if isinstance(hook, CheckpointHook)]
+        sharded = any(hook.sharded for hook in hooks)
         return SUFFIX if sharded else '.pth'
 
     def mark_last_checkpoint(self, path: str | Path) -> None:

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import open_clip
 import pytest
 import torch
 from mmengine.config import Config
@@ -118,7 +119,6 @@ def test_a_missing_library_is_named(kind, module, monkeypatch):
 
 
 def test_open_clips_tokenizer():
-    open_clip = pytest.importorskip('open_clip')
     tokens = OpenClipTokenizer('ViT-B-32')('a photo of one')
     assert torch.equal(tokens, open_clip.get_tokenizer('ViT-B-32')(['a photo of one'])[0])
     assert tokens.shape == (77,)

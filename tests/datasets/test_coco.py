@@ -10,8 +10,6 @@ from PIL import Image
 
 from memengine.datasets import CocoDetection, list_samples
 
-pytest.importorskip('pycocotools', reason='needs pycocotools: pip install pycocotools')
-
 HEIGHT, WIDTH = 10, 12
 
 

@@ -4,6 +4,8 @@ import sys
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from memengine.datasets import TextBlocks, stack_views
 
@@ -29,14 +31,9 @@ def test_bytes_in_blocks_one_behind_the_other(file):
 
 
 def test_a_tokenizer_by_its_folder(file, tmp_path):
-    transformers = pytest.importorskip(
-        'transformers', reason='needs transformers: pip install transformers'
-    )
-    from tokenizers import Tokenizer, models
-
     vocabulary = {letter: number for number, letter in enumerate('Größe, abcdefghij'[::-1])}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     fast.save_pretrained(tmp_path / 'tokens')
     dataset = TextBlocks(file, block_size=17, tokenizer=str(tmp_path / 'tokens'))
     expected = [vocabulary[letter] for letter in 'Größe, abcdefghij']
@@ -56,6 +53,5 @@ def test_what_does_not_fit_is_refused(file, tmp_path, monkeypatch):
 
 
 def test_a_tokenizer_that_is_not_there_is_named(file, tmp_path):
-    pytest.importorskip('transformers', reason='needs transformers: pip install transformers')
     with pytest.raises(ValueError, match="tokenizer='.*nowhere'"):
         TextBlocks(file, tokenizer=str(tmp_path / 'nowhere'))

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
@@ -305,10 +305,9 @@ def _of_mmengine(rank, world_size):
     accepted = [
         dict(),
         dict(sharding_strategy='SHARD_GRAD_OP', use_orig_params=True, sync_module_states=True),
-        dict(backward_prefetch='BACKWARD_PRE', limit_all_gathers=True, forward_prefetch=True),
+        dict(limit_all_gathers=True, forward_prefetch=False, prefetch=True),
         dict(sharding_strategy=ShardingStrategy.FULL_SHARD, cpu_offload=CPUOffload(True)),
-        dict(mixed_precision=dict(param_dtype='bfloat16', buffer_dtype='float32')),
-        dict(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)),
+        dict(mixed_precision=dict(param_dtype='bfloat16')),
     ]
     parts = tuple(f'{block}.{part}' for block in blocks for part in ('attn', 'mlp'))
     for settings in accepted:
@@ -320,24 +319,17 @@ def _of_mmengine(rank, world_size):
         == units(auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=500))[1]
     )
     assert units(auto_wrap_policy=by_size)[1] not in (blocks, ())
-    os.environ['LOCAL_WORLD_SIZE'] = '1'
-    hybrid, _ = units(sharding_strategy='HYBRID_SHARD')
-    assert hybrid.module.head.weight.device_mesh.shape == (2, 1)
     refused = {
-        "NO_SHARD' shards nothing; use .*MMDistributedDataParallel": dict(
-            sharding_strategy='NO_SHARD'
+        "got 'NO_SHARD'; .*type='MMDistributedDataParallel'": dict(sharding_strategy='NO_SHARD'),
+        "got 'HYBRID_SHARD'; .*set replicas": dict(sharding_strategy='HYBRID_SHARD'),
+        'use_orig_params=False was for FSDP1; leave it out': dict(use_orig_params=False),
+        "backward_prefetch='BACKWARD_POST' .*; set prefetch": dict(
+            backward_prefetch='BACKWARD_POST'
         ),
-        "one of .* got 'HALF'": dict(sharding_strategy='HALF'),
-        'use_orig_params=False has no meaning any more, as': dict(use_orig_params=False),
-        'backward_prefetch=BACKWARD_POST has no': dict(backward_prefetch='BACKWARD_POST'),
+        'param_init_fn=.*; set init_fn': dict(param_init_fn='fill_with_ones'),
         'ignored_modules=': dict(ignored_modules=['head']),
-        'process_group=': dict(process_group=(1, 2)),
-        'mixed_precision.buffer_dtype=torch.float16': dict(
-            mixed_precision=dict(buffer_dtype='float16')
-        ),
-        'mixed_precision.keep_low_precision_grads': dict(
-            mixed_precision=dict(keep_low_precision_grads=True)
-        ),
+        r'process_group=\(1, 2\) .*; set replicas': dict(process_group=(1, 2)),
+        'mixed_precision must be dict.* got': dict(mixed_precision=dict(buffer_dtype='float16')),
         "auto_wrap_policy: there is no function 'none'": dict(auto_wrap_policy='none'),
         "param_dtype must be a type of torch .* got 'half precision'": dict(
             mixed_precision=dict(param_dtype='half precision')

@@ -17,6 +17,7 @@ from memengine.engine.data_order import (
     ResumableSampler,
     SeededDataset,
     derive_seed,
+    seed_generators,
     train_loader,
 )
 from tests.engine.toy import Losses, ToyData, params, toy_runner
@@ -55,8 +56,12 @@ def test_resume_is_bit_exact_with_workers_and_their_number_does_not_matter(tmp_p
     first, second = Losses(), Losses()
     loader = dict(num_workers=workers, persistent_workers=True)
     stop = dict(LOOPS['epochs'], stop_at_iter=8)
-    toy_runner(tmp_path / 'parts', first, train_cfg=stop, loader=loader).train()
-    toy_runner(tmp_path / 'parts', second, loader=loader, resume=True).train()
+    for losses, train_cfg in ((first, stop), (second, LOOPS['epochs'])):
+        runner = toy_runner(tmp_path / 'parts', losses, train_cfg, loader, resume=losses is second)
+        runner.train()
+        # Collected with the runner, the queues would be closed first, and each worker be waited for
+        # in vain for five seconds.
+        runner.train_dataloader._iterator = None
     assert first.seen + second.seen == whole
 
 
@@ -181,6 +186,20 @@ def test_numbers_that_have_a_method_of_that_kind_are_plain_indices():
 def test_seeds_of_neighbours_differ():
     seeds = {derive_seed(a, b, c) for a in range(10) for b in range(10) for c in range(10)}
     assert len(seeds) == 1000
+
+
+@pytest.mark.parametrize('in_use', [True, False])
+def test_a_device_is_seeded_where_it_is_in_use(monkeypatch, in_use):
+    seeded = []
+    monkeypatch.setattr(torch.accelerator, 'is_available', lambda: True)
+    monkeypatch.setattr(torch, 'get_device_module', lambda: torch.cuda)
+    monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: in_use)
+    monkeypatch.setattr(torch.cuda, 'manual_seed_all', seeded.append)
+    seed_generators(5)
+    drawn = torch.rand(3)
+    assert seeded == ([5] if in_use else [])
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(3), drawn)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """torchao's optimisers under this engine; without torchao, what is said."""
 
 import contextlib
-import importlib.util
 import io
 import sys
 from types import SimpleNamespace
@@ -18,9 +17,6 @@ from memengine.testing import assert_same_step, relative_error
 from tests.engine.toy import Losses, toy_runner
 
 NAMES = ['AdamW8bit', 'AdamW4bit', 'CPUOffloadOptimizer']
-needs_torchao = pytest.mark.skipif(
-    importlib.util.find_spec('torchao') is None, reason='torchao is not installed'
-)
 
 
 @pytest.mark.parametrize('name', NAMES[:2])
@@ -74,7 +70,6 @@ def through_a_file(state):
     return torch.load(file)
 
 
-@needs_torchao
 @pytest.mark.parametrize(
     ('name', 'bits', 'block', 'table'), [('AdamW8bit', 8, 256, 256), ('AdamW4bit', 4, 128, 16)]
 )
@@ -87,7 +82,6 @@ def test_bytes_of_the_state(name, bits, block, table):
     assert state_bytes(optimizer) == 2 * (quantised + 4 * sum(small))
 
 
-@needs_torchao
 @pytest.mark.parametrize(
     ('name', 'least', 'most'), [('AdamW8bit', 1e-3, 0.05), ('AdamW4bit', 0.05, 0.5)]
 )
@@ -96,7 +90,6 @@ def test_distance_from_adamw_after_twenty_steps(name, least, most):
     assert least < far < most
 
 
-@needs_torchao
 def test_it_goes_on_exactly_from_a_checkpoint():
     whole, _ = train('AdamW8bit', 6)
     half, first = train('AdamW8bit', 3)
@@ -106,7 +99,6 @@ def test_it_goes_on_exactly_from_a_checkpoint():
     assert_same_step(dict(net.named_parameters()), dict(whole.named_parameters()), 0.0)
 
 
-@needs_torchao
 def test_the_state_of_adamw_is_quantised_when_it_is_loaded():
     net, plain = train('AdamW', 3)
     optimizer = OPTIMIZERS.get('AdamW8bit')(net.parameters(), lr=1e-3)
@@ -123,13 +115,11 @@ def test_the_state_of_adamw_is_quantised_when_it_is_loaded():
         assert relative_error(got, want) < 0.03
 
 
-@needs_torchao
 def test_inside_backward_it_steps_alike():
     plain, fused = train('AdamW8bit', 4), train('AdamW8bit', 4, in_backward=True)
     assert_same_step(dict(fused[0].named_parameters()), dict(plain[0].named_parameters()), 0.0)
 
 
-@needs_torchao
 def test_hooks_of_its_step_run_once():
     import torchao.optim
 
@@ -141,7 +131,6 @@ def test_hooks_of_its_step_run_once():
     assert len(calls) == 1
 
 
-@needs_torchao
 def test_a_run_with_schedules_resumes_exactly(tmp_path):
     settings = dict(optim_wrapper=dict(optimizer=dict(type='AdamW8bit', lr=0.05)))
     whole, first, second = Losses(), Losses(), Losses()
@@ -217,7 +206,6 @@ def offloaded_and_plain(offloading, **settings):
         yield net, OptimWrapper(optimizer, **settings)
 
 
-@needs_torchao
 @pytest.mark.parametrize(
     'settings', [dict(), dict(clip_grad=dict(max_norm=0.01)), dict(accumulative_counts=2)]
 )
@@ -233,7 +221,6 @@ def test_offloaded_steps_are_those_of_the_optimiser(offloading, settings):
     assert_same_step(*results, tolerance=0.0)
 
 
-@needs_torchao
 def test_offloading_obeys_hooks_and_resumes(offloading):
     (net, wrapper), _ = offloaded_and_plain(offloading)
     optimizer, calls = wrapper.optimizer, []
@@ -259,7 +246,6 @@ def test_offloading_obeys_hooks_and_resumes(offloading):
     assert_same_step(dict(again.named_parameters()), dict(net.named_parameters()), 0.0)
 
 
-@needs_torchao
 def test_offloading_cannot_step_inside_backward(offloading):
     optimizer = offloading(network().parameters(), lr=1e-2)
     with (
@@ -269,7 +255,6 @@ def test_offloading_cannot_step_inside_backward(offloading):
         raise AssertionError('not refused')
 
 
-@needs_torchao
 @pytest.mark.gpu
 def test_offloading_on_a_gpu_is_the_optimiser_on_the_host():
     results = []

@@ -18,7 +18,6 @@ def outline(x, y, width, height):
 
 @pytest.fixture
 def annotations(tmp_path):
-    pytest.importorskip('pycocotools', reason='needs pycocotools: pip install pycocotools')
     truth = dict(
         images=[dict(id=i, height=SIZE, width=SIZE) for i in (1, 2, 3)],
         categories=[dict(id=7, name='thing')],

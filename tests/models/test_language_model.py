@@ -16,7 +16,6 @@ TOKENS = torch.randint(0, 19, (5, 8), generator=torch.Generator().manual_seed(0)
 
 
 def build(**changes):
-    pytest.importorskip('transformers', reason='needs transformers: pip install transformers')
     torch.manual_seed(0)
     config = {**SMALL, 'resid_pdrop': 0.0, 'embd_pdrop': 0.0, 'attn_pdrop': 0.0, **changes}
     return CausalLanguageModel('gpt2', pretrained=False, config=config).double()

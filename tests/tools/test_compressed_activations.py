@@ -6,6 +6,8 @@ import sys
 
 import pytest
 import torch
+from timm.models.resnet import BasicBlock, ResNet
+from timm.models.vision_transformer import VisionTransformer
 
 from tests.docs_pages import ROOT
 
@@ -26,12 +28,18 @@ def benchmark(monkeypatch):
     torch.set_num_threads(threads)
 
 
-def test_a_model_keeps_less_by_every_way(benchmark, tmp_path):
+def narrow_resnet(name, num_classes):
+    return ResNet(BasicBlock, (1, 1, 1, 1), channels=(16, 32, 64, 128), num_classes=num_classes)
+
+
+def test_a_model_keeps_less_by_every_way(benchmark, monkeypatch, tmp_path):
     page = tmp_path / 'page.md'
     mark = 'compressed_activations'
     page.write_text(f'<!-- {mark}:begin (x) -->\n<!-- {mark}:end -->\n')
     words = ['--quick', '--models', 'resnet18', '--repeats', 1, '--out', tmp_path, '--page', page]
-    benchmark('compressed_activations', *words).main()
+    script = benchmark('compressed_activations', *words)
+    monkeypatch.setattr(script.timm, 'create_model', narrow_resnet)
+    script.main()
     rows = json.loads((tmp_path / f'{mark}.json').read_text())['models']['resnet18']
     plain = rows.pop('plain')
     assert (plain['relative'], plain['cosine'], plain['time']) == (0, pytest.approx(1), 1)
@@ -50,6 +58,11 @@ def test_learning_over_seeds(benchmark, monkeypatch, tmp_path):
     script = benchmark('dropit_learning', '--out', tmp_path, '--seeds', 2, '--epochs', 4)
     two = {way: script.WAYS[way] for way in ('plain', 'gamma 0.9')}
     monkeypatch.setattr(script, 'WAYS', two)
+    monkeypatch.setattr(
+        script,
+        'VisionTransformer',
+        lambda **settings: VisionTransformer(**{**settings, 'depth': 1, 'embed_dim': 32}),
+    )
     script.main()
     ways = json.loads((tmp_path / 'dropit_learning.json').read_text())['ways']
     assert ways.keys() == two.keys()

@@ -38,19 +38,6 @@ _CLASS_PREFIXES = re.compile(
 _ADDRESS = re.compile(r'<([\w.]+) object at 0x[0-9a-f]+>')
 _UNEXPECTED = re.compile(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'")
 
-# Where MMEngine holds the config that it is building from: function, then its argument.
-_BUILDERS = {
-    'build_from_cfg': 'cfg',
-    'build_scheduler_from_cfg': 'cfg',
-    'build_dataloader': 'dataloader',
-    'build_optim_wrapper': 'optim_wrapper',
-    'build_train_loop': 'loop',
-    'build_val_loop': 'loop',
-    'build_test_loop': 'loop',
-    'build_log_processor': 'log_processor',
-    'wrap_model': 'model_wrapper_cfg',
-}
-
 
 def explain(error: BaseException, cfg: Mapping[str, Any] | None = None) -> str:
     """Describe an error to the user.
@@ -215,10 +202,10 @@ def _at_work(error: BaseException, cfg: Mapping[str, Any]) -> tuple[list[str], s
 def _being_built(error: BaseException) -> Iterator[Mapping[str, Any]]:
     """The configs from which something was being built, outermost first."""
     for frame in _frames(error):
-        argument = _BUILDERS.get(frame.f_code.co_name)
-        config = frame.f_locals.get(argument) if argument else None
-        if isinstance(config, Mapping):
-            yield config
+        code = frame.f_code
+        if code.co_name.startswith('build') or code.co_name == 'wrap_model':
+            arguments = [frame.f_locals.get(n) for n in code.co_varnames[: code.co_argcount]]
+            yield from [each for each in arguments if isinstance(each, Mapping)][:1]
 
 
 def _find(config: Mapping[str, Any], tree: Any) -> tuple[list[str], Any] | None:

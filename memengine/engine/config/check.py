@@ -8,6 +8,7 @@ can know (the keys of a dict that some constructor takes as it is) is left to it
 from __future__ import annotations
 
 import importlib
+import re
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,10 +16,10 @@ from typing import Any
 
 from mmengine.config import Config
 
+from memengine.engine.config.bases import used_names
 from memengine.engine.config.checker import Checker
 from memengine.engine.config.schema import FREE_KEYS, TOP_KEYS, TOP_PLACES, TOP_VALUES, TRIPLETS
 from memengine.engine.config.types import arguments_of, find_type
-from memengine.engine.config.variables import used_names
 from memengine.suggest import ONE_SLIP, STRICT, did_you_mean, near
 
 __all__ = ['ConfigError', 'check_config', 'import_custom_modules', 'known_keys']
@@ -139,26 +140,23 @@ def _unknown_keys(
     """Keys at the top that nothing reads, and that are no name of the config file's own."""
     filename = getattr(cfg, 'filename', None)
     own = used_names(Path(filename)) if filename else set()
-    read = {key: value for key, value in entries.items() if key in known}
-    # In a config that a run wrote out, the values of such names stand where they were used.
-    written_out = own == {'dict'} and 'work_dir' in entries and 'launcher' in entries
-    return [
+    unknown = [
         str(key)
         for key, value in entries.items()
         if not (key in known or key in own or callable(value))
-        and not (written_out and not near(str(key), known, ONE_SLIP) and _occurs_in(value, read))
     ]
+    if own == {'dict'} and _is_written_out(str(getattr(cfg, 'text', ''))):
+        unknown = [key for key in unknown if near(key, known, ONE_SLIP)]
+    return unknown
 
 
-def _occurs_in(value: Any, tree: Any) -> bool:
-    """Whether a value stands somewhere in ``tree``; a text, also as part of another."""
-    if value is None or (isinstance(value, str) and isinstance(tree, str) and value in tree):
-        return True
-    if type(value) is type(tree) and value == tree:
-        return True
-    if isinstance(tree, Mapping):
-        return any(_occurs_in(value, entry) for entry in tree.values())
-    return isinstance(tree, (list, tuple)) and any(_occurs_in(value, entry) for entry in tree)
+def _is_written_out(text: str) -> bool:
+    """Whether a run wrote this config, so that the values of its names stand where they are used.
+
+    MMEngine writes keys in the order of the alphabet.
+    """
+    keys = re.findall(r'^(\w+) = ', text, re.MULTILINE)
+    return 'work_dir' in keys and keys == sorted(keys)
 
 
 def _check_entry(checker: Checker, key: str, value: Any) -> None:
@@ -166,9 +164,10 @@ def _check_entry(checker: Checker, key: str, value: Any) -> None:
         if not isinstance(value, Mapping):
             checker.say(key, f'must be a dict of keys of your own, got {value!r}')
     elif key in TOP_VALUES:
-        checker.check_value(value, TOP_VALUES[key], key)
+        if fault := TOP_VALUES[key].fault(value):
+            checker.say(key, fault)
     elif key in TOP_PLACES:
-        checker.check(value, TOP_PLACES[key], key, checker.scope)
+        checker.check(value, TOP_PLACES[key], key)
 
 
 def _check_what_is_missing(

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import importlib
+import functools
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args, get_type_hints, is_typeddict
 
-from memengine.engine.config.place import Config, Place, PlaceOrChoice, Value
+from memengine.engine.config.place import Config, Place, PlaceOrChoice
 from memengine.engine.config.schema import PARAMETERS
 from memengine.engine.config.types import (
+    REGISTRIES,
     Arguments,
     arguments_of,
     find_anywhere,
     find_type,
-    is_importable,
-    mentions,
-    registry_title,
-    scopes_with,
-    type_names,
+    lookup_path,
 )
 from memengine.suggest import ALIKE, ONE_SLIP, STRICT, did_you_mean, near
 
 __all__ = ['Checker']
 
 _RESERVED = frozenset({'type', '_scope_', '_delete_'})
-_ANY_TAKEN = Arguments(frozenset(), open=True)
 
 
 class Checker:
@@ -36,7 +34,7 @@ class Checker:
     only what looks like a misspelling is, and the rest is left to the build.
 
     Args:
-        scope: The default scope, in which names are looked up first.
+        scope: The scope in which names are looked up first.
 
     Attributes:
         problems: One sentence each, beginning with the setting's dotted path.
@@ -45,167 +43,95 @@ class Checker:
     def __init__(self, scope: str) -> None:
         self.scope = scope
         self.problems: list[str] = []
-        self._parents: list[Callable[..., Any] | None] = []  # what is built around a place
+        self._around: list[Callable[..., Any] | None] = []  # what is built around a place
 
     def say(self, path: str, problem: str) -> None:
         """Note a problem."""
         self.problems.append(f'{path}: {problem}')
 
-    def check_value(self, value: Any, bound: Value, path: str) -> None:
-        """Check a plain value."""
-        if not bound.holds(value):
-            self.say(path, f'must be {bound.wanted}, got {value!r}{bound.hint(value)}')
-
-    def check(
-        self, value: Any, place: PlaceOrChoice, path: str, scope: str, guess: bool = False
-    ) -> None:
+    def check(self, value: Any, place: PlaceOrChoice, path: str) -> None:
         """Check what stands at a place.
 
         Args:
             value: A dict, a list of them, or something that is built already.
             place: What is known about the place.
             path: Its dotted path.
-            scope: The scope in which names are looked up.
-            guess: Whether the place is inferred.
         """
         if isinstance(value, (list, tuple)):
             for index, entry in enumerate(value):
-                self.check(entry, place, f'{path}.{index}', scope, guess)
+                self.check(entry, place, f'{path}.{index}')
             return
         if not isinstance(place, Place):
             place = place(value if isinstance(value, Mapping) else {})
         if not isinstance(value, Mapping):
-            self._check_undict(value, place, path, scope, guess)
+            self._check_undict(value, place, path)
             return
         if '_delete_' in value:
             self.say(f'{path}._delete_', f'no base config sets {path}: remove this key')
-        scope = value.get('_scope_') or scope
+        outer, scope = self.scope, value.get('_scope_') or self.scope
         if not isinstance(scope, str):
             self.say(f'{path}._scope_', f'must be the name of a scope, got {scope!r}')
             return
-        kind = value.get('type', place.default)
-        if 'type' not in value and place.default and self._lacks_type(value, path):
-            return
-        if kind is not None and (place.registry is not None or guess):
-            self._check_typed(value, kind, place, path, scope, guess)
-        elif place.registry is not None and place.complete and not guess:
-            typo = near('type', filter(_is_text, value), STRICT)
-            hint = f": did you mean 'type' instead of '{typo[0]}'?" if typo else ''
-            self.say(path, f"needs a type, dict(type='...', ...){hint}")
-        else:
-            self._check_untyped(value, place, path, scope)
+        self.scope = scope
+        self._check_dict(value, place, path)
+        self.scope = outer
 
-    def _check_undict(self, value: Any, place: Place, path: str, scope: str, guess: bool) -> None:
+    def _check_undict(self, value: Any, place: Place, path: str) -> None:
         """Something that is no dict: a type's name, an object that is built, or a mistake."""
         if place.by_name and isinstance(value, str):
-            self._find(value, place, path, scope, guess)
-        elif guess or not _is_plain(value) or (place.accepts_bool and isinstance(value, bool)):
+            self._find(value, place, path)
             return
-        elif place.registry or place.accepts or place.each:
+        is_told = not place.inferred and (place.registry or place.accepts or place.each)
+        if is_told and isinstance(value, (str, int, float)):
             wanted = "a dict with a 'type'" if place.registry and not place.default else 'a dict'
             self.say(path, f'must be {wanted}, got {value!r}')
 
-    def _check_untyped(self, config: Config, place: Place, path: str, scope: str) -> None:
-        """A dict without type: of given keys, of names that the user chooses, or of anything."""
-        arguments = _ANY_TAKEN
-        if isinstance(place.accepts, frozenset):
-            arguments = Arguments(place.accepts)
-        elif place.accepts is not None:
-            arguments = arguments_of(place.accepts, place.positional)
-        self._check_keys(config, arguments, place, path, sure=not place.lenient)
-        if place.accepts is None and self._lacks_type(config, path):
+    def _check_dict(self, config: Config, place: Place, path: str) -> None:
+        kind = config.get('type', place.default)
+        is_typed = kind is not None and (place.registry is not None or place.inferred)
+        if not is_typed and place.registry and place.complete and not place.inferred:
+            typo = near('type', (key for key in config if isinstance(key, str)), STRICT)
+            hint = f": did you mean 'type' instead of '{typo[0]}'?" if typo else ''
+            self.say(path, f"needs a type, dict(type='...', ...){hint}")
             return
+        may_lack_type = place.default or place.accepts is None
+        if 'type' not in config and may_lack_type and self._lacks_type(config, path):
+            return
+        target: Callable[..., Any] | None = None
+        if is_typed:
+            target, is_expected = self._type_of(kind, place, f'{path}.type')
+            if target is not None:
+                sure = is_expected and not place.lenient and None not in self._around
+                name = getattr(target, '__name__', str(kind))
+                self._check_keys(
+                    config, arguments_of(target, place.positional), place, path, sure, name
+                )
+            self._around.append(target)
+        else:
+            arguments = _accepted(place)
+            self._check_keys(config, arguments, place, path, sure=not place.lenient)
         for key, value in config.items():
             below = f'{path}.{key}'
-            if key in place.values or key in place.places:
-                self._check_known(key, value, place, below, scope)
+            if key in place.values:
+                if fault := place.values[key].fault(value):
+                    self.say(below, fault)
+            elif key in place.places:
+                self.check(value, place.places[key], below)
             elif place.each is not None:
-                self._check_named(key, value, place.each, below, scope)
-            else:
-                self._check_inferred(key, value, place, below, scope)
+                self.check(value, place.each, below)
+            elif isinstance(value, (Mapping, list, tuple)) and not (is_typed and key in _RESERVED):
+                self.check(value, _inferred(key, place, target), below)
+        if is_typed:
+            self._around.pop()
 
     def _lacks_type(self, config: Config, path: str) -> bool:
         """Whether a key looks like a misspelt ``type``."""
-        found = [key for key, value in config.items() if _is_misspelt_type(key, value)]
+        texts = [key for key, value in config.items() if isinstance(value, str)]
+        found = [key for key in texts if isinstance(key, str) and near(key, ['type'], STRICT)]
+        found = [key for key in found if not key.endswith('type')]
         for key in found:
             self.say(f'{path}.{key}', "did you mean 'type'?")
         return bool(found)
-
-    def _check_known(self, key: str, value: Any, place: Place, path: str, scope: str) -> None:
-        if key in place.values:
-            self.check_value(value, place.values[key], path)
-        else:
-            self.check(value, place.places[key], path, scope)
-
-    def _check_named(self, key: str, value: Any, place: Place, path: str, scope: str) -> None:
-        """An entry whose name the user chooses."""
-        if isinstance(value, (Mapping, list, tuple)):
-            self.check(value, place, path, scope)
-        elif _is_plain(value):
-            self.say(path, f'must be a dict, got {value!r}')
-
-    def _check_typed(
-        self, config: Config, kind: Any, place: Place, path: str, scope: str, guess: bool
-    ) -> None:
-        """A dict from which something is built."""
-        target, expected = None, False
-        if isinstance(kind, str):
-            target, expected = self._find(kind, place, f'{path}.type', scope, guess)
-        elif callable(kind):
-            target, expected = kind, True
-        elif not guess:
-            self.say(f'{path}.type', f'must be a name or a class, got {kind!r}')
-        if target is not None:
-            arguments = arguments_of(target, place.positional)
-            name = getattr(target, '__name__', str(kind))
-            sure = expected and not place.lenient and None not in self._parents
-            self._check_keys(config, arguments, place, path, sure, name)
-        self._parents.append(target)
-        for key, value in config.items():
-            below = f'{path}.{key}'
-            if key in _RESERVED:
-                continue
-            if key in place.values or key in place.places:
-                self._check_known(key, value, place, below, scope)
-            else:
-                stated = None if target is None else _stated_keys(target, key)
-                self._check_inferred(key, value, place, below, scope, stated)
-        self._parents.pop()
-
-    def _check_inferred(
-        self,
-        key: Any,
-        value: Any,
-        parent: Place,
-        path: str,
-        scope: str,
-        stated: Arguments | None = None,
-    ) -> None:
-        """A value below a type: known by its argument's name, or a part of the parent's kind.
-
-        Args:
-            key: The argument's name.
-            value: What it is given.
-            parent: The place that it is below.
-            path: Its dotted path.
-            scope: The scope in which names are looked up.
-            stated: The keys of its dicts, when the constructor's annotation states them.
-        """
-        if not isinstance(value, (Mapping, list, tuple)):
-            return
-        if key in PARAMETERS and parent.registry != 'WEIGHT_INITIALIZERS':
-            self.check(value, PARAMETERS[key], path, scope, guess=PARAMETERS[key].lenient)
-            return
-        # A dict that goes by such a name is often not built as it is.
-        lenient = isinstance(key, str) and key.endswith(('cfg', 'cfgs'))
-        part = Place(parent.registry, lenient=lenient, scoped=parent.scoped, late=parent.late)
-        if stated is not None:
-            entries = [value] if isinstance(value, Mapping) else value
-            for index, entry in enumerate(entries):
-                if isinstance(entry, Mapping) and 'type' not in entry:
-                    where = path if isinstance(value, Mapping) else f'{path}.{index}'
-                    self._check_keys(entry, stated, Place(complete=True), where, sure=True)
-        self.check(value, part, path, scope, guess=True)
 
     def _check_keys(
         self,
@@ -226,10 +152,10 @@ class Checker:
             sure: Whether every other key is wrong, or only one that looks like a misspelling.
             name: What the arguments are of.
         """
-        taken = arguments.names | place.extra | place.places.keys()
-        offered = taken - place.supplied
+        taken = {*arguments.names, *place.extra, *place.places}
+        offered = taken - {*place.supplied}
         others = [key for key in config if key not in taken and (key not in _RESERVED or not name)]
-        missing = {*place.needs, *arguments.required} - place.supplied - set(config)
+        missing = {*place.needs, *arguments.required} - {*place.supplied, *config}
         if arguments.open or place.each is not None:
             # These may mean something further on, unless a name is missed or is one letter off.
             long = [other for other in offered if len(other) > 3]
@@ -239,7 +165,7 @@ class Checker:
         elif not sure:
             others = [key for key in others if near(str(key), offered, STRICT)]
         # What is built around may take a key out before it builds the dict.
-        others = [k for k in others if not any(mentions(p, k) for p in self._parents if p)]
+        others = [k for k in others if not any(_mentions(it, k) for it in self._around if it)]
         for key in others:
             hint = did_you_mean(str(key), offered) or self._belongs_below(config, key, path)
             if not hint and len(offered) <= 15:
@@ -250,7 +176,7 @@ class Checker:
             told = key in place.needs or (place.complete and sure)
             if told and not near(key, map(str, others), STRICT):
                 self.say(f'{path}.{key}', 'is missing' + (f'; {name} needs it' if name else ''))
-        for key, problem in place.rule(config) if place.rule is not None else ():
+        for key, problem in place.rule(config):
             self.say(f'{path}.{key}', problem)
 
     def _belongs_below(self, config: Config, key: Any, path: str) -> str:
@@ -262,65 +188,95 @@ class Checker:
                 return f": did you mean '{path}.{other}.{key}'?"
         return ''
 
-    def _find(
-        self, name: str, place: Place, path: str, scope: str, guess: bool
+    def _type_of(
+        self, kind: Any, place: Place, path: str
     ) -> tuple[Callable[..., Any] | None, bool]:
-        """What a name stands for, and whether it was found where it is expected."""
-        registry = place.registry
+        """What a type stands for, and whether it was found where it is expected."""
+        if isinstance(kind, str):
+            return self._find(kind, place, path)
+        if callable(kind):
+            return kind, True
+        if not place.inferred:
+            self.say(path, f'must be a name or a class, got {kind!r}')
+        return None, False
+
+    def _find(self, name: str, place: Place, path: str) -> tuple[Callable[..., Any] | None, bool]:
         try:
-            if registry is not None:
-                looked_in = scope if place.scoped else 'mmengine'
-                found = find_type(registry, name, looked_in)
-                if found is None and place.late is not None and _imports(place.late):
-                    found = find_type(registry, name, looked_in)
+            if place.registry is not None:
+                found = find_type(place.registry, name, self.scope, more=True)
                 if found is not None:
                     return found, True
         except ImportError as error:
             self.say(path, f"'{name}' cannot be looked up, because an import fails: {error}")
             return None, False
-        elsewhere = find_anywhere(name, scope)
-        if elsewhere is not None and guess:
+        elsewhere = find_anywhere(name, self.scope)
+        if elsewhere is not None and place.inferred:
             return elsewhere[1], False
-        if registry is not None:
-            self._say_unknown(name, registry, path, scope, guess, elsewhere)
+        if place.registry is not None:
+            title = REGISTRIES[place.registry].name.replace('_', ' ')
+            fault = self._why_unknown(name, place.registry, elsewhere, place.inferred)
+            if fault is not None:
+                self.say(path, f"there is no {title} '{name}'{fault}")
         return None, False
 
-    def _say_unknown(
-        self,
-        name: str,
-        registry: str,
-        path: str,
-        scope: str,
-        guess: bool,
-        elsewhere: tuple[str, Any] | None,
-    ) -> None:
-        """Say that there is no such type; of an inferred place only when it looks misspelt."""
-        names = type_names(registry, scope)
-        if guess:
-            like = near(name, names, ALIKE)
-            names = {other for other in like if _may_be_slip(name, other)}
+    def _why_unknown(
+        self, name: str, registry: str, elsewhere: tuple[str, Any] | None, inferred: bool
+    ) -> str | None:
+        """What may be meant instead; None when an inferred place may mean something else."""
+        names = {key for node in lookup_path(registry, self.scope) for key in node.module_dict}
+        if inferred:
+            names = {other for other in near(name, names, ALIKE) if _may_be_slip(name, other)}
             if not names:
-                return
-        hint = did_you_mean(name, names)
-        if scopes := scopes_with(registry, name):
-            hint = f": it is of the scope '{scopes[0]}'; write type='{scopes[0]}.{name}'"
-        elif elsewhere is not None:
-            hint = f' (it is registered as {registry_title(elsewhere[0])}){hint}'
-        elif '.' in name and not is_importable(name.partition('.')[0]):
-            hint = f" (there is no package '{name.partition('.')[0]}'){hint}"
-        elif not hint:
-            known = f'known: {", ".join(sorted(names))}; ' if 0 < len(names) <= 12 else ''
-            hint = f' ({known}import a module of your own with custom_imports)'
-        self.say(path, f"there is no {registry_title(registry)} '{name}'{hint}")
+                return None
+        hint, package = did_you_mean(name, names), name.partition('.')[0]
+        root = REGISTRIES[registry]
+        for node in (root, *root.children.values()):
+            if name in node.module_dict:
+                return f": it is of the scope '{node.scope}'; write type='{node.scope}.{name}'"
+        if elsewhere is not None:
+            title = REGISTRIES[elsewhere[0]].name.replace('_', ' ')
+            return f' (it is registered as {title}){hint}'
+        if package != name and not _is_installed(package):
+            return f" (there is no package '{package}'){hint}"
+        known = f'known: {", ".join(sorted(names))}; ' if 0 < len(names) <= 12 else ''
+        return hint or f' ({known}import a module of your own with custom_imports)'
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether this is a value where a dict is expected, rather than an object built by hand."""
-    return isinstance(value, (str, int, float))
+def _accepted(place: Place) -> Arguments:
+    """The keys of a dict without type: of given ones, or anything."""
+    if place.accepts is None:
+        return Arguments(frozenset(), open=True)
+    if callable(place.accepts):
+        return arguments_of(place.accepts, place.positional)
+    if isinstance(place.accepts, Arguments):
+        return place.accepts
+    return Arguments(frozenset(place.accepts))
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
+def _inferred(key: Any, parent: Place, target: Callable[..., Any] | None) -> Place:
+    """What stands below an argument: known by its name, or a part of the parent's kind.
+
+    Args:
+        key: The argument's name.
+        parent: The place that it is below.
+        target: What takes the argument, if that is known.
+    """
+    if key in PARAMETERS and parent.registry != 'WEIGHT_INITIALIZERS':
+        return PARAMETERS[key]
+    stated = None if target is None else _stated_keys(target, key)
+    # A dict that goes by such a name is often not built as it is.
+    lenient = isinstance(key, str) and key.endswith(('cfg', 'cfgs'))
+    return Place(
+        parent.registry,
+        accepts=stated,
+        complete=stated is not None,
+        inferred=True,
+        lenient=lenient and stated is None,
+    )
+
+
+def _is_installed(package: str) -> bool:
+    return package in sys.modules or bool(package and importlib.util.find_spec(package))
 
 
 def _may_be_slip(name: str, real: str) -> bool:
@@ -329,17 +285,19 @@ def _may_be_slip(name: str, real: str) -> bool:
     return real[:1].isupper() == name[:1].isupper() and not ending
 
 
-def _is_misspelt_type(key: Any, value: Any) -> bool:
-    are_texts = _is_text(key) and _is_text(value)
-    return are_texts and bool(near(key, ['type'], STRICT)) and not key.endswith('type')
+def _mentions(target: Callable[..., Any], word: Any) -> bool:
+    """Whether the source of a class or function, or of its bases, has ``word`` as a text."""
+    modules = {base.__module__ for base in getattr(target, '__mro__', (target,))}
+    sources = [_source_of(name) for name in modules if name.split('.')[0] != 'torch']
+    return any(f"'{word}'" in source or f'"{word}"' in source for source in sources)
 
 
-def _imports(module: str) -> bool:
+@functools.cache
+def _source_of(module: str) -> str:
     try:
-        importlib.import_module(module)
-    except ImportError:
-        return False
-    return True
+        return inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):  # made at run time, or not in Python
+        return ''
 
 
 def _stated_keys(target: Callable[..., Any], argument: Any) -> Arguments | None:

@@ -6,11 +6,13 @@ import os
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from mmengine.config import Config
 from mmengine.config.utils import ConfigParsingError
 
+from memengine.engine.config.bases import files_of
 from memengine.engine.config.check import ConfigError, import_custom_modules, known_keys
 from memengine.engine.config.schema import FREE_KEYS
 from memengine.suggest import did_you_mean, near
@@ -69,47 +71,35 @@ def load_config(path: str | Path, options: Mapping[str, Any] | None = None) -> C
 
 def _describe(error: Exception, path: str) -> str:
     """What is wrong with a config file, from the error that reading it raised."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    reading = [  # the files that MMEngine was reading, from the config to its innermost base
-        str(frame.f_locals['filename'])
-        for frame, _ in frames
-        if frame.f_code.co_name in ('_file2dict', '_parse_lazy_import', '_is_lazy_import')
-    ]
-    file = _short(reading[-1]) if reading else path
-    if isinstance(error, SyntaxError):
-        line = f', line {error.lineno}' if error.lineno else ''
-        return f'{file}{line}: {error.msg}'
-    missing = [
-        frame.f_locals['module_path']
-        for frame, _ in frames
-        if frame.f_code.co_name == '_parse_lazy_import' and 'module_path' in frame.f_locals
-    ]
-    if isinstance(error, ConfigParsingError) and missing and not os.path.exists(missing[-1]):
-        reading.append(missing[-1])
-    if len(reading) > 1 and not os.path.exists(reading[-1]):
-        base = _short(reading[-1])
-        by = next(_short(name) for name in reversed(reading) if os.path.exists(name))
-        return f'{by}: its base config {base} does not exist{near_files(base)}'
-    line = next(
-        (
-            f', line {number}'
-            for frame, number in reversed(frames)
-            if frame.f_code.co_filename in reading
-        ),
-        '',
-    )
-    innermost = frames[-1][0].f_code
+    files: dict[Path, Path | None] = {}
+    try:
+        files.update(files_of(Path(path)))
+    except SyntaxError as fault:
+        return f'{_short(fault.filename or path)}, line {fault.lineno}: {fault.msg}'
+    if isinstance(error, (FileNotFoundError, ConfigParsingError)):
+        for file, by in files.items():
+            if by is not None and not file.exists():
+                base = _short(file)
+                return f'{_short(by)}: its base config {base} does not exist{near_files(base)}'
+    steps = [(f.f_code, line) for f, line in traceback.walk_tb(error.__traceback__)]
+    own = [(_short(code.co_filename), line) for code, line in steps if _is_one(code, files)]
+    place = f'{own[-1][0]}, line {own[-1][1]}' if own else _short(path)
+    innermost = steps[-1][0]
     if innermost.co_name == '__call__' and innermost.co_filename.endswith('lazy.py'):
         return (
-            f'{file}{line}: what a config imports is imported only when it is built, so it cannot '
-            'be called here; name it in a type, or compute the value yourself'
+            f'{place}: what a config imports is imported only when it is built, so it cannot be '
+            'called here; name it in a type, or compute the value yourself'
         )
-    return f'{file}{line}: {type(error).__name__}: {_text(error)}'
+    return f'{place}: {type(error).__name__}: {_text(error)}'
 
 
-def _short(path: str) -> str:
+def _is_one(code: CodeType, files: Mapping[Path, Any]) -> bool:
+    return Path(code.co_filename).resolve() in files
+
+
+def _short(path: str | Path) -> str:
     relative = os.path.relpath(path)
-    return path if relative.startswith('..') else relative
+    return str(path) if relative.startswith('..') else relative
 
 
 def _text(error: Exception) -> str:

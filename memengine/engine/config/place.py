@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from memengine.engine.config.types import Arguments
 from memengine.suggest import did_you_mean
 
 __all__ = [
@@ -35,12 +37,22 @@ class Value:
     Attributes:
         wanted: What it must be, for the error.
         holds: Whether a value is that.
-        hint: What to add to the error for a value, if anything.
+        choices: All that it may be, where these are few.
     """
 
     wanted: str
     holds: Callable[[Any], bool]
-    hint: Callable[[Any], str] = lambda value: ''
+    choices: tuple[Any, ...] = ()
+
+    def fault(self, value: Any) -> str | None:
+        """What is wrong with a value, if anything."""
+        if self.holds(value):
+            return None
+        hint = did_you_mean(str(value), map(str, self.choices))
+        if isinstance(value, str) and not self.choices:
+            with suppress(ValueError):  # of a text that is no number
+                hint = f' (text; write it without quotes, as {float(value)!r})'
+        return f'must be {self.wanted}, got {value!r}{hint}'
 
 
 @dataclass(frozen=True)
@@ -50,20 +62,17 @@ class Place:
     Attributes:
         registry: Name in ``mmengine.registry`` of what is built here; None builds nothing.
         default: The type when none is written.
-        accepts: A callable whose arguments, or the very names, that a dict without type may have.
+        accepts: A callable whose arguments a dict without type may have; or these, or their names.
         extra: Keys that whoever builds takes out before the constructor sees them.
         positional: Leading arguments that are supplied by position.
         supplied: Arguments that are supplied by name.
         needs: Keys that must be there although no signature says so.
         complete: Whether every other argument comes from the config, so that one that is missing
             can be told now.
-        scoped: Whether a name is looked up in the default scope first (MMEngine looks functions
-            up in its own registry only).
         each: For a dict of free names: what each value is.
         by_name: Whether a type may stand here without a dict around it.
-        accepts_bool: Whether True and False may stand here instead of a dict.
+        inferred: Whether the place goes by the name of an argument, or by what is around it.
         lenient: Only keys that look like a misspelling are refused.
-        late: A module that registers more types when imported.
         places: What stands below some keys.
         values: Bounds by key.
         rule: Further problems of the dict, as (key, sentence).
@@ -71,63 +80,44 @@ class Place:
 
     registry: str | None = None
     default: str | None = None
-    accepts: Callable[..., Any] | frozenset[str] | None = None
-    extra: frozenset[str] = frozenset()
+    accepts: Callable[..., Any] | Arguments | Collection[str] | None = None
+    extra: Collection[str] = ()
     positional: int = 0
-    supplied: frozenset[str] = frozenset()
-    needs: tuple[str, ...] = ()
+    supplied: Collection[str] = ()
+    needs: Collection[str] = ()
     complete: bool = False
-    scoped: bool = True
     each: Place | None = None
     by_name: bool = False
-    accepts_bool: bool = False
+    inferred: bool = False
     lenient: bool = False
-    late: str | None = None
     places: Mapping[str, PlaceOrChoice] = field(default_factory=dict)
     values: Mapping[str, Value] = field(default_factory=dict)
-    rule: Callable[[Config], Iterator[tuple[str, str]]] | None = None
+    rule: Callable[[Config], Iterator[tuple[str, str]]] = lambda config: iter(())
 
 
 PlaceOrChoice = Place | Callable[[Any], Place]
 
 
-def _whole(value: Any, least: int) -> bool:
-    return (
-        isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= least
-    )
+def _is_int(value: Any, least: int) -> bool:
+    is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return is_int and int(value) >= least
 
 
-def _is_positive_number(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return bool((value > 0).all())
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value) > 0
-
-
-def _number_as_text(value: Any) -> str:
-    try:
-        return (
-            f' (text; write it without quotes, as {float(value)!r})'
-            if isinstance(value, str)
-            else ''
-        )
-    except ValueError:
-        return ''
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (numbers.Real, torch.Tensor)) and not isinstance(value, bool)
 
 
 def one_of(*choices: Any) -> Value:
     """The bound to be one of a few values."""
-    return Value(
-        f'one of {", ".join(map(repr, choices))}',
-        lambda value: value in choices,
-        lambda value: did_you_mean(str(value), [str(choice) for choice in choices]),
-    )
+    wanted = f'one of {", ".join(map(repr, choices))}'
+    return Value(wanted, lambda value: value in choices, choices)
 
 
-POSITIVE_INT = Value('a positive integer', lambda value: _whole(value, 1), _number_as_text)
-NON_NEGATIVE_INT = Value('an integer of 0 or more', lambda value: _whole(value, 0), _number_as_text)
-POSITIVE_NUMBER = Value('a positive number', _is_positive_number, _number_as_text)
+POSITIVE_INT = Value('a positive integer', lambda value: _is_int(value, 1))
+NON_NEGATIVE_INT = Value('an integer of 0 or more', lambda value: _is_int(value, 0))
+POSITIVE_NUMBER = Value('a positive number', lambda value: _is_number(value) and bool(value > 0))
 NON_NEGATIVE_NUMBER = Value(
-    'a number of 0 or more', lambda value: value == 0 or _is_positive_number(value), _number_as_text
+    'a number of 0 or more', lambda value: _is_number(value) and bool(value >= 0)
 )
 BOOL = Value('True or False', lambda value: isinstance(value, bool))
-SEED = Value('an integer or None', lambda value: value is None or _whole(value, 0))
+SEED = Value('an integer or None', lambda value: value is None or _is_int(value, 0))

@@ -46,16 +46,16 @@ FREE = Place()
 MODEL = Place('MODELS', complete=True)
 PART = Place('MODELS')
 DATASET = Place('DATASETS', complete=True)
-SAMPLER = Place('DATA_SAMPLERS', supplied=frozenset({'dataset', 'seed'}), complete=True)
-TRANSFORM = Place('TRANSFORMS', complete=True, late='mmcv.transforms')
-HOOK = Place('HOOKS', extra=frozenset({'priority'}), complete=True)
+SAMPLER = Place('DATA_SAMPLERS', supplied=('dataset', 'seed'), complete=True)
+TRANSFORM = Place('TRANSFORMS', complete=True)
+HOOK = Place('HOOKS', extra=('priority',), complete=True)
 METRIC = Place('METRICS', complete=True)
 INITIALIZER = Place(
     'WEIGHT_INITIALIZERS',
-    places={'override': Place('WEIGHT_INITIALIZERS', extra=frozenset({'name'}))},
+    places={'override': Place('WEIGHT_INITIALIZERS', extra=('name',))},
 )
-VIS_BACKEND = Place('VISBACKENDS', supplied=frozenset({'save_dir'}), complete=True)
-FUNCTION = Place('FUNCTIONS', positional=1, scoped=False)
+VIS_BACKEND = Place('VISBACKENDS', supplied=('save_dir',), complete=True)
+FUNCTION = Place('FUNCTIONS', positional=1)
 OPTIMIZER = Place(
     'OPTIMIZERS',
     positional=1,
@@ -64,12 +64,12 @@ OPTIMIZER = Place(
 )
 SCHEDULER = Place(
     'PARAM_SCHEDULERS',
-    extra=frozenset({'convert_to_iter_based'}),
-    supplied=frozenset({'optimizer', 'epoch_length'}),
+    extra=('convert_to_iter_based',),
+    supplied=('optimizer', 'epoch_length'),
     complete=True,
 )
 VISUALIZER = Place(
-    'VISUALIZERS', supplied=frozenset({'name', 'save_dir'}), places={'vis_backends': VIS_BACKEND}
+    'VISUALIZERS', supplied=('name', 'save_dir'), places={'vis_backends': VIS_BACKEND}
 )
 
 
@@ -85,12 +85,12 @@ def _loader_rule(loader: Config) -> Iterator[tuple[str, str]]:
 
 LOADER = Place(
     accepts=DataLoader,
-    extra=frozenset({'num_batch_per_epoch', 'disable_subprocess_warning'}),
+    extra=('num_batch_per_epoch', 'disable_subprocess_warning'),
     needs=('dataset', 'sampler'),
     places={
         'dataset': DATASET,
         'sampler': SAMPLER,
-        'batch_sampler': Place('DATA_SAMPLERS', supplied=frozenset({'sampler', 'batch_size'})),
+        'batch_sampler': Place('DATA_SAMPLERS', supplied=('sampler', 'batch_size')),
         'collate_fn': FUNCTION,
         'worker_init_fn': FUNCTION,
     },
@@ -104,7 +104,7 @@ LOADER = Place(
 
 _TRAIN_LOOP = Place(
     'LOOPS',
-    supplied=frozenset({'runner', 'dataloader'}),
+    supplied=('runner', 'dataloader'),
     complete=True,
     values={
         'max_epochs': POSITIVE_INT,
@@ -113,9 +113,7 @@ _TRAIN_LOOP = Place(
         'stop_at_iter': POSITIVE_INT,
     },
 )
-_EVAL_LOOP = Place(
-    'LOOPS', supplied=frozenset({'runner', 'dataloader', 'evaluator'}), values={'fp16': BOOL}
-)
+_EVAL_LOOP = Place('LOOPS', supplied=('runner', 'dataloader', 'evaluator'), values={'fp16': BOOL})
 
 
 def _train_loop(config: Config) -> Place:
@@ -123,7 +121,7 @@ def _train_loop(config: Config) -> Place:
         return _TRAIN_LOOP
     by_epoch = config.get('by_epoch', 'max_iters' not in config)
     default = 'EpochBasedTrainLoop' if by_epoch else 'IterBasedTrainLoop'
-    return replace(_TRAIN_LOOP, default=default, extra=frozenset({'by_epoch'}))
+    return replace(_TRAIN_LOOP, default=default, extra=('by_epoch',))
 
 
 def _clip_grad(config: Config) -> Place:
@@ -131,7 +129,7 @@ def _clip_grad(config: Config) -> Place:
     return Place(
         accepts=clip_grad_value_ if by_value else clip_grad_norm_,
         positional=1,
-        extra=frozenset({'type'}),
+        extra=('type',),
         complete=True,
         values={
             'type': one_of('norm', 'value', 'each_norm'),
@@ -142,27 +140,25 @@ def _clip_grad(config: Config) -> Place:
 
 
 _PARAMWISE = Place(
-    accepts=frozenset(
-        {
-            'custom_keys',
-            'bias_lr_mult',
-            'bias_decay_mult',
-            'norm_decay_mult',
-            'dwconv_decay_mult',
-            'flat_decay_mult',
-            'dcn_offset_lr_mult',
-            'bypass_duplicate',
-        }
+    accepts=(
+        'custom_keys',
+        'bias_lr_mult',
+        'bias_decay_mult',
+        'norm_decay_mult',
+        'dwconv_decay_mult',
+        'flat_decay_mult',
+        'dcn_offset_lr_mult',
+        'bypass_duplicate',
     ),
     places={
         # Beside these two, a parameter group may have any setting of the user's own.
-        'custom_keys': Place(each=Place(accepts=frozenset({'lr_mult', 'decay_mult'}), lenient=True))
+        'custom_keys': Place(each=Place(accepts=('lr_mult', 'decay_mult'), lenient=True))
     },
 )
 _OPTIM_WRAPPER = Place(
     'OPTIM_WRAPPERS',
     default='OptimWrapper',
-    extra=frozenset({'constructor', 'paramwise_cfg'}),
+    extra=('constructor', 'paramwise_cfg'),
     needs=('optimizer',),
     places={
         'optimizer': OPTIMIZER,
@@ -216,21 +212,25 @@ _DEFAULT_HOOKS = Place(
 )
 
 _ENVIRONMENT = Place(
-    accepts=frozenset({'cudnn_benchmark', 'mp_cfg', 'dist_cfg', 'resource_limit'}),
+    accepts=('cudnn_benchmark', 'mp_cfg', 'dist_cfg', 'resource_limit'),
     places={
-        'mp_cfg': Place(accepts=set_multi_processing, supplied=frozenset({'distributed'})),
+        'mp_cfg': Place(accepts=set_multi_processing, supplied=('distributed',)),
         'dist_cfg': Place(
-            accepts=torch.distributed.init_process_group, extra=frozenset({'port', 'init_backend'})
+            accepts=torch.distributed.init_process_group, extra=('port', 'init_backend')
         ),
     },
     values={'cudnn_benchmark': BOOL, 'resource_limit': POSITIVE_INT},
 )
 
 
+def _if_set(place: Place) -> PlaceOrChoice:
+    """For a key that may also be switched on or off, or name modules."""
+    return lambda value: place if value else FREE
+
+
 def _short_for(hook: str) -> PlaceOrChoice:
     """A key that stands for a hook: its arguments, its modules, or True."""
-    place = Place('HOOKS', default=hook)
-    return lambda value: place if value else Place()
+    return _if_set(Place('HOOKS', default=hook))
 
 
 TOP_PLACES: Mapping[str, PlaceOrChoice] = {
@@ -245,7 +245,7 @@ TOP_PLACES: Mapping[str, PlaceOrChoice] = {
     'optim_wrapper': _optim_wrapper,
     'param_scheduler': _schedulers,
     'auto_scale_lr': Place(
-        accepts=frozenset({'base_batch_size', 'enable'}),
+        accepts=('base_batch_size', 'enable'),
         values={'base_batch_size': POSITIVE_INT, 'enable': BOOL},
     ),
     'val_evaluator': _evaluator,
@@ -255,7 +255,7 @@ TOP_PLACES: Mapping[str, PlaceOrChoice] = {
     'env_cfg': _ENVIRONMENT,
     'randomness': Place(
         accepts=Runner.set_randomness,
-        supplied=frozenset({'self'}),
+        supplied=('self',),
         values={'seed': SEED, 'deterministic': BOOL, 'diff_rank_seed': BOOL},
     ),
     'log_processor': Place('LOG_PROCESSORS', default='LogProcessor', complete=True),
@@ -263,9 +263,9 @@ TOP_PLACES: Mapping[str, PlaceOrChoice] = {
     'model_wrapper_cfg': Place(
         'MODEL_WRAPPERS',
         default='MMDistributedDataParallel',
-        supplied=frozenset({'module', 'device_ids'}),
+        supplied=('module', 'device_ids'),
     ),
-    'compile': Place(accepts=torch.compile, supplied=frozenset({'model'}), accepts_bool=True),
+    'compile': _if_set(Place(accepts=torch.compile, supplied=('model',))),
     'activation_checkpointing': _short_for('ActivationCheckpointingHook'),
     'activation_offload': _short_for('ActivationOffloadHook'),
     'compile_blocks': _short_for('CompileBlocksHook'),
@@ -273,9 +273,9 @@ TOP_PLACES: Mapping[str, PlaceOrChoice] = {
     'efficient_conv_bn_eval': _short_for('EfficientConvBNEvalHook'),
     'quantized_activations': _short_for('QuantizedActivationsHook'),
     'recomputed_activations': _short_for('RecomputedActivationsHook'),
-    'custom_imports': Place(accepts=frozenset({'imports', 'allow_failed_imports'})),
+    'custom_imports': Place(accepts=('imports', 'allow_failed_imports')),
     'runner_type': Place('RUNNERS', by_name=True),
-    'tta_model': Place('MODELS', supplied=frozenset({'module'})),
+    'tta_model': Place('MODELS', supplied=('module',)),
     'tta_pipeline': TRANSFORM,
 }
 
@@ -286,18 +286,12 @@ TOP_VALUES: Mapping[str, Value] = {
     'sync_bn': one_of('torch', 'mmcv', None),
 }
 
-# What a run reads from its config beside the arguments of the Runner: MMEngine, then memengine.
-_READ_BY_MMENGINE = (
-    'activation_checkpointing compile custom_imports efficient_conv_bn_eval find_unused_parameters '
-    'model_wrapper_cfg runner_type sync_bn tta_model tta_pipeline _scope_'
-)
-_READ_BY_MEMENGINE = (
-    'activation_offload compile_blocks dropit quantized_activations recomputed_activations '
-    'trusted_globals'
-)
+# The Runner's arguments, and what else MMEngine and memengine read from the config of a run.
 TOP_KEYS = frozenset(inspect.signature(Runner.__init__).parameters) - {'self', 'cfg'} | {
-    *_READ_BY_MMENGINE.split(),
-    *_READ_BY_MEMENGINE.split(),
+    *TOP_PLACES,
+    *TOP_VALUES,
+    'trusted_globals',
+    '_scope_',
 }
 FREE_KEYS = ('vars', 'custom')
 
@@ -318,5 +312,5 @@ PARAMETERS: Mapping[str, Place] = {
     'metrics': replace(METRIC, complete=False),
     'vis_backends': VIS_BACKEND,
     # MMCV's builder of normalisation layers takes this key out.
-    'norm_cfg': replace(PART, extra=frozenset({'requires_grad'}), lenient=True),
+    'norm_cfg': replace(PART, extra=('requires_grad',), inferred=True, lenient=True),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -175,151 +174,73 @@ class FullyShardedDataParallel(nn.Module):
         return self.module.load_state_dict(*args, **kwargs)
 
 
-# FSDP1's arguments that have become pointless: the values that ask for what is done anyway.
-_AS_EVER: dict[str, tuple[tuple[Any, ...], str]] = {
-    'use_orig_params': ((True,), 'parameters are always the original ones, cut up one by one'),
-    'sync_module_states': ((True, False), "rank 0's values are always broadcast"),
-    'limit_all_gathers': ((True,), 'at most two units are ever gathered'),
-    'backward_prefetch': (
-        (None, 'BACKWARD_PRE'),
-        'gathering after a unit has computed saves nothing',
-    ),
-    'process_group': (
-        (None,),
-        'the ranks are always all of them; for hybrid sharding set replicas',
-    ),
-    'device_id': ((None,), "the device is always the rank's own"),
-    'ignored_modules': ((None,), 'all parameters are sharded'),
-    'ignored_parameters': ((None,), 'all parameters are sharded'),
-    'ignored_states': ((None,), 'all parameters are sharded'),
-    'device_mesh': ((None,), 'the mesh follows from the ranks; for hybrid sharding set replicas'),
+# What FSDP1 took beside: the values that ask for what is done anyway, and what to use for others.
+_OF_FSDP1: dict[str, tuple[tuple[Any, ...], str]] = {
+    'use_orig_params': ((True,), 'leave it out: parameters are always the original ones'),
+    'sync_module_states': ((True, False), ''),
+    'limit_all_gathers': ((True,), 'leave it out: at most two units are ever gathered'),
+    'forward_prefetch': ((False,), 'set prefetch=True'),
+    'backward_prefetch': ((None,), 'set prefetch=True'),
+    'param_init_fn': ((None,), 'set init_fn'),
+    'process_group': ((None,), 'set replicas to the number of copies of the model'),
+    'device_mesh': ((None,), 'set replicas to the number of copies of the model'),
+    'device_id': ((None,), "leave it out: the device is the rank's own"),
+    'ignored_modules': ((None,), 'leave it out: all parameters are sharded'),
+    'ignored_parameters': ((None,), 'leave it out: all parameters are sharded'),
+    'ignored_states': ((None,), 'leave it out: all parameters are sharded'),
 }
-_FREE_AFTER = {
-    'FULL_SHARD': 'forward',
-    'SHARD_GRAD_OP': 'backward',
-    'HYBRID_SHARD': 'forward',
-    '_HYBRID_SHARD_ZERO2': 'backward',
-}
-_OF_MIXED_PRECISION = ('param_dtype', 'reduce_dtype')
-
-
-def _name_of(value: Any) -> Any:
-    """Enums of FSDP1 as the strings that stand for them in configs."""
-    return getattr(value, 'name', value)
-
-
-def _copies() -> int:
-    """One copy of the model per machine."""
-    here = int(os.environ.get('LOCAL_WORLD_SIZE', 0)) or torch.cuda.device_count()
-    if not here:
-        raise ValueError(
-            "sharding_strategy='HYBRID_SHARD' keeps a copy per machine, but LOCAL_WORLD_SIZE does "
-            'not say how many ranks a machine has; start with torchrun, or set replicas of '
-            "type='FullyShardedDataParallel'"
-        )
-    return max(dist.get_world_size() // here, 1)
-
-
-def _precision_of(mixed_precision: Any) -> dict[str, Any]:
-    """``param_dtype`` and ``reduce_dtype`` of FSDP1's setting."""
-    options = mixed_precision or {}
-    if not isinstance(options, Mapping):
-        options = {key: getattr(options, key) for key in (*_OF_MIXED_PRECISION, 'buffer_dtype')}
-    buffers = _dtype(options.get('buffer_dtype'), 'mixed_precision.buffer_dtype')
-    if buffers not in (None, torch.float32):
-        raise ValueError(
-            f'mixed_precision.buffer_dtype={buffers} is no more: buffers keep their type; leave it '
-            'out'
-        )
-    others = set(options) - {*_OF_MIXED_PRECISION, 'buffer_dtype'}
-    if others:
-        raise ValueError(
-            f'mixed_precision.{min(others)} is no more; it takes {_OF_MIXED_PRECISION}'
-        )
-    return {key: options.get(key) for key in _OF_MIXED_PRECISION}
+_STRATEGIES = {'FULL_SHARD': 'forward', 'SHARD_GRAD_OP': 'backward'}
 
 
 @MODEL_WRAPPERS.register_module()
 class MMFullyShardedDataParallel(FullyShardedDataParallel):
-    """:class:`FullyShardedDataParallel` with the arguments of MMEngine's wrapper of FSDP1.
+    """:class:`FullyShardedDataParallel` as configs for MMEngine's wrapper of FSDP1 write it.
 
     Args:
         module: The model.
-        process_group: None.
-        sharding_strategy: ``'FULL_SHARD'`` (also None), ``'SHARD_GRAD_OP'``, ``'HYBRID_SHARD'`` or
-            ``'_HYBRID_SHARD_ZERO2'``, which keep one copy per machine. ``'NO_SHARD'`` is DDP.
-        cpu_offload: True, False or FSDP1's ``CPUOffload``.
+        cpu_offload: ``offload``, or FSDP1's ``CPUOffload``.
         auto_wrap_policy: A policy of FSDP1, the name of one in ``FUNCTIONS``, or a dict of name and
             arguments. None shards the repeated blocks (FSDP1 shards nothing by itself then).
-        backward_prefetch: ``'BACKWARD_PRE'`` is ``prefetch=True``; or None.
+        sharding_strategy: ``'FULL_SHARD'`` or ``'SHARD_GRAD_OP'``.
         mixed_precision: Dict of ``param_dtype`` and ``reduce_dtype``.
-        param_init_fn: ``init_fn``.
-        use_orig_params: True.
-        sync_module_states: Either; values are broadcast.
-        forward_prefetch: True is ``prefetch=True``.
-        limit_all_gathers: True.
-        device_id: None.
-        device_mesh: None.
-        ignored_modules: None.
-        ignored_parameters: None.
-        ignored_states: None.
-        **kwargs: ``free_after``, ``reduce_once``, ``prefetch``, ``replicas``, ``meta``,
-            ``global_losses``.
+        **kwargs: Those of :class:`FullyShardedDataParallel`, and others of FSDP1 if they ask for
+            what is done anyway.
 
     Raises:
-        ValueError: For what has no meaning any more, with the reason.
+        ValueError: For what else FSDP1 took, with what to use instead.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        process_group: Any = None,
-        sharding_strategy: Any = None,
         cpu_offload: Any = None,
         auto_wrap_policy: Any = None,
-        backward_prefetch: Any = None,
-        mixed_precision: Any = None,
-        param_init_fn: Any = None,
-        use_orig_params: bool = True,
-        sync_module_states: bool = False,
-        forward_prefetch: bool = False,
-        limit_all_gathers: bool = True,
-        device_id: Any = None,
-        device_mesh: Any = None,
-        ignored_modules: Any = None,
-        ignored_parameters: Any = None,
-        ignored_states: Any = None,
+        sharding_strategy: Any = None,
+        mixed_precision: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        given = locals()
-        for name, (accepted, reason) in _AS_EVER.items():
-            if _name_of(given[name]) not in accepted:
-                raise ValueError(
-                    f'MMFullyShardedDataParallel: {name}={_name_of(given[name])} has no meaning '
-                    f'any more, as {reason}; leave it out'
-                )
-        strategy = _name_of(sharding_strategy) or 'FULL_SHARD'
-        if strategy == 'NO_SHARD':
+        for name, (accepted, instead) in _OF_FSDP1.items():
+            value = kwargs.pop(name, accepted[0])
+            if value not in accepted:
+                raise ValueError(f'model_wrapper_cfg.{name}={value!r} was for FSDP1; {instead}')
+        strategy = getattr(sharding_strategy, 'name', sharding_strategy) or 'FULL_SHARD'
+        if strategy not in _STRATEGIES:
             raise ValueError(
-                "sharding_strategy='NO_SHARD' shards nothing; use "
-                "model_wrapper_cfg.type='MMDistributedDataParallel'"
+                f'model_wrapper_cfg.sharding_strategy must be one of {tuple(_STRATEGIES)}, got '
+                f'{strategy!r}; for one copy of the model per machine set replicas to their '
+                "number, for no sharding type='MMDistributedDataParallel'"
             )
-        if strategy not in _FREE_AFTER:
+        precision = mixed_precision or {}
+        if not isinstance(precision, Mapping) or set(precision) - {'param_dtype', 'reduce_dtype'}:
             raise ValueError(
-                f'sharding_strategy must be one of {tuple(_FREE_AFTER)}, got {strategy!r}'
+                "model_wrapper_cfg.mixed_precision must be dict(param_dtype='bfloat16', "
+                f"reduce_dtype='float32') or one of the two, got {mixed_precision!r}"
             )
-        if 'HYBRID' in strategy:
-            kwargs.setdefault('replicas', _copies())
-        kwargs.setdefault('free_after', _FREE_AFTER[strategy])
-        if backward_prefetch or forward_prefetch:
-            kwargs.setdefault('prefetch', True)
         super().__init__(
             module,
             units=_function(auto_wrap_policy, 'auto_wrap_policy'),
             offload=bool(getattr(cpu_offload, 'offload_params', cpu_offload)),
-            init_fn=param_init_fn,
-            **_precision_of(mixed_precision),
-            **kwargs,
+            **{'free_after': _STRATEGIES[strategy], **precision, **kwargs},
         )
 
 
@@ -341,7 +262,7 @@ def refuse_beside_sharding(cfg: Mapping[str, Any], hooks: Iterable[Hook] = ()) -
             'compile compiles the step in one graph, which gathering parameters breaks; compile '
             f'the blocks (compile_blocks=True), or {ddp}'
         )
-    if cfg.get('sync_bn'):  # 'torch' has been seen to
+    if cfg.get('sync_bn', 'torch') not in ('torch', None):
         raise ValueError(
             f"sync_bn={cfg['sync_bn']!r} does not know of sharding; set sync_bn='torch'"
         )

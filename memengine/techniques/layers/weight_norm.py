@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,62 +22,15 @@ from torch.autograd.function import once_differentiable
 
 __all__ = ['WeightNormLinear', 'shared_weights']
 
-# The weight's gradient is as large as the weight: adding to it row by row would take longer than
-# the products. So many rows of logits wait for one another.
-_ROWS_AT_ONCE = 16
 
-
+@dataclass
 class _Step:
-    """What the forwards of one step share: they all see the same weight."""
+    """What the forwards of one step share, which all see the same weight."""
 
-    def __init__(self, last: bool) -> None:
-        self.last = last  # whether the next forward's backward hands the gradient over
-        self._total: Tensor | None = None  # gradient of the normalised weight so far, [K, D]
-        self.stand_in = torch.empty(0, requires_grad=True)
-        self._waiting: list[tuple[Tensor, Tensor]] = []  # gradients of logits, with their inputs
-        self._lengths: Tensor | None = None
-        self._weights: dict[torch.dtype, Tensor] = {}
-
-    def lengths(self, weight_v: Tensor) -> Tensor:
-        """Lengths of the rows, [K]."""
-        if self._lengths is None:
-            self._lengths = torch.linalg.vector_norm(weight_v, dim=1)
-        return self._lengths
-
-    def weight(self, weight_v: Tensor, dtype: torch.dtype) -> Tensor:
-        """``weight_v`` in the type that autocast computes in."""
-        if dtype not in self._weights:
-            self._weights[dtype] = weight_v.detach().to(dtype)
-        return self._weights[dtype]
-
-    def add(self, grad_logits: Tensor, x: Tensor, dtype: torch.dtype) -> None:
-        """Add ``grad_logits.T @ x`` to the gradient; a few rows wait for others."""
-        self._waiting.append((grad_logits, x))
-        if sum(len(rows) for _, rows in self._waiting) >= _ROWS_AT_ONCE:
-            self._add_waiting(dtype)
-
-    def take_gradient(self, dtype: torch.dtype) -> Tensor | None:
-        """That of all slices so far, [K, D], or None; it begins anew."""
-        self._add_waiting(dtype)
-        total, self._total = self._total, None
-        return total
-
-    def is_left(self) -> bool:
-        """Whether there is a gradient that nobody has taken."""
-        return self._total is not None or bool(self._waiting)
-
-    def _add_waiting(self, dtype: torch.dtype) -> None:
-        if not self._waiting:
-            return
-        columns = zip(*self._waiting, strict=True)
-        grad_logits, x = (
-            (rows[0] if len(rows) == 1 else torch.cat(rows)).to(dtype) for rows in columns
-        )
-        self._waiting.clear()
-        if self._total is None:
-            self._total = grad_logits.T @ x
-        else:
-            self._total.addmm_(grad_logits.T, x)
+    is_last: bool  # whether the next forward's backward hands the gradient over
+    lengths: Tensor | None = None  # of the weight's rows, [K]
+    weight: Tensor | None = None  # its directions in the type of the products, [K, D]
+    gradient: Tensor | None = None  # of the normalised weight so far, [K, D]
 
 
 class _WeightNormLinear(torch.autograd.Function):
@@ -90,28 +44,38 @@ class _WeightNormLinear(torch.autograd.Function):
         device_type, dtype = x.device.type, x.dtype
         if torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
-        x, lengths = x.to(dtype), step.lengths(weight_v)
-        ctx.save_for_backward(x, weight_v, weight_g, lengths)
+        x = x.to(dtype)
+        if step.lengths is None:
+            step.lengths = torch.linalg.vector_norm(weight_v, dim=1)
+        if step.weight is None or step.weight.dtype != dtype:
+            step.weight = weight_v.detach().to(dtype)
+        ctx.save_for_backward(x, weight_v, weight_g, step.lengths)
         ctx.step, ctx.hands_over = step, len(parameters) == 2
-        return (x @ step.weight(weight_v, dtype).T).mul_(weight_g[:, 0] / lengths)
+        return (x @ step.weight.T).mul_(weight_g[:, 0] / step.lengths)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logits: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_v, weight_g, lengths = ctx.saved_tensors
         step, scale = ctx.step, weight_g[:, 0] / lengths
-        grad_x = None
+        grad_x = grad_v = grad_g = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad_logits * scale).to(x.dtype) @ step.weight(weight_v, x.dtype)
+            grad_x = (grad_logits * scale).to(x.dtype) @ step.weight.to(x.dtype)
         if any(ctx.needs_input_grad[4:]):
-            step.add(grad_logits, x, weight_v.dtype)
-        grad_v = step.take_gradient(weight_v.dtype) if ctx.hands_over else None
-        if grad_v is None:
-            return grad_x, None, None, None, *[None for _ in ctx.needs_input_grad[4:]]
-        # From the normalised weight's gradient to those of the rows' directions and lengths.
-        along = torch.linalg.vecdot(weight_v, grad_v) / lengths  # [K]
-        grad_v.addcmul_(weight_v, (-along / lengths)[:, None]).mul_(scale[:, None])
-        return grad_x, None, None, None, grad_v, along[:, None]
+            columns, rows = grad_logits.to(weight_v.dtype).T, x.to(weight_v.dtype)
+            if step.gradient is None:
+                step.gradient = columns @ rows
+            else:
+                step.gradient.addmm_(columns, rows)
+        if not ctx.hands_over:
+            return grad_x, *[None] * (len(ctx.needs_input_grad) - 1)
+        if step.gradient is not None:
+            grad_v, step.gradient = step.gradient, None
+            # From the normalised weight's gradient to those of the rows' directions and lengths.
+            along = torch.linalg.vecdot(weight_v, grad_v) / lengths  # [K]
+            grad_v.addcmul_(weight_v, (-along / lengths)[:, None]).mul_(scale[:, None])
+            grad_g = along[:, None]
+        return grad_x, None, None, None, grad_v, grad_g
 
 
 class WeightNormLinear(nn.Module):
@@ -137,7 +101,7 @@ class WeightNormLinear(nn.Module):
         super().__init__()
         self.weight_v = nn.Parameter(torch.empty(out_features, in_features))
         self.weight_g = nn.Parameter(torch.empty(out_features, 1))
-        self._step: _Step | None = None
+        self._step: _Step | None = None  # in slices, while it is under way
         self.reset_parameters()
 
     @torch.no_grad()
@@ -148,12 +112,14 @@ class WeightNormLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., K]."""
-        step = self._step or _Step(last=True)
+        step = self._step or _Step(is_last=True)
         weights = (self.weight_v, self.weight_g)
-        trained = any(weight.requires_grad for weight in weights)
-        parameters = weights if step.last else (step.stand_in,) if trained else ()
+        receivers: tuple[Tensor, ...] = weights
+        if not step.is_last:  # the parameters' hooks wait
+            trained = any(weight.requires_grad for weight in weights)
+            receivers = (x.new_empty(0).requires_grad_(),) * trained
         logits = _WeightNormLinear.apply(
-            x.reshape(-1, x.shape[-1]), *(w.detach() for w in weights), step, *parameters
+            x.reshape(-1, x.shape[-1]), *(w.detach() for w in weights), step, *receivers
         )
         return logits if x.dim() == 2 else logits.reshape(*x.shape[:-1], -1)
 
@@ -162,10 +128,9 @@ class WeightNormLinear(nn.Module):
 def shared_weights(modules: Iterable[nn.Module]) -> Iterator[Any]:
     """Let the slices of one step share the work on the weights of WeightNormLinear layers.
 
-    Inside, the weights must not change. Lengths are computed once. Backward passes add to one
-    buffer in place, 16 rows of logits or more at a time (fewer wait, 64K bytes at most). The
-    gradient reaches the parameters (and their hooks, and DDP) in the backward passes after the
-    yielded function has been called, which is to be before the last slice.
+    Inside, the weights must not change. Backward passes add to one buffer in place; it reaches the
+    parameters (and their hooks, and DDP) in the backward passes after the yielded function has been
+    called, which is to be before the last slice.
 
     Args:
         modules: Where to look for such layers; there need not be any.
@@ -183,20 +148,20 @@ def shared_weights(modules: Iterable[nn.Module]) -> Iterator[Any]:
         for layer in module.modules()
         if isinstance(layer, WeightNormLinear)
     }
-    steps = {layer: _Step(last=False) for layer in layers}
+    steps = {layer: _Step(is_last=False) for layer in layers}
     for layer, step in steps.items():
         layer._step = step
 
     def before_the_last() -> None:
         for step in steps.values():
-            step.last = True
+            step.is_last = True
 
     try:
         yield before_the_last
     finally:
         for layer in layers:
             layer._step = None
-    if any(step.is_left() for step in steps.values()):
+    if any(step.gradient is not None for step in steps.values()):
         raise RuntimeError(
             'a WeightNormLinear layer took part in some slices but not in the last one, so its '
             'gradient was not handed over; put a slice that uses it last'

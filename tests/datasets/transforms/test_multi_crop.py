@@ -103,7 +103,6 @@ def test_no_local_views_is_a_choice(photograph):
 
 
 def test_mmcvs_transforms_may_make_views(photograph):
-    pytest.importorskip('mmcv')
     red = Image.new('RGB', (8, 8), (255, 0, 0))
     scale = dict(type='mmcv.Normalize', mean=[0.0] * 3, std=[255.0] * 3, to_rgb=True)
     views = views_of(MultiCrop([dict(num=2, pipeline=[scale])]), red)

@@ -189,10 +189,6 @@ class TestPackInputs:
 
 
 class TestMmcv:
-    @pytest.fixture(autouse=True)
-    def mmcv(self):
-        return pytest.importorskip('mmcv')
-
     @pytest.mark.parametrize('name', ['mmcv.Resize', 'Resize'])
     def test_it_is_found_with_and_without_its_scope(self, name):
         see = See()

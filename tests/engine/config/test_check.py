@@ -570,7 +570,8 @@ def test_a_config_that_a_run_wrote_out_may_be_used_again(tmp_path):
         tmp_path,
         config="""
 root = 'data/sub'
-depth = 3
+half = 17
+depth = 2 * half
 pipeline = [dict(type='ShapeResize', size=depth)]
 unset = None
 test_dataloader = dict(

@@ -1,13 +1,14 @@
 """The blocks of transformers' and open_clip's models: found, checkpointed, offloaded, compiled.
 
-Small models made from configs; nothing is downloaded. The packages are optional: without one, its
-tests are skipped with its name.
+Small models made from configs; nothing is downloaded.
 """
 
 import copy
 
 import pytest
 import torch
+import transformers
+from open_clip import model as clip
 
 from memengine.memory import SavedBytes
 from memengine.techniques import checkpoint_activations, compile_blocks, offload_activations
@@ -19,29 +20,25 @@ IMAGES = (2, 3, 16, 16)
 
 
 def bert():
-    library = pytest.importorskip('transformers')
-    config = library.BertConfig(vocab_size=50, pad_token_id=0, **SMALL)
+    config = transformers.BertConfig(vocab_size=50, pad_token_id=0, **SMALL)
     words = torch.randint(1, 50, (2, 12))
     padded = torch.ones_like(words)
     padded[1, 8:] = 0
-    return library.BertModel(config), dict(input_ids=words, attention_mask=padded)
+    return transformers.BertModel(config), dict(input_ids=words, attention_mask=padded)
 
 
 def vit():
-    library = pytest.importorskip('transformers')
-    config = library.ViTConfig(image_size=16, patch_size=4, hidden_dropout_prob=0.1, **SMALL)
-    return library.ViTModel(config), dict(pixel_values=torch.randn(IMAGES))
+    config = transformers.ViTConfig(image_size=16, patch_size=4, hidden_dropout_prob=0.1, **SMALL)
+    return transformers.ViTModel(config), dict(pixel_values=torch.randn(IMAGES))
 
 
 def gpt2():
-    library = pytest.importorskip('transformers')
     sizes = dict(n_embd=16, n_layer=3, n_head=2, n_positions=16, vocab_size=50)
-    config = library.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False)
-    return library.GPT2LMHeadModel(config), dict(input_ids=torch.randint(1, 50, (2, 16)))
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, use_cache=False)
+    return transformers.GPT2LMHeadModel(config), dict(input_ids=torch.randint(1, 50, (2, 16)))
 
 
 def open_clip():
-    clip = pytest.importorskip('open_clip').model
     image = clip.CLIPVisionCfg(layers=3, width=32, head_width=16, patch_size=4, image_size=16)
     text = clip.CLIPTextCfg(context_length=8, vocab_size=50, width=16, heads=2, layers=2)
     words = torch.randint(1, 50, (2, 8))

@@ -1,0 +1,50 @@
+"""The files that a config is made of, and the names that they use themselves."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ['files_of', 'used_names']
+
+
+def used_names(file: Path) -> set[str]:
+    """Names that a Python config or one of its bases reads somewhere, which are no settings.
+
+    Args:
+        file: The config; one that is not there or not in Python uses none.
+    """
+    names: set[str] = set()
+    for path, _ in files_of(file):
+        if path.suffix == '.py' and path.is_file():
+            text = path.read_text(encoding='utf-8')
+            names |= set(re.findall(r'_base_\.(\w+)', text))
+            nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
+            names |= {node.id for node in nodes if isinstance(node.ctx, ast.Load)}
+    return names
+
+
+def files_of(file: Path, through: tuple[Path, ...] = ()) -> Iterator[tuple[Path, Path | None]]:
+    """A config and all that it builds on, each with the file that names it.
+
+    Args:
+        file: The config.
+        through: The files that lead to it, the outermost first.
+
+    Raises:
+        SyntaxError: With the file's name.
+    """
+    file = file.resolve()
+    yield file, (through[-1] if through else None)
+    if file.suffix != '.py' or not file.is_file() or file in through:
+        return
+    for node in ast.walk(ast.parse(file.read_text(encoding='utf-8'), str(file))):
+        if isinstance(node, ast.Assign) and '_base_' in map(ast.unparse, node.targets):
+            for constant in ast.walk(node.value):
+                if isinstance(constant, ast.Constant) and isinstance(constant.value, str):
+                    yield from files_of(file.parent / constant.value, (*through, file))
+        elif isinstance(node, ast.ImportFrom) and node.level > 0 and node.module:
+            module = Path(*['..'] * (node.level - 1), *node.module.split('.'))
+            yield from files_of(file.parent / f'{module}.py', (*through, file))
