@@ -11,7 +11,7 @@ import torch
 from timm.models.resnet import BasicBlock, ResNet
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from memengine._torch_private.ops import CHECKPOINT_SHOWS_KEPT
 from memengine.memory import SavedBytes
@@ -177,7 +177,12 @@ def step_of(model, images):
 
 
 def price(model, images):
-    with FlopCounterMode(display=False) as flops:
+    attention = {  # on CPUs, which torch does not count before 2.15
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
+            lambda query, key, value, *args, **kwargs: sdpa_flop_count(query, key, value)
+        )
+    }
+    with FlopCounterMode(display=False, custom_mapping=attention) as flops:
         step_of(model, images)()
     return flops.get_total_flops()
 
