@@ -6,9 +6,8 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-import torch
 from mmengine.device import get_device
 from mmengine.fileio import join_path
 from mmengine.model import is_model_wrapper
@@ -34,13 +33,30 @@ from memengine.engine.checkpoint.state import (
 from memengine.engine.config.schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
 from memengine.engine.distributed.processes import init_process_group, local_device_ids
-from memengine.engine.hooks import AlgorithmHook, FiniteLossHook, RandomStateHook
+from memengine.engine.hooks import AlgorithmHook, CheckpointHook, FiniteLossHook, RandomStateHook
 from memengine.engine.step import unwrap
 from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
 from memengine.engine.wrappers.fsdp import FullyShardedDataParallel, refuse_beside_sharding
 from memengine.registry import LOOPS, MODEL_WRAPPERS, MODELS, RUNNERS
+from memengine.techniques.sharding.materializing import on_meta
 
 __all__ = ['Runner']
+
+
+@runtime_checkable
+class InitializesWeights(Protocol):
+    """A model that gives its parameters the values that they start from."""
+
+    def init_weights(self) -> None:
+        """Called once, before training."""
+
+
+@runtime_checkable
+class ActsAfterInit(Protocol):
+    """A model with something to do when parameters that were built without values have some."""
+
+    def after_init(self) -> None:
+        """Called once, after the values have been given."""
 
 
 @RUNNERS.register_module()
@@ -110,7 +126,7 @@ class Runner(_Runner):
         if is_meta and isinstance(model, dict) and model.get('data_preprocessor'):
             built = MODELS.build(model['data_preprocessor'])  # its values are the config's
             model = {**model, 'data_preprocessor': built}
-        with torch.device('meta') if is_meta else nullcontext():
+        with on_meta() if is_meta else nullcontext():
             return super().build_model(model)
 
     def wrap_model(self, model_wrapper_cfg: dict[str, Any] | None, model: nn.Module) -> nn.Module:
@@ -163,10 +179,10 @@ class Runner(_Runner):
         """Initialise a model while it is whole, and spread it over the ranks."""
         refuse_beside_sharding(self.cfg)
         options = {key: value for key, value in config.items() if key != 'type'}
-        if not options.get('meta') and hasattr(model, 'init_weights'):
+        if not options.get('meta') and isinstance(model, InitializesWeights):
             model.init_weights()
         wrapped = wrapper(module=model, **options)
-        if options.get('meta') and hasattr(model, 'after_init'):
+        if options.get('meta') and isinstance(model, ActsAfterInit):
             model.after_init()
         return wrapped
 
@@ -368,7 +384,8 @@ class Runner(_Runner):
     @property
     def checkpoint_suffix(self) -> str:
         """``'.dcp'`` if the run's CheckpointHook writes sharded checkpoints, else ``'.pth'``."""
-        sharded = any(getattr(hook, 'sharded', False) for hook in self.hooks)
+        hooks = [hook for hook in self.hooks if isinstance(hook, CheckpointHook)]
+        sharded = any(hook.sharded for hook in hooks)
         return SUFFIX if sharded else '.pth'
 
     def mark_last_checkpoint(self, path: str | Path) -> None:

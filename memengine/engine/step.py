@@ -13,15 +13,16 @@ wrappers never call the wrapped model's own ``train_step``.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 from mmengine.model import BaseModel, is_model_wrapper
 from mmengine.optim import OptimWrapper
 from torch import Tensor, nn
 
-__all__ = ['Progress', 'run_step', 'unwrap']
+__all__ = ['Progress', 'SlicedModel', 'StepRunner', 'plain_step', 'run_step', 'unwrap']
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,49 @@ class Progress:
     max_epochs: int
 
 
+@runtime_checkable
+class StepRunner(Protocol):
+    """What :func:`run_step` asks of an OptimWrapper; memengine's are such, MMEngine's are not."""
+
+    def train_step(self, model: nn.Module, data: Any) -> dict[str, Tensor]:
+        """Carry out one training step of a model, wrapped or not; scalars to log."""
+
+
+@runtime_checkable
+class SlicedModel(Protocol):
+    """What a step in slices asks of a model; see :class:`memengine.models.Algorithm`."""
+
+    additive: bool
+    coupled: bool
+
+    def targets(self, inputs: Any, data_samples: Any, size: Any) -> Any:
+        """What is computed once per batch, without gradient."""
+
+    def slices(self, inputs: Any, data_samples: Any, size: Any) -> list[Any]:
+        """How a batch is cut."""
+
+    def slice_loss(self, embeddings: Any, targets: Any, piece: Any) -> dict[str, Tensor]:
+        """Additive losses of a slice."""
+
+    def batch_losses(self, sums: dict[str, Tensor], targets: Any) -> dict[str, Tensor]:
+        """What is logged of the sums of the additive losses."""
+
+    def coupled_part(self, embeddings: Any, piece: Any) -> Any:
+        """What the coupled loss reads of a slice's embeddings."""
+
+    def coupled_loss(self, embeddings: Any, targets: Any, data_samples: Any) -> dict[str, Tensor]:
+        """Losses in which samples meet."""
+
+    def join(self, embeddings: Sequence[Any]) -> Any:
+        """The towers' embeddings, as the coupled loss takes them."""
+
+    def tower(self, name: str | None) -> nn.Module:
+        """The encoder of that name."""
+
+    def frozen(self, name: str | None) -> nn.Module | None:
+        """What leads that encoder and has nothing to be trained."""
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside its wrapper (DDP, FSDP, ...), or the model itself."""
     return cast(nn.Module, model.module) if is_model_wrapper(model) else model
@@ -49,32 +93,44 @@ def unwrap(model: nn.Module) -> nn.Module:
 def run_step(model: nn.Module, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
     """Carry out one training step: forward, backward and, when due, the update.
 
-    An OptimWrapper with a method ``carry_out`` (``AccumulationOptimWrapper``,
-    ``GradCacheOptimWrapper``) runs the batch in slices. All network calls go through ``model``'s
-    own ``forward``, so that DDP and FSDP see them.
+    All network calls go through ``model``'s own ``forward``, so that DDP and FSDP see them.
 
     Args:
         model: The algorithm, wrapped or not.
         data: One batch as the data loader gave it.
-        optim_wrapper: Decides about precision, accumulation, clipping and the update.
+        optim_wrapper: Decides how the step is carried out: precision, slices, accumulation,
+            clipping and the update. One of MMEngine's runs the plain step.
 
     Returns:
         Scalars to log by name: the loss, its parts and what else the model reports.
     """
+    if isinstance(optim_wrapper, StepRunner):
+        return optim_wrapper.train_step(model, data)
+    return plain_step(model, data, optim_wrapper)
+
+
+def plain_step(
+    model: nn.Module,
+    data: Any,
+    optim_wrapper: OptimWrapper,
+    backward_context: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
+) -> dict[str, Tensor]:
+    """Forward, backward and update of the whole batch, by MMEngine's interface.
+
+    Args:
+        model: As in :func:`run_step`.
+        data: As in :func:`run_step`.
+        optim_wrapper: Any that has ``optim_context`` and ``update_params``.
+        backward_context: Called with the model; the context of backward. DDP asks in forward
+            whether gradients are to be reduced, FSDP in backward.
+    """
     module = cast(BaseModel, unwrap(model))
-    if hasattr(optim_wrapper, 'carry_out'):
-        with optim_wrapper.sync_context(model):
-            losses = optim_wrapper.carry_out(model, **module.data_preprocessor(data, True))
-        _, log_vars = module.parse_losses(losses)
-        optim_wrapper.finish_step()
-        return log_vars
     with optim_wrapper.optim_context(model):
         batch = module.data_preprocessor(data, True)
         losses = (
             model(**batch, mode='loss') if isinstance(batch, dict) else model(*batch, mode='loss')
         )
     loss, log_vars = module.parse_losses(losses)
-    # DDP asks in forward whether gradients are to be reduced, FSDP in backward.
-    with getattr(optim_wrapper, 'sync_context', nullcontext)(model):
+    with backward_context(model):
         optim_wrapper.update_params(loss)
     return log_vars

@@ -28,13 +28,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from memengine.losses.gather import by_rank, needs_grad, rows_per_rank, tell_ranks
+from memengine.losses.gather import Gather, by_rank, needs_grad, rows_per_rank, tell_ranks
+from memengine.losses.logsumexp import others_logsumexp
 from memengine.losses.tiles import check_tile_size, first_derivative_only
 
 __all__ = [
     'BatchLoss',
     'own_rows',
     'combine_logsumexp',
+    'log_partition',
     'mean_over_ranks',
     'ranks_of',
     'sum_over_ranks',
@@ -139,6 +141,35 @@ def combine_logsumexp(partial: Tensor, rows: list[int], group: dist.ProcessGroup
     received = partial.new_empty(len(rows) * mine)
     dist.all_to_all_single(received, partial, [mine] * len(rows), rows, group=group)
     return received.view(len(rows), mine).logsumexp(dim=0)
+
+
+def log_partition(
+    contrasts: Tensor,
+    anchors: int,
+    temperature: float,
+    tile_size: int | str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """``log sum_{n != m} exp(c_m . c_n / temperature)``: each anchor against all but itself.
+
+    Args:
+        contrasts: [N, D], beginning with the anchors.
+        anchors: Their number M.
+        temperature: Positive.
+        tile_size: None for the reference, else see
+            :func:`~memengine.losses.logsumexp.others_logsumexp`.
+        group: Ranks whose contrasts are all met.
+
+    Returns:
+        [M]; very negative, but finite and without gradient, for an anchor with no contrast.
+    """
+    if tile_size is not None:
+        return others_logsumexp(contrasts, anchors, 1 / temperature, tile_size, group)
+    first = own_rows(contrasts, group).start
+    everything = contrasts if group is None else Gather(contrasts, group)
+    logits = (contrasts[:anchors] / temperature) @ everything.T  # [M, N]
+    logits.diagonal(first).fill_(torch.finfo(logits.dtype).min)
+    return logits.logsumexp(dim=1)
 
 
 class _Sum(torch.autograd.Function):

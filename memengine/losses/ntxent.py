@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from memengine.losses.global_batch import BatchLoss, mean_over_ranks, ranks_of
-from memengine.losses.supcon import log_partition
+from memengine.losses.global_batch import BatchLoss, log_partition, mean_over_ranks, ranks_of
 from memengine.precision import at_least_fp32, autocast_off
 
 __all__ = ['NTXentLoss']

@@ -5,24 +5,19 @@ Shapes: B samples, n outputs of each (sub-networks G first, the backbone's F las
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from memengine.losses.global_batch import BatchLoss, mean_over_ranks, ranks_of
 from memengine.losses.supcon import (
-    check_options,
+    SupConLoss,
     check_positives,
-    contrastive_rows,
     given_positives,
-    positives_of,
     views_first,
 )
-from memengine.precision import autocast_off
 
 __all__ = ['ConLoss']
 
 
-class ConLoss(BatchLoss):
+class ConLoss(SupConLoss):
     """Self-contrastive (SelfCon) loss: SupCon's loss over the outputs of a multi-exit network.
 
     Every output of every sample is an anchor and a contrast, as views are in
@@ -43,19 +38,6 @@ class ConLoss(BatchLoss):
 
     Source: Bae et al., Self-Contrastive Learning (2021).
     """
-
-    def __init__(
-        self,
-        temperature: float = 0.07,
-        contrast_mode: str = 'all',
-        base_temperature: float = 0.07,
-        tile_size: int | str | None = None,
-    ) -> None:
-        super().__init__(tile_size)
-        check_options(temperature, contrast_mode, base_temperature)
-        self.temperature = temperature
-        self.contrast_mode = contrast_mode
-        self.base_temperature = base_temperature
 
     def forward(
         self,
@@ -100,23 +82,8 @@ class ConLoss(BatchLoss):
                 self._check_anchors(features, selfcon_s_FG, selfcon_m_FG)
             batch_size = len(features) // (2 if selfcon_m_FG else 1)
             check_positives(batch_size, labels, mask)
-        outputs = len(views)
-        first_are_anchors = 1 if self.contrast_mode == 'one' else outputs - fg_only
-        anchors = first_are_anchors * len(features)
-        group = ranks_of(self.process_group)
-        with autocast_off(features.device.type):
-            contrasts = views.flatten(0, 1)  # [N, D], in blocks of B samples
-            blocks = contrasts.view(-1, batch_size, contrasts.shape[1])
-            positives = positives_of(blocks, labels, mask, group)
-            losses, has_positive = contrastive_rows(
-                contrasts, anchors, positives, self.temperature, self.tile_size, group
-            )
-            loss = mean_over_ranks(losses, group)
-            if supcon_s:
-                loss = loss / mean_over_ranks(has_positive.to(losses), group).clamp_min(
-                    torch.finfo(losses.dtype).tiny
-                )
-            return self.temperature / self.base_temperature * loss
+        anchors = 1 if self.contrast_mode == 'one' else len(views) - fg_only
+        return self._mean(views, anchors, (batch_size, labels, mask), of_positives=supcon_s)
 
     def _check_anchors(self, features: Tensor, single: bool, multi: bool) -> None:
         name = 'selfcon_s_FG' if single else 'selfcon_m_FG'

@@ -14,12 +14,12 @@ from torch import Tensor
 from memengine.losses.gather import Gather
 from memengine.losses.global_batch import (
     BatchLoss,
+    log_partition,
     mean_over_ranks,
     own_rows,
     ranks_of,
     sum_over_ranks,
 )
-from memengine.losses.logsumexp import others_logsumexp
 from memengine.precision import at_least_fp32, autocast_off
 
 __all__ = [
@@ -28,41 +28,11 @@ __all__ = [
     'check_positives',
     'contrastive_rows',
     'given_positives',
-    'log_partition',
     'positives_of',
     'views_first',
 ]
 
 CONTRAST_MODES = ('all', 'one')
-
-
-def log_partition(
-    contrasts: Tensor,
-    anchors: int,
-    temperature: float,
-    tile_size: int | str | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> Tensor:
-    """``log sum_{n != m} exp(c_m . c_n / temperature)``: each anchor against all but itself.
-
-    Args:
-        contrasts: [N, D], beginning with the anchors.
-        anchors: Their number M.
-        temperature: Positive.
-        tile_size: None for the reference, else see
-            :func:`~memengine.losses.logsumexp.others_logsumexp`.
-        group: Ranks whose contrasts are all met.
-
-    Returns:
-        [M]; very negative, but finite and without gradient, for an anchor with no contrast.
-    """
-    if tile_size is not None:
-        return others_logsumexp(contrasts, anchors, 1 / temperature, tile_size, group)
-    first = own_rows(contrasts, group).start
-    everything = contrasts if group is None else Gather(contrasts, group)
-    logits = (contrasts[:anchors] / temperature) @ everything.T  # [M, N]
-    logits.diagonal(first).fill_(torch.finfo(logits.dtype).min)
-    return logits.logsumexp(dim=1)
 
 
 class Positives(NamedTuple):
@@ -155,8 +125,8 @@ def contrastive_rows(
         anchors: Their number M.
         positives: Of the B samples.
         temperature: Positive.
-        tile_size: As in :func:`log_partition`.
-        group: As in :func:`log_partition`.
+        tile_size: As in :func:`~memengine.losses.global_batch.log_partition`.
+        group: As in :func:`~memengine.losses.global_batch.log_partition`.
 
     Returns:
         Losses [M], 0 for an anchor without positives, and which anchors have positives, bool [M].
@@ -188,16 +158,6 @@ def views_first(features: Tensor) -> Tensor:
     if features.numel() == 0:
         raise ValueError(f'features must not be empty, got {tuple(features.shape)}')
     return at_least_fp32(features.flatten(start_dim=2))[0].transpose(0, 1)
-
-
-def check_options(temperature: float, contrast_mode: str, base_temperature: float) -> None:
-    """Raise ValueError for a temperature that is not positive or an unknown mode."""
-    if not temperature > 0:
-        raise ValueError(f'temperature must be positive, got {temperature}')
-    if not base_temperature > 0:
-        raise ValueError(f'base_temperature must be positive, got {base_temperature}')
-    if contrast_mode not in CONTRAST_MODES:
-        raise ValueError(f'contrast_mode must be one of {CONTRAST_MODES}, got {contrast_mode!r}')
 
 
 class SupConLoss(BatchLoss):
@@ -238,7 +198,14 @@ class SupConLoss(BatchLoss):
         tile_size: int | str | None = None,
     ) -> None:
         super().__init__(tile_size)
-        check_options(temperature, contrast_mode, base_temperature)
+        if not temperature > 0:
+            raise ValueError(f'temperature must be positive, got {temperature}')
+        if not base_temperature > 0:
+            raise ValueError(f'base_temperature must be positive, got {base_temperature}')
+        if contrast_mode not in CONTRAST_MODES:
+            raise ValueError(
+                f'contrast_mode must be one of {CONTRAST_MODES}, got {contrast_mode!r}'
+            )
         self.temperature = temperature
         self.contrast_mode = contrast_mode
         self.base_temperature = base_temperature
@@ -266,12 +233,39 @@ class SupConLoss(BatchLoss):
         with self.checked_by_all(features, mode=self.contrast_mode, positives=given):
             views = views_first(features)  # [V, B, D]
             check_positives(len(features), labels, mask)
+        anchor_views = 1 if self.contrast_mode == 'one' else len(views)
+        return self._mean(views, anchor_views, (len(features), labels, mask))
+
+    def _mean(
+        self,
+        views: Tensor,
+        anchor_views: int,
+        positives: tuple[int, Tensor | None, Tensor | None],
+        of_positives: bool = False,
+    ) -> Tensor:
+        """The mean of the anchors' losses.
+
+        Args:
+            views: [V, n, D].
+            anchor_views: How many of the V are anchors, the first.
+            positives: B, and ``labels`` [B] or ``mask`` [B, B], or None and None.
+            of_positives: Whether it is the mean over the anchors that have positives.
+        """
+        batch_size, labels, mask = positives
         group = ranks_of(self.process_group)
-        with autocast_off(features.device.type):
-            positives = positives_of(views, labels, mask, group)
-            contrasts = views.flatten(0, 1)  # [V * B, D]
-            anchors = len(contrasts) if self.contrast_mode == 'all' else views.shape[1]
-            losses, _ = contrastive_rows(
-                contrasts, anchors, positives, self.temperature, self.tile_size, group
+        with autocast_off(views.device.type):
+            contrasts = views.flatten(0, 1)  # [N, D], in blocks of B samples
+            blocks = contrasts.view(-1, batch_size, contrasts.shape[1])
+            losses, has_positive = contrastive_rows(
+                contrasts,
+                anchor_views * views.shape[1],
+                positives_of(blocks, labels, mask, group),
+                self.temperature,
+                self.tile_size,
+                group,
             )
-            return self.temperature / self.base_temperature * mean_over_ranks(losses, group)
+            loss = mean_over_ranks(losses, group)
+            if of_positives:
+                share = mean_over_ranks(has_positive.to(losses), group)
+                loss = loss / share.clamp_min(torch.finfo(losses.dtype).tiny)
+            return self.temperature / self.base_temperature * loss

@@ -51,122 +51,89 @@ class _Call:
             'input_tensors', 'input_tensor', 'input_list', 'inputs', 'input', 'tensors', 'tensor'
         )
 
+    @property
+    def is_root(self) -> bool:
+        return self.rank == self.values.get('root_rank', self.values.get('src'))
+
     def of_others(self, nbytes: float) -> float:
         """What others have sent of it, each its own number of rows or all as many."""
         rows = self.values['output_split_sizes'] or [1] * self.ranks
         return nbytes * (1 - rows[self.rank] / sum(rows)) if sum(rows) else 0.0
 
 
-def _nothing(call: _Call) -> float:
-    return 0.0
+# What a rank receives in a collective, in bytes.
+_RECEIVED: dict[str, Callable[[_Call], float]] = {
+    'nothing': lambda call: 0.0,
+    'everything': lambda call: call.inputs,
+    'all_reduce': lambda call: 2 * call.inputs * (call.ranks - 1) / call.ranks,
+    # Added up in parts, which the root receives then.
+    'reduce': lambda call: (1 + call.is_root) * call.inputs * (call.ranks - 1) / call.ranks,
+    'broadcast': lambda call: 0.0 if call.is_root else call.inputs,
+    'gathered': lambda call: max(call.outputs - call.inputs, 0),  # no outputs but at a root
+    'scattered': lambda call: 0.0 if call.inputs else call.outputs,
+    'to_root': lambda call: max(call.outputs - call.inputs, 0) if call.is_root else 0.0,
+    'reduce_scatter': lambda call: call.inputs - call.outputs,
+    'all_to_all_of_lists': lambda call: (
+        call.outputs - call.values['output_tensors'][call.rank].nbytes
+    ),
+    'all_to_all': lambda call: call.of_others(call.outputs),
+    'functional_all_gather': lambda call: call.inputs * (call.ranks - 1),
+    'share_of_others': lambda call: call.inputs * (call.ranks - 1) / call.ranks,
+    'functional_all_to_all': lambda call: call.of_others(
+        sum(call.values['output_split_sizes']) * call.values['input'][:1].nbytes
+    ),
+}
 
-
-def _everything(call: _Call) -> float:
-    return call.inputs
-
-
-def _all_reduce(call: _Call) -> float:
-    return 2 * call.inputs * (call.ranks - 1) / call.ranks
-
-
-def _reduce(call: _Call) -> float:
-    """Added up in parts, which the root receives then."""
-    passes = 2 if call.rank == call.values['root_rank'] else 1
-    return passes * call.inputs * (call.ranks - 1) / call.ranks
-
-
-def _broadcast(call: _Call) -> float:
-    return call.inputs if call.rank != call.values.get('root_rank', call.values.get('src')) else 0.0
-
-
-def _gathered(call: _Call) -> float:
-    return max(call.outputs - call.inputs, 0)  # no outputs but at the root of a gather
-
-
-def _scattered(call: _Call) -> float:
-    return 0.0 if call.inputs else call.outputs
-
-
-def _to_root(call: _Call) -> float:
-    return _gathered(call) if call.rank == call.values['root_rank'] else 0.0
-
-
-def _reduce_scatter(call: _Call) -> float:
-    return call.inputs - call.outputs
-
-
-def _all_to_all_of_lists(call: _Call) -> float:
-    return call.outputs - call.values['output_tensors'][call.rank].nbytes
-
-
-def _all_to_all(call: _Call) -> float:
-    return call.of_others(call.outputs)
-
-
-def _functional_all_gather(call: _Call) -> float:
-    return call.inputs * (call.ranks - 1)
-
-
-def _share_of_others(call: _Call) -> float:
-    return call.inputs * (call.ranks - 1) / call.ranks
-
-
-def _functional_all_to_all(call: _Call) -> float:
-    tensor, rows = call.values['input'], call.values['output_split_sizes']
-    return call.of_others(sum(rows) * tensor[:1].nbytes)
-
-
-# By operator: what to call it, and what a rank receives in it.
-_Rule = tuple[str, Callable[[_Call], float]]
-_RULES: dict[str, dict[str, _Rule]] = {
+# By operator: what to call it, and which of these.
+_RULES: dict[str, dict[str, tuple[str, str]]] = {
     'c10d': {
-        '_allgather_base_': ('all_gather_into_tensor', _gathered),
-        '_reduce_scatter_base_': ('reduce_scatter_tensor', _reduce_scatter),
-        'allgather_': ('all_gather', _gathered),
-        'allgather_coalesced_': ('all_gather_coalesced', _gathered),
-        'allgather_into_tensor_coalesced_': ('all_gather_into_tensor_coalesced', _gathered),
-        'allreduce_': ('all_reduce', _all_reduce),
-        'allreduce_coalesced_': ('all_reduce_coalesced', _all_reduce),
-        'alltoall_': ('all_to_all', _all_to_all_of_lists),
-        'alltoall_base_': ('all_to_all_single', _all_to_all),
-        'barrier': ('barrier', _nothing),
-        'broadcast_': ('broadcast', _broadcast),
-        'check_for_nan': ('check_for_nan', _nothing),
-        'gather_': ('gather', _gathered),
-        'gather_into_tensor_': ('gather_into_tensor', _to_root),
-        'monitored_barrier_': ('monitored_barrier', _nothing),
-        'recv_': ('recv', _everything),
-        'recv_any_source_': ('recv', _everything),
-        'reduce_': ('reduce', _reduce),
-        'reduce_scatter_': ('reduce_scatter', _reduce_scatter),
-        'reduce_scatter_tensor_coalesced_': ('reduce_scatter_tensor_coalesced', _reduce_scatter),
-        'scatter_': ('scatter', _scattered),
-        'send': ('send', _nothing),
+        '_allgather_base_': ('all_gather_into_tensor', 'gathered'),
+        '_reduce_scatter_base_': ('reduce_scatter_tensor', 'reduce_scatter'),
+        'allgather_': ('all_gather', 'gathered'),
+        'allgather_coalesced_': ('all_gather_coalesced', 'gathered'),
+        'allgather_into_tensor_coalesced_': ('all_gather_into_tensor_coalesced', 'gathered'),
+        'allreduce_': ('all_reduce', 'all_reduce'),
+        'allreduce_coalesced_': ('all_reduce_coalesced', 'all_reduce'),
+        'alltoall_': ('all_to_all', 'all_to_all_of_lists'),
+        'alltoall_base_': ('all_to_all_single', 'all_to_all'),
+        'barrier': ('barrier', 'nothing'),
+        'broadcast_': ('broadcast', 'broadcast'),
+        'check_for_nan': ('check_for_nan', 'nothing'),
+        'gather_': ('gather', 'gathered'),
+        'gather_into_tensor_': ('gather_into_tensor', 'to_root'),
+        'monitored_barrier_': ('monitored_barrier', 'nothing'),
+        'recv_': ('recv', 'everything'),
+        'recv_any_source_': ('recv', 'everything'),
+        'reduce_': ('reduce', 'reduce'),
+        'reduce_scatter_': ('reduce_scatter', 'reduce_scatter'),
+        'reduce_scatter_tensor_coalesced_': ('reduce_scatter_tensor_coalesced', 'reduce_scatter'),
+        'scatter_': ('scatter', 'scattered'),
+        'send': ('send', 'nothing'),
     },
     '_c10d_functional': {
-        '_wrap_tensor_autograd': ('wait', _nothing),
-        'all_gather_into_tensor': ('all_gather_into_tensor', _functional_all_gather),
+        '_wrap_tensor_autograd': ('wait', 'nothing'),
+        'all_gather_into_tensor': ('all_gather_into_tensor', 'functional_all_gather'),
         'all_gather_into_tensor_coalesced': (
             'all_gather_into_tensor_coalesced',
-            _functional_all_gather,
+            'functional_all_gather',
         ),
-        'all_gather_into_tensor_out': ('all_gather_into_tensor', _functional_all_gather),
-        'all_reduce': ('all_reduce', _all_reduce),
-        'all_reduce_': ('all_reduce', _all_reduce),
-        'all_reduce_coalesced': ('all_reduce_coalesced', _all_reduce),
-        'all_reduce_coalesced_': ('all_reduce_coalesced', _all_reduce),
-        'all_to_all_single': ('all_to_all_single', _functional_all_to_all),
-        'broadcast': ('broadcast', _broadcast),
-        'broadcast_': ('broadcast', _broadcast),
-        'reduce_scatter_tensor': ('reduce_scatter_tensor', _share_of_others),
-        'reduce_scatter_tensor_coalesced': ('reduce_scatter_tensor_coalesced', _share_of_others),
-        'reduce_scatter_tensor_out': ('reduce_scatter_tensor', _share_of_others),
-        'wait_tensor': ('wait', _nothing),
-        'wait_tensors': ('wait', _nothing),
+        'all_gather_into_tensor_out': ('all_gather_into_tensor', 'functional_all_gather'),
+        'all_reduce': ('all_reduce', 'all_reduce'),
+        'all_reduce_': ('all_reduce', 'all_reduce'),
+        'all_reduce_coalesced': ('all_reduce_coalesced', 'all_reduce'),
+        'all_reduce_coalesced_': ('all_reduce_coalesced', 'all_reduce'),
+        'all_to_all_single': ('all_to_all_single', 'functional_all_to_all'),
+        'broadcast': ('broadcast', 'broadcast'),
+        'broadcast_': ('broadcast', 'broadcast'),
+        'reduce_scatter_tensor': ('reduce_scatter_tensor', 'share_of_others'),
+        'reduce_scatter_tensor_coalesced': ('reduce_scatter_tensor_coalesced', 'share_of_others'),
+        'reduce_scatter_tensor_out': ('reduce_scatter_tensor', 'share_of_others'),
+        'wait_tensor': ('wait', 'nothing'),
+        'wait_tensors': ('wait', 'nothing'),
     },
     '_dtensor': {
-        'mesh_get_process_group': ('wait', _nothing),
-        'shard_dim_alltoall': ('all_to_all_single', _share_of_others),
+        'mesh_get_process_group': ('wait', 'nothing'),
+        'shard_dim_alltoall': ('all_to_all_single', 'share_of_others'),
     },
 }
 
@@ -215,8 +182,10 @@ class ReceivedBytes(TorchDispatchMode):
                 f'of {__name__}'
             )
         name, received = rule
-        if received is _nothing:
+        if received == 'nothing':
             return
         names = argument_names(func)
-        self.nbytes += received(_Call({**dict(zip(names, args, strict=False)), **kwargs}))
+        self.nbytes += _RECEIVED[received](
+            _Call({**dict(zip(names, args, strict=False)), **kwargs})
+        )
         self.calls[name] = self.calls.get(name, 0) + 1

@@ -11,10 +11,10 @@ from memengine.models.algorithms.selfcon import SelfCon
 from memengine.models.backbones.text_libraries import OpenClipText, TransformersText
 from memengine.models.backbones.text_transformer import TextTransformer
 from memengine.models.backbones.timm_backbone import TimmBackbone
-from memengine.models.batch_slices import Slice
 from memengine.models.heads.dino_head import DINOHead
 from memengine.models.heads.projection_head import ProjectionHead
 from memengine.models.mixing import MixedBatches
+from memengine.techniques.slices.slicing import Slice
 
 __all__ = [
     'CLIP',

@@ -15,7 +15,7 @@ from memengine.registry import MODELS
 __all__ = ['build_head', 'build_loss', 'freeze', 'unit']
 
 # The losses are plain torch; here they get names in configs.
-for _name in ('ClipLoss', 'ConLoss', 'NTXentLoss', 'SigLipLoss', 'SupConLoss'):
+for _name in ('ClipLoss', 'ConLoss', 'KoLeoLoss', 'NTXentLoss', 'SigLipLoss', 'SupConLoss'):
     MODELS.register_module(name=_name, module=getattr(losses, _name))
 
 

@@ -25,10 +25,13 @@ from memengine.techniques.optimizer.adamw_bf16 import AdamWBf16
 from memengine.techniques.optimizer.in_backward import step_in_backward
 from memengine.techniques.sharding.gradients import clip_grad_norm_
 from memengine.techniques.sharding.shard_model import ShardedModel, shard_model
-from memengine.techniques.slices.grad_cache import Tower, cached_step
+from memengine.techniques.slices.accumulation import additive_step
+from memengine.techniques.slices.grad_cache import cached_step
 from memengine.techniques.slices.grad_cache_call import GradCache
 from memengine.techniques.slices.multi_crop import CropSlice, dino_step, plan_slices
-from memengine.techniques.slices.slicing import additive_step, split_batch
+from memengine.techniques.slices.sliced_step import StepLosses, sliced_step
+from memengine.techniques.slices.slicing import split_batch
+from memengine.techniques.slices.tower import Tower
 
 __all__ = [
     'AdamWBf16',
@@ -45,6 +48,7 @@ __all__ = [
     'RandomState',
     'RecomputedActivations',
     'ShardedModel',
+    'StepLosses',
     'Sparsifier',
     'Tower',
     'WeightNormLinear',
@@ -63,6 +67,7 @@ __all__ = [
     'recompute_activations',
     'select_modules',
     'shard_model',
+    'sliced_step',
     'split_batch',
     'step_in_backward',
     'to_dropit',

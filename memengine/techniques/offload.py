@@ -7,6 +7,7 @@ before backward asks for them, in the reverse of the order in which they were sa
 from __future__ import annotations
 
 import itertools
+import os
 import tempfile
 import threading
 import weakref
@@ -273,27 +274,18 @@ def _to_memory(content: Tensor) -> _Reader:
 
 
 def _to_disk(content: Tensor, folder: str | Path | None) -> _Reader:
-    file, size, device = _File(folder), content.numel(), content.device
-    torch.from_file(file.path, shared=True, size=size, dtype=torch.uint8).copy_(content)
+    handle, path = tempfile.mkstemp(prefix='activation_', dir=folder)
+    os.close(handle)
+    size, device = content.numel(), content.device
+    torch.from_file(path, shared=True, size=size, dtype=torch.uint8).copy_(content)
 
     def read() -> Callable[[], Tensor]:
-        mapped = torch.from_file(file.path, shared=True, size=size, dtype=torch.uint8)
+        mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         back = mapped.to(device, copy=True)
         return lambda: back
 
+    weakref.finalize(read, Path(path).unlink, missing_ok=True)
     return read
-
-
-class _File:
-    """A file that is removed with this object."""
-
-    def __init__(self, folder: str | Path | None) -> None:
-        handle = tempfile.NamedTemporaryFile(  # noqa: SIM115
-            prefix='activation_', dir=folder, delete=False
-        )
-        handle.close()
-        self.path = handle.name
-        weakref.finalize(self, Path(self.path).unlink, missing_ok=True)
 
 
 _streams: dict[torch.device, Any] = {}  # one for each device, for copies in both directions

@@ -13,8 +13,8 @@ from memengine.engine.step import run_step
 from memengine.engine.wrappers import DisCoDistributedDataParallel, MMDistributedDataParallel
 from memengine.losses import Gather, NTXentLoss
 from memengine.models import CLIP, Classifier, SelfCon, SigLIP, SimCLR, SupCon
-from memengine.models.batch_slices import take
 from memengine.techniques.layers.sync_batchnorm import convert_sync_batchnorm
+from memengine.techniques.slices.slicing import take
 from memengine.testing import assert_same_step, relative_error, run_ranks
 from tests.engine.toy import Losses, toy_runner
 from tests.losses.test_gather import DiscoContract

@@ -269,5 +269,6 @@ def test_a_fraction_of_an_image_is_for_smaller_crops_only():
     model, data = model_and_batch(Classifier)
     with pytest.raises(ValueError, match='whole number of at least 1 row, got 1.5'):
         run_step(model, data, wrap(model, AccumulationOptimWrapper, micro_batch_size=1.5))
-    with pytest.raises(ValueError, match='chunk_size'):
-        wrap(model, GradCacheOptimWrapper, chunk_size=1.5)
+    model, data = model_and_batch(SimCLR)
+    with pytest.raises(ValueError, match='whole number of at least 1 row, got 1.5'):
+        run_step(model, data, wrap(model, GradCacheOptimWrapper, chunk_size=1.5))

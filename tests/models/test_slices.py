@@ -5,7 +5,7 @@ import torch
 
 from memengine.models import CLIP, Classifier, SelfCon, SimCLR
 from memengine.models.algorithms.base import Algorithm
-from memengine.models.batch_slices import cut_evenly, slice_views
+from memengine.techniques.slices.slicing import cut_evenly, slice_views
 from memengine.testing import assert_same_step
 from tests.models.toy import SETTINGS, B, batch, build
 

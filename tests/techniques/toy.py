@@ -10,7 +10,8 @@ from torch.utils import _pytree as pytree
 
 from memengine.losses import ClipLoss, ConLoss, NTXentLoss, SigLipLoss, SupConLoss
 from memengine.techniques.slices.grad_cache import Tower, cached_step
-from memengine.techniques.slices.slicing import split_batch, total_loss
+from memengine.techniques.slices.sliced_step import total_loss
+from memengine.techniques.slices.slicing import split_batch
 
 BATCH, CHUNK, LABELS = 10, 4, torch.tensor([0, 1, 0, 2, 1, 1, 3, 0, 2, 4])
 

@@ -29,6 +29,7 @@ from torchvision.models.detection import maskrcnn_resnet50_fpn
 
 from memengine.memory import saved_bytes
 from memengine.techniques import efficient_conv_bn_eval
+from memengine.techniques.sharding.materializing import on_meta
 
 MODELS = [
     'resnet18',
@@ -49,7 +50,7 @@ SIZES = ((32, 224), (8, 128))  # images in a batch, pixels of a side
 def make(name: str) -> nn.Module:
     """A model in training mode whose BatchNorm layers are in eval mode, or frozen altogether."""
     name, _, is_frozen = name.partition(', ')
-    with torch.device('meta'):
+    with on_meta():
         if name == 'mask_rcnn':
             model = maskrcnn_resnet50_fpn(weights=None, weights_backbone=None).backbone
         else:

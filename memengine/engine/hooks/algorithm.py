@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapperDict
@@ -11,6 +11,30 @@ from memengine.engine.step import Progress, unwrap
 from memengine.registry import HOOKS
 
 __all__ = ['AlgorithmHook']
+
+
+@runtime_checkable
+class FollowsTraining(Protocol):
+    """A model that is told where training stands."""
+
+    def set_progress(self, progress: Progress) -> None:
+        """Called before each iteration."""
+
+
+@runtime_checkable
+class ActsBeforeUpdate(Protocol):
+    """A model with something to do when the gradients are there."""
+
+    def before_update(self) -> None:
+        """Called right before the optimiser steps."""
+
+
+@runtime_checkable
+class ActsAfterUpdate(Protocol):
+    """A model with something to do when its parameters have changed."""
+
+    def after_update(self) -> None:
+        """Called right after the optimiser has stepped."""
 
 
 @HOOKS.register_module()
@@ -27,21 +51,22 @@ class AlgorithmHook(Hook):
 
     def before_train(self, runner: Any) -> None:
         """Hang ``before_update`` and ``after_update`` on the optimiser's own step."""
-        model: Any = unwrap(runner.model)
+        model = unwrap(runner.model)
         wrapper = runner.optim_wrapper
         if isinstance(wrapper, OptimWrapperDict):  # an update is one step of each of them
             wrappers = list(wrapper.values())
             first, last = wrappers[0].optimizer, wrappers[-1].optimizer
         else:
             first = last = wrapper.optimizer
-        if hasattr(model, 'before_update'):
+        if isinstance(model, ActsBeforeUpdate):
             first.register_step_pre_hook(lambda *_: model.before_update())
-        if hasattr(model, 'after_update'):
+        if isinstance(model, ActsAfterUpdate):
             last.register_step_post_hook(lambda *_: model.after_update())
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Tell the model where training stands."""
-        model: Any = unwrap(runner.model)
-        if hasattr(model, 'set_progress'):
-            progress = Progress(runner.iter, runner.max_iters, runner.epoch, runner.max_epochs)
-            model.set_progress(progress)
+        model = unwrap(runner.model)
+        if isinstance(model, FollowsTraining):
+            model.set_progress(
+                Progress(runner.iter, runner.max_iters, runner.epoch, runner.max_epochs)
+            )

@@ -4,8 +4,7 @@ from timm.optim import Lars
 
 from memengine.engine.optim.constructor import DefaultOptimWrapperConstructor
 from memengine.engine.optim.in_backward import OptimizerInBackwardOptimWrapper
-from memengine.engine.optim.optim_wrapper import AmpOptimWrapper, OptimWrapper
-from memengine.engine.optim.precision import Precision
+from memengine.engine.optim.optim_wrapper import AmpOptimWrapper, OptimWrapper, Precision
 from memengine.engine.optim.schedulers import CosineWeightDecay
 from memengine.engine.optim.sliced import AccumulationOptimWrapper, GradCacheOptimWrapper
 from memengine.engine.optim.torchao_optimizers import AdamW4bit, AdamW8bit, CPUOffloadOptimizer

@@ -32,6 +32,7 @@ class KeptGraphs:
 
     Attributes:
         number: Slices whose graph is kept now.
+        decided: Whether the number is final: set, or measured.
     """
 
     def __init__(self, setting: int | str) -> None:
@@ -41,7 +42,7 @@ class KeptGraphs:
         self.number = setting if isinstance(setting, int) else 0
         self._auto = setting == 'auto'
         self._slice_bytes = 0  # once measured
-        self._decided = not self._auto
+        self.decided = not self._auto
 
     @contextmanager
     def measured(self, model: nn.Module, updated: bool) -> Iterator[None]:
@@ -51,14 +52,14 @@ class KeptGraphs:
             model: What the step trains.
             updated: Whether the optimiser has made an update, and so has its state.
         """
-        if not self._decided and self._slice_bytes and updated:
+        if not self.decided and self._slice_bytes and updated:
             self.number = _room_for(self._slice_bytes, model)
-            self._decided = True
+            self.decided = True
             MMLogger.get_current_instance().info(
                 f"keep_graph='auto': memory has room for the graphs of {self.number} slices of "
                 f'{self._slice_bytes / _MIB:.1f} MiB'
             )
-        if self._decided:
+        if self.decided:
             yield
             return
         with SavedBytes(model) as saved:

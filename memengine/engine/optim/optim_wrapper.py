@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from mmengine.optim import OptimWrapper as _OptimWrapper
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memengine.engine.optim.precision import Precision
+from memengine.engine.step import plain_step
 from memengine.registry import OPTIM_WRAPPERS
 from memengine.techniques.sharding.gradients import (
     clip_each_grad_norm_,
@@ -19,7 +19,7 @@ from memengine.techniques.sharding.gradients import (
     clip_grad_value_,
 )
 
-__all__ = ['AmpOptimWrapper', 'OptimWrapper']
+__all__ = ['AmpOptimWrapper', 'OptimWrapper', 'Precision']
 
 # In place of torch's own, which refuse sharded gradients beside plain ones.
 _CLIP_FUNCTIONS = {
@@ -27,6 +27,56 @@ _CLIP_FUNCTIONS = {
     'value': clip_grad_value_,
     'each_norm': clip_each_grad_norm_,
 }
+
+
+_DTYPES = {
+    'fp32': torch.float32,
+    'float32': torch.float32,
+    'bf16': torch.bfloat16,
+    'bfloat16': torch.bfloat16,
+    'fp16': torch.float16,
+    'float16': torch.float16,
+}
+
+
+class Precision:
+    """What a step computes in.
+
+    Args:
+        name: ``'fp32'`` (no autocast), ``'bf16'`` or ``'fp16'`` (or torch's names for them).
+        loss_scale: For fp16: ``'dynamic'``, a fixed number, or arguments of ``GradScaler``.
+
+    Raises:
+        ValueError: For another name or loss scale.
+
+    Attributes:
+        scaler: The gradient scaler in fp16, else None.
+    """
+
+    def __init__(self, name: str, loss_scale: str | float | dict[str, Any] = 'dynamic') -> None:
+        if name not in _DTYPES:
+            raise ValueError(f'precision must be fp32, bf16 or fp16, got {name!r}')
+        self.dtype = _DTYPES[name]
+        self.device = 'cuda' if torch.cuda.is_available() else 'cpu'
+        self.scaler: torch.amp.GradScaler | None = None
+        self.fixed_scale: float | None = None
+        if isinstance(loss_scale, (int, float)):
+            self.fixed_scale = float(loss_scale)
+        elif loss_scale != 'dynamic' and not isinstance(loss_scale, dict):
+            raise ValueError(
+                f"loss_scale must be 'dynamic', a number or a dict, got {loss_scale!r}"
+            )
+        if self.dtype is torch.float16:
+            options = loss_scale if isinstance(loss_scale, dict) else {}
+            if self.fixed_scale is not None:
+                options = dict(init_scale=self.fixed_scale)
+            self.scaler = torch.amp.GradScaler(self.device, **options)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context in which the model and the loss run."""
+        if self.dtype is torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device, dtype=self.dtype)
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -65,6 +115,10 @@ class OptimWrapper(_OptimWrapper):
         super().__init__(optimizer, accumulative_counts, clip_grad)
         self.clip_func = _CLIP_FUNCTIONS[kind]
         self.precision = Precision(precision, loss_scale)
+
+    def train_step(self, model: nn.Module, data: Any) -> dict[str, Tensor]:
+        """Carry out one training step; see :func:`memengine.engine.step.run_step`."""
+        return plain_step(model, data, self, self.sync_context)
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:

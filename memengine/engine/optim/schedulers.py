@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mmengine.optim import _ParamScheduler
+from mmengine.optim import BaseOptimWrapper, _ParamScheduler
 
 from memengine.registry import PARAM_SCHEDULERS
 
@@ -45,7 +45,8 @@ class CosineWeightDecay(_ParamScheduler):
         return cls(*args, begin=begin * epoch_length, end=end * epoch_length, **kwargs)
 
     def _get_value(self) -> list[float]:
-        optimizer: Any = getattr(self.optimizer, 'optimizer', self.optimizer)
+        wrapped = isinstance(self.optimizer, BaseOptimWrapper)
+        optimizer: Any = self.optimizer.optimizer if wrapped else self.optimizer
         first = optimizer.defaults['weight_decay']
         done = min(self.last_step / (self.end - self.begin), 1.0)
         value = self.end_value + (first - self.end_value) * (1 + math.cos(math.pi * done)) / 2

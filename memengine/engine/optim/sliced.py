@@ -6,7 +6,8 @@ slices and this engine's precision and synchronisation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -17,28 +18,23 @@ from torch.optim import Optimizer
 
 from memengine.engine.optim.kept_graphs import KeptGraphs
 from memengine.engine.optim.optim_wrapper import OptimWrapper
-from memengine.engine.step import unwrap
+from memengine.engine.step import SlicedModel, unwrap
 from memengine.registry import OPTIM_WRAPPERS
 from memengine.techniques.modules.running_statistics import layers_with_batch_statistics
-from memengine.techniques.slices.grad_cache import Tower, cached_step
 from memengine.techniques.slices.out_of_memory import run_until_it_fits
-from memengine.techniques.slices.slicing import Context, additive_step
+from memengine.techniques.slices.sliced_step import Context, sliced_step
+from memengine.techniques.slices.tower import Tower
 
 __all__ = ['AccumulationOptimWrapper', 'GradCacheOptimWrapper']
 
 Size: TypeAlias = float | Mapping[str, int]
 
 
-def _check_size(setting: str, size: Any, fractions: bool = False) -> None:
+def _check_size(setting: str, size: Any) -> None:
     sizes = size.values() if isinstance(size, Mapping) else [size]
-    kinds = (int, float) if fractions else int
     for number in sizes:
-        if not isinstance(number, kinds) or isinstance(number, bool) or number < 1:
+        if not isinstance(number, (int, float)) or isinstance(number, bool) or number < 1:
             raise ValueError(f'{setting} must be a number of images, at least 1, got {size!r}')
-
-
-def _of_tower(size: Size, name: str | None) -> int:
-    return size[name or ''] if isinstance(size, Mapping) else int(size)
 
 
 def _halved(setting: str, size: Size) -> Size | None:
@@ -57,10 +53,10 @@ def _halved(setting: str, size: Size) -> Size | None:
     return half
 
 
-def _sliceable(model: nn.Module, wrapper: OptimWrapper) -> Any:
+def _sliced_model(model: nn.Module, wrapper: OptimWrapper) -> SlicedModel:
     """The bare model, if it says how it is cut into slices."""
     module = unwrap(model)
-    if not hasattr(module, 'slices') or not hasattr(module, 'coupled'):
+    if not isinstance(module, SlicedModel):
         raise ValueError(
             f'{type(wrapper).__name__}: {type(module).__name__} does not say how a batch of it is '
             'cut into slices; derive it from memengine.models.Algorithm, or use OptimWrapper'
@@ -82,8 +78,87 @@ def _encode(model: nn.Module, piece: Any) -> Any:
     return model(piece.inputs, piece.data_samples, mode='tensor')
 
 
+class _SlicedOptimWrapper(OptimWrapper):
+    """A step in slices; subclasses say of what size, which graphs are kept, and how to shrink."""
+
+    def __init__(self, optimizer: Optimizer, **kwargs: Any) -> None:
+        super().__init__(optimizer, **kwargs)
+        self._is_first_step = True
+
+    def train_step(self, model: nn.Module, data: Any) -> dict[str, Tensor]:
+        """Carry out one training step; see :func:`memengine.engine.step.run_step`."""
+        module: Any = _sliced_model(model, self)
+        self._check(module)
+        if self._is_first_step:
+            _tell_of_batch_statistics(module)
+            self._is_first_step = False
+        with self.sync_context(model):
+            losses = self._add_gradient_of(model, module, **module.data_preprocessor(data, True))
+        _, log_vars = module.parse_losses(losses)
+        self.finish_step()
+        return log_vars
+
+    def _check(self, module: SlicedModel) -> None:
+        """Refuse a model whose loss is of another kind."""
+        raise NotImplementedError
+
+    def _add_gradient_of(
+        self, model: nn.Module, module: SlicedModel, inputs: Any, data_samples: Any = None
+    ) -> dict[str, Tensor]:
+        """Add the batch's gradient; the losses, without graph."""
+        raise NotImplementedError
+
+    def _sliced_step(
+        self,
+        model: nn.Module,
+        module: SlicedModel,
+        inputs: Any,
+        data_samples: Any,
+        size: Any,
+        exchange: Context,
+        keep_graph: int = 0,
+        slices_per_forward: Callable[[str | None], int] = lambda tower: 1,
+    ) -> dict[str, Tensor]:
+        with exchange(), self.precision.autocast():
+            targets = module.targets(inputs, data_samples, size)
+
+        def coupled_loss(*embeddings: Any) -> Any:
+            return module.coupled_loss(module.join(embeddings), targets, data_samples)
+
+        def slice_loss(embeddings: Any, piece: Any) -> Any:
+            return module.slice_loss(embeddings, targets, piece)
+
+        towers = [
+            Tower(
+                model,
+                list(pieces),
+                _encode,
+                slices_per_forward=slices_per_forward(name),
+                part=module.tower(name),
+                frozen=module.frozen(name),
+                join=lambda group: group[0].merged(group[1:]),
+                coupled=attrgetter('coupled'),
+                coupled_part=module.coupled_part,
+            )
+            for name, pieces in groupby(
+                module.slices(inputs, data_samples, size), key=attrgetter('tower')
+            )
+        ]
+        losses = sliced_step(
+            towers,
+            coupled_loss if module.coupled else None,
+            slice_loss if module.additive else None,
+            keep_graph=keep_graph,
+            context=self.precision.autocast,
+            backward=self.add_gradient,
+            exchange=exchange,
+        )
+        additive = module.batch_losses(losses.additive, targets) if module.additive else {}
+        return {**additive, **(losses.coupled or {})}
+
+
 @OPTIM_WRAPPERS.register_module()
-class AccumulationOptimWrapper(OptimWrapper):
+class AccumulationOptimWrapper(_SlicedOptimWrapper):
     """Carries an additive loss out slice by slice, within one iteration.
 
     Args:
@@ -100,20 +175,15 @@ class AccumulationOptimWrapper(OptimWrapper):
 
     Cost: saved bytes of one slice; nothing is computed twice. Gradients are reduced over ranks
     once, in the last slice. BatchNorm: see
-    :func:`memengine.techniques.slices.slicing.additive_step`.
+    :func:`memengine.techniques.additive_step`.
     """
 
     def __init__(self, optimizer: Optimizer, micro_batch_size: float, **kwargs: Any) -> None:
-        _check_size('micro_batch_size', micro_batch_size, fractions=True)
+        _check_size('micro_batch_size', micro_batch_size)
         super().__init__(optimizer, **kwargs)
         self.micro_batch_size = micro_batch_size
-        self._is_first_step = True
 
-    def carry_out(
-        self, model: nn.Module, inputs: Any, data_samples: Any = None
-    ) -> dict[str, Tensor]:
-        """Add the batch's gradient; the losses, without graph."""
-        module = _sliceable(model, self)
+    def _check(self, module: SlicedModel) -> None:
         if module.coupled:
             raise ValueError(
                 f'AccumulationOptimWrapper: samples meet in the loss of {type(module).__name__}, '
@@ -121,24 +191,16 @@ class AccumulationOptimWrapper(OptimWrapper):
                 "optim_wrapper.type='GradCacheOptimWrapper' with chunk_size="
                 f'{self.micro_batch_size}'
             )
-        if self._is_first_step:
-            _tell_of_batch_statistics(module)
-            self._is_first_step = False
 
-        def step(exchange: Context) -> Any:
-            with exchange(), self.precision.autocast():
-                targets = module.targets(inputs, data_samples, self.micro_batch_size)
-            sums = additive_step(
-                module.slices(inputs, data_samples, self.micro_batch_size),
-                lambda piece: module.slice_loss(_encode(model, piece), targets, piece),
-                modules=[model],
-                context=self.precision.autocast,
-                backward=self.add_gradient,
-                exchange=exchange,
+    def _add_gradient_of(
+        self, model: nn.Module, module: SlicedModel, inputs: Any, data_samples: Any = None
+    ) -> dict[str, Tensor]:
+        def step(exchange: Context) -> dict[str, Tensor]:
+            return self._sliced_step(
+                model, module, inputs, data_samples, self.micro_batch_size, exchange
             )
-            return sums, targets
 
-        return module.batch_losses(*run_until_it_fits(step, self._shrink, model))
+        return run_until_it_fits(step, self._shrink, model)
 
     def _shrink(self) -> bool:
         half = _halved('micro_batch_size', self.micro_batch_size)
@@ -148,12 +210,16 @@ class AccumulationOptimWrapper(OptimWrapper):
 
 
 @OPTIM_WRAPPERS.register_module()
-class GradCacheOptimWrapper(OptimWrapper):
+class GradCacheOptimWrapper(_SlicedOptimWrapper):
     """Carries a coupled loss (SimCLR, SupCon, CLIP, ...) out in the memory of one slice.
+
+    A loss may have additive terms beside the coupled ones (DINO with KoLeo): each slice adds the
+    gradient of both in one backward, and those that no coupled term reads are embedded once.
 
     Args:
         optimizer: The optimiser.
-        chunk_size: Most images in a slice; for models with several towers also a dict by tower.
+        chunk_size: Most images in a slice; for models with several towers also a dict by tower,
+            for multi-crop as ``micro_batch_size`` of :class:`AccumulationOptimWrapper`.
             Halved when a step runs out of memory; see
             :func:`memengine.techniques.slices.out_of_memory.run_until_it_fits`.
         keep_graph: Slices whose graph is kept from the first pass and not computed again;
@@ -167,14 +233,14 @@ class GradCacheOptimWrapper(OptimWrapper):
             that does not hold two chunks; in a step, when the model's loss is additive, or it does
             not say how it is sliced.
 
-    Cost: one extra forward of each slice but the ``keep_graph`` last; see
-    :func:`memengine.techniques.slices.grad_cache.cached_step`, also for randomness and BatchNorm.
+    Cost: one extra forward of each slice that the coupled loss reads but the ``keep_graph`` last;
+    see :func:`memengine.techniques.sliced_step`, also for randomness and BatchNorm.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        chunk_size: int | Mapping[str, int],
+        chunk_size: Size,
         keep_graph: int | str = 0,
         forward_chunk_size: int | None = None,
         **kwargs: Any,
@@ -197,62 +263,47 @@ class GradCacheOptimWrapper(OptimWrapper):
                 )
         super().__init__(optimizer, **kwargs)
         self.chunk_size: Size = chunk_size
-        self._is_first_step = True
         self.forward_chunk_size = forward_chunk_size
         self.kept_graphs = KeptGraphs(keep_graph)
 
-    def carry_out(
-        self, model: nn.Module, inputs: Any, data_samples: Any = None
-    ) -> dict[str, Tensor]:
-        """Add the batch's gradient; the losses, without graph."""
-        module = _sliceable(model, self)
+    def _check(self, module: SlicedModel) -> None:
         if not module.coupled:
-            size = self.chunk_size if isinstance(self.chunk_size, int) else 16
+            size = self.chunk_size if isinstance(self.chunk_size, (int, float)) else 16
             raise ValueError(
                 f'GradCacheOptimWrapper: the loss of {type(module).__name__} is additive, so its '
                 'slices need no second forward; use '
                 f"optim_wrapper.type='AccumulationOptimWrapper' with micro_batch_size={size}"
             )
-        if self._is_first_step:
-            _tell_of_batch_statistics(module)
-            self._is_first_step = False
 
-        def step(exchange: Context) -> Any:
-            with exchange(), self.precision.autocast():
-                targets = module.targets(inputs, data_samples, self.chunk_size)
-            return cached_step(
-                self._towers(model, module, inputs, data_samples),
-                lambda *parts: module.embedding_loss(module.join(parts), targets, data_samples),
-                keep_graph=self.kept_graphs.number,
-                context=self.precision.autocast,
-                backward=self.add_gradient,
-                exchange=exchange,
+    def _add_gradient_of(
+        self, model: nn.Module, module: SlicedModel, inputs: Any, data_samples: Any = None
+    ) -> dict[str, Tensor]:
+        def step(exchange: Context) -> dict[str, Tensor]:
+            return self._sliced_step(
+                model,
+                module,
+                inputs,
+                data_samples,
+                self.chunk_size,
+                exchange,
+                self.kept_graphs.number,
+                self._slices_per_forward,
             )
 
         def shrink() -> bool:
             return self._shrink(len(module.slices(inputs, data_samples, self.chunk_size)))
 
         updated = self._inner_count >= self._accumulative_counts
-        with self.kept_graphs.measured(model, updated):
+        kept = self.kept_graphs
+        with nullcontext() if kept.decided else kept.measured(model, updated):
             return run_until_it_fits(step, shrink, model)
 
-    def _towers(self, model: nn.Module, module: Any, inputs: Any, data_samples: Any) -> list[Tower]:
-        pieces = module.slices(inputs, data_samples, self.chunk_size)
-        return [
-            Tower(
-                model,
-                list(some),
-                _encode,
-                slices_per_forward=self._slices_per_forward(name),
-                part=module.tower(name),
-                frozen=module.frozen(name),
-                join=lambda group: group[0].merged(group[1:]),
-            )
-            for name, some in groupby(pieces, key=attrgetter('tower'))
-        ]
-
-    def _slices_per_forward(self, name: str | None) -> int:
-        return (self.forward_chunk_size or 1) // _of_tower(self.chunk_size, name) or 1
+    def _slices_per_forward(self, tower: str | None) -> int:
+        if self.forward_chunk_size is None:
+            return 1
+        sizes = self.chunk_size
+        size = sizes[tower or ''] if isinstance(sizes, Mapping) else sizes
+        return self.forward_chunk_size // int(size) or 1
 
     def _shrink(self, slices: int) -> bool:
         if self.kept_graphs.halve(slices):

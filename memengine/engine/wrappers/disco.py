@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copyreg
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
 from mmengine.logging import print_log
@@ -12,23 +12,30 @@ from torch import nn
 from memengine.engine.wrappers.ddp import MMDistributedDataParallel
 from memengine.registry import MODEL_WRAPPERS
 
-__all__ = ['DisCoDistributedDataParallel', 'losses_with_a_group']
+__all__ = ['DisCoDistributedDataParallel', 'LossOverRanks', 'losses_with_a_group']
 
 # Hooks copy the model (EMA does): a copy shares the group, which cannot be copied.
 copyreg.pickle(dist.ProcessGroup, lambda group: 'the process group')
 
 
+@runtime_checkable
+class LossOverRanks(Protocol):
+    """A loss that is that of a group's samples, or of each rank's own while the group is None."""
+
+    process_group: Any
+
+
 def losses_with_a_group(model: nn.Module) -> dict[str, Any]:
     """The modules that can compute their loss over a group of ranks, by name.
 
-    They are told by the attribute ``process_group``, which is None while they take each rank's
-    batch by itself. What such a module is made of is its own affair.
+    What such a module is made of is its own affair.
     """
     others = nn.SyncBatchNorm, nn.parallel.DistributedDataParallel
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         inside = name.startswith(tuple(f'{outer}.' for outer in found))
-        if hasattr(module, 'process_group') and not inside and not isinstance(module, others):
+        is_loss = isinstance(module, LossOverRanks) and not isinstance(module, others)
+        if is_loss and not inside:
             found[name] = module
     return found
 

@@ -1,20 +1,24 @@
-"""What an algorithm is: the step contract's parts, as methods."""
+"""What an algorithm is: the step contract's parts, as methods; and the figure that many log.
+
+Shapes: B samples, V views of each; N rows, D width of their features.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from mmengine.model import BaseModel
 from mmengine.optim import OptimWrapper
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from memengine.engine.step import Progress, run_step
-from memengine.models.batch_slices import Slice, slice_views
-from memengine.techniques.slices.slicing import join_slices
+from memengine.techniques.slices.slicing import Slice, join_slices, slice_views
 
-__all__ = ['Algorithm', 'Embeddings', 'Slice', 'rows_of']
+__all__ = ['Algorithm', 'Embeddings', 'Slice', 'feature_moments', 'feature_std', 'rows_of']
 
 Embeddings = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
@@ -24,27 +28,60 @@ def rows_of(inputs: Tensor | Sequence[Tensor]) -> Tensor:
     return inputs if isinstance(inputs, Tensor) else torch.cat(list(inputs))
 
 
+@torch.no_grad()
+def feature_moments(features: Tensor) -> dict[str, Tensor]:
+    """Sums over l2-normalised features [N, D]: of rows, values [D] and squares [D], in float64."""
+    directions = F.normalize(features.double(), dim=-1)
+    return {
+        'rows': directions.new_tensor(len(directions)),
+        'feature_sum': directions.sum(dim=0),
+        'feature_square_sum': directions.square().sum(dim=0),
+    }
+
+
+@torch.no_grad()
+def feature_std(sums: Mapping[str, Tensor]) -> Tensor:
+    """Mean standard deviation of the normalised features times sqrt(D), from their moments.
+
+    1 when they are isotropic, 0 when all are alike. Scalar; 0 for a single row.
+    """
+    rows, total, squares = sums['rows'], sums['feature_sum'], sums['feature_square_sum']
+    variance = (squares - total.square() / rows).clamp_min(0) / (rows - 1).clamp_min(1)
+    return variance.sqrt().mean() * math.sqrt(len(total))
+
+
 class Algorithm(BaseModel):
     """A model that says how its loss is built, and how it is cut into slices.
 
     Subclasses define :meth:`embed`, :meth:`embedding_loss` and :meth:`features`, and if need
     be :meth:`targets`, :meth:`set_progress`, :meth:`before_update` and :meth:`after_update`.
 
-    How a step is carried out in slices, in the order of the calls::
+    A loss may have additive terms, which are sums over slices of the batch, coupled ones, in which
+    samples meet, or both. How a step is carried out in slices, in the order of the calls::
 
         targets = model.targets(inputs, data_samples, size)               # once
         for piece in model.slices(inputs, data_samples, size):
             embeddings = model(piece.inputs, piece.data_samples, mode='tensor')
-            losses = model.slice_loss(embeddings, targets, piece)         # additive losses
+            losses = model.slice_loss(embeddings, targets, piece)         # additive terms
+            part = model.coupled_part(embeddings, piece)                  # if piece.coupled
         model.batch_losses(sums of the losses over the slices, targets)   # additive, for the log
-        model.embedding_loss(model.join(all embeddings), targets, data_samples)  # coupled losses
+        model.coupled_loss(model.join(all parts), targets, data_samples)  # coupled terms
+
+    :meth:`embedding_loss` is all of it on the whole batch, which is the plain step.
 
     Attributes:
-        coupled: Whether samples of a batch meet in the loss, so that it is not the sum of the
-            losses of its parts. Such a model cannot be trained by accumulation.
+        coupled: Whether the loss has terms in which samples of a batch meet, so that it is not the
+            sum of the losses of its parts. Such a model cannot be trained by accumulation.
+        additive: Whether the loss has terms that are sums over slices; those are
+            :meth:`slice_loss`. By default they are all there is, or there are none.
     """
 
     coupled: bool = True
+
+    @property
+    def additive(self) -> bool:
+        """See above."""
+        return not self.coupled
 
     def embed(self, inputs: Any, data_samples: Any = None) -> Embeddings:
         """The heavy part: inputs (the batch, or any slice of it) to their embeddings.
@@ -57,7 +94,7 @@ class Algorithm(BaseModel):
     def embedding_loss(
         self, embeddings: Any, targets: Any, data_samples: Any = None
     ) -> dict[str, Tensor]:
-        """The light part: all embeddings of the batch to losses, and other scalars to log."""
+        """The light part: all embeddings of the batch to all losses, and other scalars to log."""
         raise self._missing('embedding_loss', 'embeddings to losses')
 
     def features(self, inputs: Tensor) -> Tensor:
@@ -89,7 +126,7 @@ class Algorithm(BaseModel):
         return slice_views(inputs, data_samples, size)
 
     def slice_loss(self, embeddings: Any, targets: Any, piece: Slice) -> dict[str, Tensor]:
-        """Losses of a slice, whose sums over all slices are the batch's; if not ``coupled``.
+        """Losses of a slice, whose sums over all slices are the batch's; if ``additive``.
 
         Entries without ``loss`` in their name are summed too, and may have any shape.
         """
@@ -102,11 +139,30 @@ class Algorithm(BaseModel):
         )
 
     def batch_losses(self, sums: dict[str, Tensor], targets: Any) -> dict[str, Tensor]:
-        """What :meth:`embedding_loss` gives, from the sums of :meth:`slice_loss`; to be logged."""
+        """What is logged of the sums of :meth:`slice_loss`, as :meth:`embedding_loss` gives it."""
         return sums
 
+    def coupled_part(self, embeddings: Any, piece: Slice) -> Any:
+        """What :meth:`coupled_loss` reads of a slice's embeddings; by default all of them.
+
+        Only slices with ``coupled`` set are asked. Tensors hold samples in dimension 0; those of
+        slices are concatenated in the slices' order.
+        """
+        return embeddings
+
+    def coupled_loss(
+        self, embeddings: Any, targets: Any, data_samples: Any = None
+    ) -> dict[str, Tensor]:
+        """Losses in which samples meet, of what is read of all slices; if ``coupled``.
+
+        By default :meth:`embedding_loss`, which is right where there are no others.
+        """
+        if self.additive:
+            raise self._missing('coupled_loss', 'what couples samples, without the additive losses')
+        return self.embedding_loss(embeddings, targets, data_samples)
+
     def join(self, embeddings: Sequence[Any]) -> Any:
-        """Embeddings of slices, in their order, to embeddings as :meth:`embedding_loss` takes them.
+        """Embeddings of slices, in their order, to embeddings as :meth:`coupled_loss` takes them.
 
         Dicts need not have the same keys: each entry is joined from the slices that have it.
         """

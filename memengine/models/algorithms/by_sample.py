@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from memengine.models.algorithms.base import Algorithm
-from memengine.models.batch_slices import Slice
+from memengine.techniques.slices.slicing import Slice
 
 __all__ = ['LossBySample']
 

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from memengine.models.algorithms.base import Algorithm
 from memengine.models.algorithms.contrastive import labels_of
-from memengine.models.batch_slices import Slice
 from memengine.models.parts import freeze
 from memengine.registry import MODELS
+from memengine.techniques.slices.slicing import Slice
 
 __all__ = ['Classifier']
 

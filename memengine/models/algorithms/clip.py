@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memengine.models.algorithms.base import Algorithm
-from memengine.models.batch_slices import Slice, cut_evenly, take
+from memengine.models.algorithms.base import Algorithm, feature_moments, feature_std
 from memengine.models.parts import build_loss, freeze, unit
-from memengine.models.spread import moments, spread
 from memengine.registry import MODELS
+from memengine.techniques.slices.slicing import Slice, cut_evenly, take
 
 __all__ = ['CLIP', 'SigLIP']
 
@@ -169,7 +168,7 @@ class CLIP(Algorithm):
         return {
             'loss': self.loss(images, texts, **self._logit_parameters()),
             **self._logged(),
-            'feature_std': spread(moments(images)),
+            'feature_std': feature_std(feature_moments(images)),
         }
 
     def _logit_parameters(self) -> dict[str, Tensor]:

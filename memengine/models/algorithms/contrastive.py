@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from memengine.models.algorithms.base import Algorithm, rows_of
+from memengine.models.algorithms.base import Algorithm, feature_moments, feature_std, rows_of
 from memengine.models.parts import build_head, build_loss, freeze, unit
-from memengine.models.spread import moments, spread
 from memengine.registry import MODELS
 
 __all__ = ['SimCLR', 'SupCon', 'labels_of']
@@ -123,7 +122,7 @@ class SimCLR(_Projected):
         """The loss of embeddings [2 * B, D], and their spread."""
         return {
             'loss': self.loss(*embeddings.chunk(2)),
-            'feature_std': spread(moments(embeddings)),
+            'feature_std': feature_std(feature_moments(embeddings)),
         }
 
 
@@ -179,5 +178,5 @@ class SupCon(_Projected):
         labels = labels_of(data_samples, 'SupCon') if self.use_labels else None
         return {
             'loss': self.loss(features, labels=labels),
-            'feature_std': spread(moments(embeddings)),
+            'feature_std': feature_std(feature_moments(embeddings)),
         }

@@ -16,8 +16,8 @@ from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from torchvision.ops import FrozenBatchNorm2d
 
 from memengine.models.algorithms.by_sample import LossBySample
-from memengine.models.batch_slices import Slice, cut_evenly, take
 from memengine.registry import MODELS
+from memengine.techniques.slices.slicing import Slice, cut_evenly, take
 
 __all__ = ['TorchvisionDetector']
 

@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from memengine._torch_private.ops import foreach_lerp_
 from memengine.engine.step import Progress
 from memengine.losses.dino import DINOLoss
-from memengine.models.algorithms.base import Algorithm
-from memengine.models.batch_slices import Slice
-from memengine.models.spread import moments, spread
+from memengine.losses.koleo import koleo_loss
+from memengine.models.algorithms.base import Algorithm, feature_moments, feature_std
 from memengine.registry import MODELS
 from memengine.techniques.slices.multi_crop import CropSlice, plan_slices
+from memengine.techniques.slices.slicing import Slice
 
 __all__ = ['DINO', 'TeacherTargets']
 
@@ -85,6 +86,9 @@ class DINO(Algorithm):
         momentum_teacher: Share of the old teacher in its moving average at the start.
         momentum_teacher_end: The same at the end; between them it follows half a cosine.
         freeze_last_layer: Epochs in which the prototypes are not updated.
+        koleo_weight: Weight of the KoLeo loss of the student's backbone features, summed over the
+            global crops (DINOv2: 0.1). In it samples meet, so that a batch is carried out in slices
+            by the gradient cache.
         data_preprocessor: Config of MMEngine's data preprocessor; by default data are moved to
             the model's device.
         init_cfg: MMEngine's initialisation config.
@@ -96,15 +100,18 @@ class DINO(Algorithm):
     prototypes are used alike and 0 when one is; ``teacher_sample_entropy``, the mean entropy of
     one image's teacher output, log K when it says nothing; ``feature_std``, the spread of the
     student's normalised features times sqrt(D), 1 when isotropic and 0 when all are alike. A
-    falling loss without them proves nothing. ``teacher_temp`` and ``ema_momentum`` are logged too.
+    falling loss without them proves nothing. ``teacher_temp`` and ``ema_momentum`` are logged too;
+    with ``koleo_weight`` the loss's parts ``loss_dino`` and ``loss_koleo``.
 
-    Distributed: the loss is the rank's mean (average the gradients, as DDP does); centre and
-    Sinkhorn's sums are those of all ranks; with BatchNorm in the head set ``sync_bn='torch'``.
+    Distributed: the loss is the rank's mean (average the gradients, as DDP does); the centre,
+    Sinkhorn's sums and KoLeo's neighbours are those of all ranks; with BatchNorm in the head set
+    ``sync_bn='torch'``.
 
-    Source: Caron et al., Emerging Properties in Self-Supervised Vision Transformers (2021).
+    Source: Caron et al., Emerging Properties in Self-Supervised Vision Transformers (2021); KoLeo
+    beside it: Oquab et al., DINOv2 (2023).
     """
 
-    coupled = False
+    additive = True
 
     def __init__(
         self,
@@ -120,6 +127,7 @@ class DINO(Algorithm):
         momentum_teacher: float = 0.996,
         momentum_teacher_end: float = 1.0,
         freeze_last_layer: int = 1,
+        koleo_weight: float = 0.0,
         data_preprocessor: dict[str, Any] | nn.Module | None = None,
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
@@ -131,6 +139,10 @@ class DINO(Algorithm):
                 'DINO: 0 <= momentum_teacher <= momentum_teacher_end <= 1 must hold, got '
                 f'{momentum_teacher} and {momentum_teacher_end}'
             )
+        if koleo_weight < 0:
+            raise ValueError(f'DINO: koleo_weight must not be negative, got {koleo_weight}')
+        self.koleo_weight = koleo_weight
+        self.coupled = koleo_weight > 0
         self.student = self._build(backbone, head)
         calm = copy.deepcopy(backbone)
         if 'drop_path_rate' in calm:
@@ -209,9 +221,20 @@ class DINO(Algorithm):
         features, logits = embeddings
         sums = {
             'loss': self.loss.batch_loss(logits, targets.probabilities),
-            **moments(features),
+            **feature_moments(features),
         }
-        return self.batch_losses(sums, targets)
+        losses = self.batch_losses(sums, targets)
+        if self.coupled:
+            batch_size = targets.probabilities.shape[1]
+            losses |= self._koleo(features[: GLOBAL_CROPS * batch_size])
+        return losses
+
+    def _koleo(self, features: Tensor) -> dict[str, Tensor]:
+        """The KoLeo loss of the global crops' features [2 * B, D], crop by crop."""
+        ranks = dist.group.WORLD if dist.is_initialized() else None
+        crops = features.chunk(GLOBAL_CROPS)
+        losses = torch.stack([koleo_loss(crop, process_group=ranks) for crop in crops])
+        return {'loss_koleo': self.koleo_weight * losses.sum()}
 
     def slices(self, inputs: Sequence[Tensor], data_samples: Any, size: float) -> list[Slice]:
         """Sets of (crop, sample) of one resolution, as even as can be.
@@ -228,6 +251,7 @@ class DINO(Algorithm):
                 None,
                 piece,
                 len(inputs) * batch_size,
+                coupled=piece.crops.start < GLOBAL_CROPS,
             )
             for piece in plan_slices(sizes, batch_size, size)
         ]
@@ -242,16 +266,40 @@ class DINO(Algorithm):
             logits.unflatten(0, (len(piece.rows.crops), -1)),  # [crops, samples, K]
             piece.rows.targets(targets.probabilities),
         )
-        return {'loss': loss / targets.probabilities.shape[1], **moments(features)}
+        return {'loss': loss / targets.probabilities.shape[1], **feature_moments(features)}
+
+    def coupled_part(
+        self, embeddings: tuple[Tensor, Tensor], piece: Slice
+    ) -> tuple[Tensor, Tensor]:
+        """Features [n, D] of the slice's n global crops, and which of the 2 * B they are, [n]."""
+        assert isinstance(piece.rows, CropSlice)
+        features, _ = embeddings
+        samples, crops = piece.rows.samples, piece.rows.crops
+        batch_size = piece.total // self.loss.ncrops
+        device = features.device
+        crop = torch.arange(crops.start, min(crops.stop, GLOBAL_CROPS), device=device)
+        sample = torch.arange(samples.start, samples.stop, device=device)
+        rows = (crop[:, None] * batch_size + sample).flatten()
+        return features[: len(rows)], rows
+
+    def coupled_loss(
+        self,
+        embeddings: tuple[Tensor, Tensor],
+        targets: TeacherTargets,
+        data_samples: Any = None,
+    ) -> dict[str, Tensor]:
+        """The KoLeo loss, of the features and rows that :meth:`coupled_part` gave of all slices."""
+        features, rows = embeddings
+        return self._koleo(features[rows.argsort()])
 
     @torch.no_grad()
     def batch_losses(self, sums: dict[str, Tensor], targets: TeacherTargets) -> dict[str, Tensor]:
         """The loss, and what tells whether it means anything."""
         loss = sums['loss']
         return {
-            'loss': loss,
+            'loss_dino' if self.coupled else 'loss': loss,
             **targets.scalars(),
-            'feature_std': spread(sums),
+            'feature_std': feature_std(sums),
             'teacher_temp': loss.new_tensor(self.loss.temperature(self.progress.epoch)),
             'ema_momentum': loss.new_tensor(self.ema_momentum),
         }

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memengine.models.algorithms.base import Algorithm, rows_of
+from memengine.models.algorithms.base import Algorithm, feature_moments, feature_std, rows_of
 from memengine.models.algorithms.contrastive import labels_of
 from memengine.models.parts import build_head, build_loss, unit
-from memengine.models.spread import moments, spread
 from memengine.registry import MODELS
 
 __all__ = ['SelfCon']
@@ -93,7 +92,7 @@ class SelfCon(Algorithm):
         labels = labels_of(data_samples, 'SelfCon') if self.use_labels else None
         return {
             'loss': self.loss(torch.cat(list(views), dim=1), labels=labels),
-            'feature_std': spread(moments(embeddings[:, -1])),
+            'feature_std': feature_std(feature_moments(embeddings[:, -1])),
         }
 
     def features(self, inputs: Tensor) -> Tensor:

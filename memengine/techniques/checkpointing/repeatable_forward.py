@@ -64,7 +64,7 @@ class CheckpointedForward(WrappedForward):
 
     @property
     def can_be_compiled(self) -> bool:
-        """Whether compiled code repeats the forward as it was, by a policy known before."""
+        """Whether compiled code would repeat the forward as it was, and knows what to keep."""
         if self.owner.budget is not None:
             return False
         return not (self.has_buffers and compiled_checkpoints_write_twice())

@@ -58,12 +58,13 @@ _OF_VALUES = frozenset(
     )
 )
 
-_ATTENTION = dict.fromkeys(('query', 'key', 'value', 'output', 'out'), Need.ATTENTION)
-_MATRICES = {'self': Need.ATTENTION, 'mat2': Need.ATTENTION}
-_BATCH_MATRICES = {'batch1': Need.ATTENTION, 'batch2': Need.ATTENTION}
+
+def _each(operations: str, needs: dict[str, Need]) -> dict[str, dict[str, Need]]:
+    return dict.fromkeys(operations.split(), needs)
+
+
 _TAKEN = {'self': Need.ACTIVATION}
 _GIVEN = {'result': Need.ACTIVATION}
-_POOL = {'self': Need.SHAPE, 'result1': Need.INDICES}
 
 # Operation, field, need. A product of matrices is a layer if one of them is made of weights.
 _NEEDS: dict[str, dict[str, Need]] = {
@@ -71,45 +72,30 @@ _NEEDS: dict[str, dict[str, Need]] = {
     'Mm': {'self': Need.LINEAR},
     'Linear': {'input': Need.LINEAR},
     'Convolution': {'input': Need.CONVOLUTION},
-    'Bmm': _MATRICES,
-    'Baddbmm': _BATCH_MATRICES,
-    'ScaledDotProductFlashAttentionForCpu': _ATTENTION,
-    'ScaledDotProductFlashAttention': _ATTENTION,
-    'ScaledDotProductEfficientAttention': _ATTENTION,
-    'ScaledDotProductCudnnAttention': _ATTENTION,
-    'Softmax': {'result': Need.SOFTMAX},
-    'SafeSoftmax': {'result': Need.SOFTMAX},
-    'NativeLayerNorm': {'input': Need.NORM},
-    'NativeGroupNorm': {'input': Need.NORM},
-    'NativeBatchNorm': {'input': Need.NORM},
-    'CudnnBatchNorm': {'input': Need.NORM},
-    'MiopenBatchNorm': {'input': Need.NORM},
-    'FusedRmsNorm': {'input': Need.NORM},
-    'Gelu': _TAKEN,
-    'Silu': _TAKEN,
-    'Mish': _TAKEN,
-    'Elu': _TAKEN | _GIVEN,
-    'Celu': _TAKEN | _GIVEN,
-    'Softplus': _TAKEN,
-    'Hardswish': _TAKEN,
-    'Hardsigmoid': _TAKEN,
-    'LogSigmoid': _TAKEN,
-    'Tanh': _GIVEN,
-    'Sigmoid': _GIVEN,
+    'Bmm': {'self': Need.ATTENTION, 'mat2': Need.ATTENTION},
+    'Baddbmm': {'batch1': Need.ATTENTION, 'batch2': Need.ATTENTION},
+    **_each(
+        'ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention '
+        'ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention',
+        dict.fromkeys(('query', 'key', 'value', 'output', 'out'), Need.ATTENTION),
+    ),
+    **_each('Softmax SafeSoftmax', {'result': Need.SOFTMAX}),
+    **_each('NativeLayerNorm NativeGroupNorm NativeBatchNorm', {'input': Need.NORM}),
+    **_each('CudnnBatchNorm MiopenBatchNorm FusedRmsNorm', {'input': Need.NORM}),
+    **_each('Gelu Silu Mish Softplus Hardswish Hardsigmoid LogSigmoid', _TAKEN),
+    **_each('Elu Celu', _TAKEN | _GIVEN),
+    **_each('Tanh Sigmoid', _GIVEN),
     'Mul': {'self': Need.PRODUCT, 'other': Need.PRODUCT},
     'Relu': {'result': Need.POSITIVE},
     'LeakyRelu': {'self': Need.SIGN, 'result': Need.SIGN},
     'Hardtanh': {'self': Need.WITHIN},
     'NativeDropout': {'result1': Need.BOOL},
     'MaskedFill': {'mask': Need.BOOL},
-    'MaxPool2DWithIndices': _POOL,
-    'MaxPool3DWithIndices': _POOL,
-    'AdaptiveMaxPool2D': _POOL,
-    'AdaptiveMaxPool3D': _POOL,
-    'AvgPool2D': {'self': Need.SHAPE},
-    'AvgPool3D': {'self': Need.SHAPE},
-    'AdaptiveAvgPool2D': {'self': Need.SHAPE},
-    'AdaptiveAvgPool3D': {'self': Need.SHAPE},
+    **_each(
+        'MaxPool2DWithIndices MaxPool3DWithIndices AdaptiveMaxPool2D AdaptiveMaxPool3D',
+        {'self': Need.SHAPE, 'result1': Need.INDICES},
+    ),
+    **_each('AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveAvgPool3D', {'self': Need.SHAPE}),
     'Embedding': {'indices': Need.INDICES},
 }
 

@@ -13,13 +13,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from memengine._torch_private.modules import own_buffers, own_parameters
 
-__all__ = ['materialize']
+__all__ = ['materialize', 'on_meta']
 
 # Their models draw values while they are constructed; those without init_weights() only then.
 _LIBRARIES = ('timm.models', 'torchvision.models', 'transformers', 'open_clip')
+
+
+class _NumbersOnCpu(TorchFunctionMode):
+    """``torch.linspace`` on the CPU: constructors read numbers from it, as those of timm 1.0.15."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.linspace:
+            kwargs.setdefault('device', 'cpu')
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Within it, models are built without values, as :func:`materialize` takes them.
+
+    It is ``torch.device('meta')``, under which timm's models of all versions can be built.
+    """
+    with torch.device('meta'), _NumbersOnCpu():
+        yield
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from memengine.techniques.modules.random_state import RandomState, accelerators_of
+from memengine.techniques.modules.wrapped_forward import WrappedForward
 
 __all__ = ['FrozenPart']
 
 
-class FrozenPart:
+class FrozenPart(WrappedForward):
     """Keeps what a module returns in the first pass, and returns it in the second.
 
     Args:
@@ -28,29 +29,21 @@ class FrozenPart:
     second pass has to go on from the same random state.
     """
 
+    setting = 'frozen part'
+
     def __init__(self, part: nn.Module) -> None:
         trained = [name for name, p in part.named_parameters() if p.requires_grad]
         if trained:
             raise ValueError(f'{type(part).__name__} is not frozen: {trained[0]} is trained')
-        self._part = part
+        super().__init__(type(part).__name__, part)
         self._kept: list[Tensor] = []
         self._repeatable = True
+        self._keeps = True  # otherwise it returns what it has kept
 
     @contextmanager
     def first_pass(self) -> Iterator[None]:
         """Around the forward pass of some slices, in their order."""
-        forward = self._part.forward
-
-        def keep(*args: Any, **kwargs: Any) -> Any:
-            state = RandomState(accelerators_of(self._part))
-            outputs = forward(*args, **kwargs)
-            rows = isinstance(outputs, Tensor) and outputs.shape[:1] == _rows(args)
-            self._repeatable &= rows and state.unchanged()
-            if self._repeatable:
-                self._kept.append(outputs)
-            return outputs
-
-        with _forward_is(self._part, keep):
+        with self._in_place(keeps=True):
             yield
 
     @contextmanager
@@ -59,31 +52,38 @@ class FrozenPart:
         if not self._repeatable:
             yield
             return
-
-        def take(*args: Any, **kwargs: Any) -> Tensor:
-            (count,) = _rows(args)
-            if len(self._kept[0]) < count:
-                self._kept = [torch.cat(self._kept)]
-            first = self._kept[0]
-            self._kept[:1] = [first[count:]] if len(first) > count else []
-            return first[:count]
-
-        with _forward_is(self._part, take):
+        with self._in_place(keeps=False):
             yield
+
+    @contextmanager
+    def _in_place(self, keeps: bool) -> Iterator[None]:
+        self._keeps = keeps
+        self.begin()
+        try:
+            yield
+        finally:
+            self.undo()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the part and keep its outputs, or return them."""
+        return self._run(args, kwargs) if self._keeps else self._next(_rows(args)[0])
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        state = RandomState(accelerators_of(self.module))
+        outputs = self.plain(*args, **kwargs)
+        rows = isinstance(outputs, Tensor) and outputs.shape[:1] == _rows(args)
+        self._repeatable &= rows and state.unchanged()
+        if self._repeatable:
+            self._kept.append(outputs)
+        return outputs
+
+    def _next(self, count: int) -> Tensor:
+        if len(self._kept[0]) < count:
+            self._kept = [torch.cat(self._kept)]
+        first = self._kept[0]
+        self._kept[:1] = [first[count:]] if len(first) > count else []
+        return first[:count]
 
 
 def _rows(args: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(args[0].shape[:1]) if args and isinstance(args[0], Tensor) else ()
-
-
-@contextmanager
-def _forward_is(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    own = module.__dict__.get('forward')  # somebody else's, set in the same way
-    module.__dict__['forward'] = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.__dict__['forward']
-        else:
-            module.__dict__['forward'] = own

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from memengine.suggest import did_you_mean
-from memengine.techniques.slices.grad_cache import Tower, cached_step, call_module
+from memengine.techniques.slices.grad_cache import Tower, cached_step
+from memengine.techniques.slices.sliced_step import synchronising
 from memengine.techniques.slices.slicing import split_batch
+from memengine.techniques.slices.tower import call_module
 
 __all__ = ['GradCache']
 
@@ -166,7 +168,7 @@ class GradCache:
     def _check_no_sync(self) -> None:
         for model in self.models:
             trained = any(parameter.requires_grad for parameter in model.parameters())
-            if trained and not hasattr(model, 'no_sync'):
+            if trained and not synchronising(model):
                 raise ValueError(
                     f'GradCache: no_sync_except_last=True needs models wrapped in '
                     f'DistributedDataParallel, got {type(model).__name__}; wrap it, or leave it out'

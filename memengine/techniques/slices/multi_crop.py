@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from memengine.losses.dino import DINOLoss, combine_targets
-from memengine.techniques.slices.slicing import Context, additive_step
+from memengine.techniques.slices.accumulation import additive_step
+from memengine.techniques.slices.sliced_step import Context
+from memengine.techniques.slices.slicing import even_parts
 
 __all__ = ['CropSlice', 'dino_step', 'plan_slices']
 
@@ -94,8 +96,8 @@ def plan_slices(
         across, along = _fewest(len(crops), batch_size, budget)
         slices += [
             CropSlice(some_crops, some_samples)
-            for some_samples in _even(range(batch_size), along)
-            for some_crops in _even(crops, across)
+            for some_samples in even_parts(range(batch_size), along)
+            for some_crops in even_parts(crops, across)
         ]
     return slices
 
@@ -114,12 +116,6 @@ def _fewest(crops: int, samples: int, budget: int) -> tuple[int, int]:
 
     choices = [parts(crops_each) for crops_each in range(min(crops, budget), 0, -1)]
     return min(choices, key=lambda choice: choice[0] * choice[1])  # the first: most crops each
-
-
-def _even(whole: range, parts: int) -> list[range]:
-    """Cut a range into parts whose lengths differ by one at most."""
-    bounds = [whole.start + len(whole) * part // parts for part in range(parts + 1)]
-    return [range(*ends) for ends in zip(bounds, bounds[1:], strict=False)]
 
 
 def dino_step(

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memengine._torch_private.modules import BatchNorm
 from memengine.techniques.modules.random_state import RandomState, accelerators_of
-from memengine.techniques.slices.slicing import Context
+from memengine.techniques.slices.sliced_step import Context
 
 __all__ = ['is_out_of_memory', 'run_until_it_fits']
 

@@ -1,43 +1,31 @@
-"""Slices of a batch, and the step that runs additive losses slice by slice.
+"""Slices of a batch: cut, taken and joined again.
 
-A loss is additive when the sum of its slices' losses is the batch's loss (classification; DINO
-once the teacher's targets are there). Where samples see each other (SimCLR, SupCon, CLIP) it is
-not, and :mod:`memengine.techniques.slices.grad_cache` is the technique to use.
+Shapes: B samples, V views of each; rows are those of ``torch.cat(views)``, [V * B, ...].
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from memengine._torch_private.ops import pytree
-from memengine.techniques.layers.weight_norm import shared_weights
+
+if TYPE_CHECKING:
+    from memengine.techniques.slices.multi_crop import CropSlice
 
 __all__ = [
-    'Losses',
-    'SyncOnce',
-    'additive_step',
-    'detached',
+    'Slice',
+    'cut_evenly',
+    'even_parts',
     'join_slices',
+    'slice_views',
     'split_batch',
-    'tensors_in',
-    'total_loss',
+    'take',
 ]
-
-Losses: TypeAlias = Tensor | Mapping[str, Tensor]
-Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """All tensors in nested dicts, lists and tuples."""
-    if isinstance(tree, Mapping) and not isinstance(tree, dict):
-        tree = dict(tree)
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def split_batch(batch: Any, size: int) -> list[Any]:
@@ -92,11 +80,11 @@ def join_slices(slices: Sequence[Any]) -> Any:
         return slices[0]
     columns, structures = zip(*map(pytree.tree_flatten, slices), strict=True)
     return pytree.tree_unflatten(
-        [_join(leaves) for leaves in zip(*columns, strict=True)], structures[0]
+        [_join_leaves(leaves) for leaves in zip(*columns, strict=True)], structures[0]
     )
 
 
-def _join(leaves: tuple[Any, ...]) -> Any:
+def _join_leaves(leaves: tuple[Any, ...]) -> Any:
     if isinstance(leaves[0], Tensor):
         return torch.cat(leaves)
     if leaves[0] is None or isinstance(leaves[0], bool):
@@ -104,126 +92,127 @@ def _join(leaves: tuple[Any, ...]) -> Any:
     raise TypeError(f'slices with a {type(leaves[0]).__name__} in them cannot be joined')
 
 
-def total_loss(losses: Losses) -> Tensor:
-    """The scalar to run backward from.
+@dataclass(frozen=True)
+class Slice:
+    """A part of a batch that goes through the network by itself.
 
     Args:
-        losses: The loss, or losses by name: those with ``loss`` in their name are summed, other
-            entries are for the log (MMEngine's rule).
-
-    Raises:
-        ValueError: When a loss is not a scalar, or no entry is a loss.
-    """
-    parts = losses
-    if isinstance(losses, Mapping):
-        parts = {name: value for name, value in losses.items() if 'loss' in name}
-        if not parts:
-            raise ValueError(f'no entry of the losses is named a loss, got {sorted(losses)}')
-    else:
-        parts = {'loss': losses}
-    for name, part in parts.items():
-        if not isinstance(part, Tensor) or part.numel() != 1:
-            what = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
-            raise ValueError(f'{name} must be a scalar tensor, got {what}')
-    total, *others = (part.reshape(()) for part in parts.values())
-    return sum(others, start=total)
-
-
-def detached(losses: Losses) -> Any:
-    """The losses without their graph."""
-    return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, losses)
-
-
-class SyncOnce:
-    """Lets modules that reduce gradients across ranks (DDP) do so in their last backward only.
-
-    Until a module's last graph, forward and backward run in its ``no_sync()``. Modules without
-    that method have nothing to synchronise.
-
-    Args:
-        graphs: The modules in the order in which their graphs are built; one entry per graph.
+        inputs: What ``forward`` takes as inputs.
+        data_samples: What ``forward`` takes as data samples.
+        rows: Which rows of the batch these are; for crops of several sizes, which crops of which
+            samples.
+        total: Rows of the whole batch (of this tower).
+        tower: Which encoder the slice is for, in models that have several.
+        coupled: Whether the model's coupled loss, if it has one, reads this slice's embeddings.
     """
 
-    def __init__(self, graphs: Iterable[nn.Module]) -> None:
-        self._left = Counter(graph for graph in graphs if hasattr(graph, 'no_sync'))
+    inputs: Any
+    data_samples: Any
+    rows: range | CropSlice
+    total: int
+    tower: str | None = None
+    coupled: bool = True
 
-    @contextmanager
-    def graph(self, module: nn.Module) -> Iterator[bool]:
-        """Around the forward (and backward) of the module's next graph.
+    def merged(self, following: Sequence[Slice]) -> Slice:
+        """This slice and those that follow it as one.
 
-        Yields:
-            Whether gradients are synchronised in it.
+        Raises:
+            ValueError: For slices of crops, which may differ in size.
         """
-        last = self._left[module] == 1
-        self._left[module] -= 1
-        with ExitStack() as stack:
-            if self._left[module] > 0:
-                stack.enter_context(module.no_sync())  # type: ignore[operator]
-            yield last
+        if not following:
+            return self
+        every = [self, *following]
+        first, last = self.rows, every[-1].rows
+        if not isinstance(first, range) or not isinstance(last, range):
+            raise ValueError('slices of crops cannot be merged; leave out forward_chunk_size')
+        return Slice(
+            _join_samples([piece.inputs for piece in every]),
+            _join_samples([piece.data_samples for piece in every]),
+            range(first.start, last.stop),
+            self.total,
+            self.tower,
+            self.coupled,
+        )
 
-    @contextmanager
-    def loss(self) -> Iterator[None]:
-        """Around a backward through graphs of any of the modules."""
-        with ExitStack() as stack:
-            for module, left in self._left.items():
-                if left > 0:
-                    stack.enter_context(module.no_sync())  # type: ignore[operator]
-            yield
+
+def even_parts(whole: range, parts: int) -> list[range]:
+    """Cut a range into parts whose lengths differ by one at most."""
+    bounds = [whole.start + len(whole) * part // parts for part in range(parts + 1)]
+    return [range(*ends) for ends in zip(bounds, bounds[1:], strict=False)]
 
 
-def additive_step(
-    slices: Sequence[Any],
-    loss_fn: Callable[[Any], Losses],
-    *,
-    modules: Sequence[nn.Module] = (),
-    weights: Sequence[float] | None = None,
-    context: Context = nullcontext,
-    backward: Callable[[Tensor], Any] = Tensor.backward,
-    exchange: Context = nullcontext,
-) -> Any:
-    """Run slice -> loss -> backward one after another: the batch's gradient, a slice's memory.
-
-    Args:
-        slices: The batch in slices, of any kind.
-        loss_fn: A slice to its loss, or losses by name (see :func:`total_loss`).
-        modules: Modules that ``loss_fn`` calls. Those wrapped by DDP reduce their gradients in the
-            last slice's backward only; WeightNormLinear layers in them see to their weight once.
-        weights: Factor of each slice's losses; None for 1. A loss that is the mean over a
-            slice's samples needs ``len(slice) / len(batch)``.
-        context: Makes the context of forward, e.g. ``lambda: torch.autocast('cuda')``.
-        backward: Runs backward from a slice's loss, e.g. with a gradient scaler.
-        exchange: Makes the context of the last backward, in which ranks exchange gradients. See
-            :func:`~memengine.techniques.slices.out_of_memory.run_until_it_fits`.
-
-    Returns:
-        Sum of the (weighted) losses over the slices, without graph, in the form of ``loss_fn``.
+def cut_evenly(rows: int, size: Any) -> list[range]:
+    """The fewest even ranges of at most ``size`` rows.
 
     Raises:
-        ValueError: When there is no slice, or not one weight per slice.
-
-    Cost: bytes saved for backward are those of the largest slice; no extra computation.
-    BatchNorm's batch statistics are each slice's own (as those of that many unsynchronised
-    ranks), its running statistics are updated once per slice. Gradient hooks fire once per slice.
+        ValueError: For a size that is not a whole number of at least 1, or no rows.
     """
-    if not slices:
-        raise ValueError('there is no slice to run')
-    factors = [1.0] * len(slices) if weights is None else list(weights)
-    if len(factors) != len(slices):
-        raise ValueError(f'expected one weight per slice, got {len(factors)} for {len(slices)}')
-    sync = SyncOnce(module for module in modules for _ in slices)
-    totals: Any = None
-    with shared_weights(modules) as before_the_last:
-        for number, (piece, factor) in enumerate(zip(slices, factors, strict=True), start=1):
-            if number == len(slices):
-                before_the_last()
-            with ExitStack() as stack:
-                for module in modules:
-                    stack.enter_context(sync.graph(module))
-                with context():
-                    losses = pytree.tree_map(lambda value, f=factor: value * f, loss_fn(piece))
-                if number == len(slices):
-                    stack.enter_context(exchange())
-                backward(total_loss(losses))
-            done = detached(losses)
-            totals = done if totals is None else pytree.tree_map(torch.add, totals, done)
-    return totals
+    if rows < 1:
+        raise ValueError('the batch is empty')
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(
+            f'the size of a slice must be a whole number of at least 1 row, got {size!r}'
+        )
+    return even_parts(range(rows), -(-rows // size))
+
+
+def take(tree: Any, rows: range) -> Any:
+    """Samples ``rows`` of nested dicts of tensors and lists that hold one entry a sample."""
+    if isinstance(tree, Mapping):
+        return {key: take(value, rows) for key, value in tree.items()}
+    return None if tree is None else tree[rows.start : rows.stop]
+
+
+def _join_samples(parts: Sequence[Any]) -> Any:
+    """Put together what :func:`take` took, tensors along dimension 0 and lists end to end."""
+    first = parts[0]
+    if len(parts) == 1 or first is None:
+        return first
+    if isinstance(first, Mapping):
+        return {key: _join_samples([part[key] for part in parts]) for key in first}
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts))
+    return [entry for part in parts for entry in part]
+
+
+def slice_views(inputs: Any, data_samples: Any, size: Any) -> list[Slice]:
+    """Cut one view [B, ...] by sample, or V views of one size by the rows of their concatenation.
+
+    A slice of several views holds them as a list, as the batch does; its tensors are views of the
+    batch's, so that nothing is copied.
+
+    Args:
+        inputs: A tensor [B, ...], or a list of V such tensors of one shape.
+        data_samples: Dict of tensors and lists by sample, a list by sample, or None.
+        size: Most rows in a slice.
+
+    Raises:
+        TypeError: For other inputs.
+        ValueError: For views of several shapes, or a size below 1.
+    """
+    several = isinstance(inputs, (list, tuple))
+    views: Sequence[Any] = inputs if several else [inputs]
+    if not views or not all(isinstance(view, Tensor) for view in views):
+        raise TypeError(
+            'inputs must be a tensor [B, ...] or a list of views of that shape to be cut into '
+            f'slices, got {type(inputs).__name__}; define slices() in the model for others'
+        )
+    shapes = {tuple(view.shape) for view in views}
+    if len(shapes) > 1:
+        raise ValueError(
+            f'views of several sizes have no common rows to be cut by, got {sorted(shapes)}; '
+            'use one size, or define slices() in the model'
+        )
+    batch_size = len(views[0])
+    total = len(views) * batch_size
+    slices = []
+    for rows in cut_evenly(total, size):
+        parts = [
+            (view, range(max(rows.start - start, 0), min(rows.stop - start, batch_size)))
+            for view, start in zip(views, range(0, total, batch_size), strict=True)
+            if start < rows.stop and rows.start < start + batch_size
+        ]
+        pieces = [view[some.start : some.stop] for view, some in parts]
+        samples = _join_samples([take(data_samples, some) for _, some in parts])
+        slices.append(Slice(pieces if several else pieces[0], samples, rows, total))
+    return slices

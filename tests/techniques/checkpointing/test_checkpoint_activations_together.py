@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from memengine.techniques.checkpointing.checkpoint_activations import checkpoint_activations
 from memengine.techniques.compiling import compile_blocks
 from memengine.techniques.offload import offload_activations
+from memengine.techniques.slices.accumulation import additive_step
 from memengine.techniques.slices.grad_cache import Tower, cached_step
-from memengine.techniques.slices.slicing import additive_step, split_batch
+from memengine.techniques.slices.slicing import split_batch
 from memengine.testing import assert_same_step, run_ranks
 from tests.techniques.checkpointing.test_checkpoint_activations import make, resnet, vit
 

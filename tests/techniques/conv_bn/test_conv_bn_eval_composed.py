@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from memengine.losses import NTXentLoss
 from memengine.memory import SavedBytes
 from memengine.techniques import efficient_conv_bn_eval
+from memengine.techniques.slices.accumulation import additive_step
 from memengine.techniques.slices.grad_cache import Tower, cached_step
-from memengine.techniques.slices.slicing import additive_step, split_batch
+from memengine.techniques.slices.slicing import split_batch
 from memengine.testing import assert_same_step, relative_error, run_ranks
 from tests.techniques.conv_bn.test_conv_bn_eval import OTHER, frozen, images, step
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from memengine.techniques import checkpoint_activations, efficient_conv_bn_eval
 from memengine.techniques.conv_bn.gradient import frozen_bn
+from memengine.techniques.sharding.materializing import on_meta
 from memengine.testing import assert_same_step, saved_bytes
 from tests.techniques.conv_bn.test_conv_bn_eval import frozen, images, step
 
@@ -135,7 +136,7 @@ def test_gradients_of_gradients(affine):
 
 def test_densenet():
     """With BatchNorm's weights frozen, all 121 of its layers keep nothing."""
-    with torch.device('meta'):
+    with on_meta():
         model, batch = timm.create_model('densenet121').train(), torch.empty(8, 3, 128, 128)
     for layer in model.modules():
         if isinstance(layer, nn.BatchNorm2d):

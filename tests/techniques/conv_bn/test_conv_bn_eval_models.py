@@ -23,6 +23,7 @@ from torchvision.models.detection import maskrcnn_resnet50_fpn
 
 from memengine.memory import SavedBytes
 from memengine.techniques import efficient_conv_bn_eval
+from memengine.techniques.sharding.materializing import on_meta
 from memengine.testing import assert_same_step, saved_bytes
 from tests.techniques.conv_bn.test_conv_bn_eval import frozen
 
@@ -55,8 +56,8 @@ def make(name, **kwargs):
     return timm.create_model(name, **kwargs)
 
 
-def on_meta(name):
-    with torch.device('meta'):
+def built_on_meta(name):
+    with on_meta():
         model = make(name).train()
     for layer in model.modules():
         if isinstance(layer, _BatchNorm):
@@ -82,7 +83,7 @@ def convolutions_before_batch_norm(model, x):
 @pytest.mark.parametrize('name', MODELS)
 def test_pairs_and_bytes(name):
     pairs, _, saved = MODELS[name]
-    model = on_meta(name)
+    model = built_on_meta(name)
     inputs = [torch.empty(batch, 3, size, size, device='meta') for batch, size in SIZES]
     before = [saved_bytes(lambda x=x: model(x), model) for x in inputs]
     assert convolutions_before_batch_norm(model, inputs[-1]) == pairs
@@ -95,7 +96,7 @@ def test_pairs_and_bytes(name):
 @pytest.mark.parametrize('name', MODELS)
 def test_mmengine_beside(name):
     """What MMEngine's own finds, so that the page's comparison stays true."""
-    model = on_meta(name)
+    model = built_on_meta(name)
     x = torch.empty(8, 3, 128, 128, device='meta')
     before = saved_bytes(lambda: model(x), model)
     if MODELS[name][1] is None:
@@ -106,7 +107,7 @@ def test_mmengine_beside(name):
     nodes = model.forward.__self__.graph.nodes
     assert sum(n.target is efficient_conv_bn_eval_control for n in nodes) == MODELS[name][1]
     after = saved_bytes(lambda: model(x), model)
-    ours = on_meta(name)
+    ours = built_on_meta(name)
     efficient_conv_bn_eval(ours)
     assert saved_bytes(lambda: ours(x), ours) < after
     if name == 'resnet18':
@@ -155,7 +156,7 @@ def test_bytes_on_meta_are_those_on_cpu():
     for name in ('resnet18', 'mobilenetv3_small_100'):
         figures = []
         for device in ('meta', 'cpu'):
-            model = on_meta(name)
+            model = built_on_meta(name)
             if device == 'cpu':
                 model = model.to_empty(device='cpu')
             efficient_conv_bn_eval(model)

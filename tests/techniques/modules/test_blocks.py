@@ -2,11 +2,11 @@
 
 import pytest
 import timm
-import torch
 import torchvision
 from torch import nn
 
 from memengine.techniques.modules.blocks import find_blocks, select_modules
+from memengine.techniques.sharding.materializing import on_meta
 
 FOUND = {
     'vit_tiny_patch16_224': {'Block': 12},
@@ -36,14 +36,14 @@ def count(blocks):
 
 @pytest.mark.parametrize('name', FOUND)
 def test_blocks_of_timm(name):
-    with torch.device('meta'):
+    with on_meta():
         model = timm.create_model(name)
     assert count(find_blocks(model)) == FOUND[name]
 
 
 @pytest.mark.parametrize('name', FOUND_TORCHVISION)
 def test_blocks_of_torchvision(name):
-    with torch.device('meta'):
+    with on_meta():
         model = torchvision.models.get_model(name)
     assert count(find_blocks(model)) == FOUND_TORCHVISION[name]
 
@@ -58,7 +58,7 @@ def test_blocks_of_both_towers_and_a_decoder():
 
 @pytest.fixture(scope='module')
 def vit():
-    with torch.device('meta'):
+    with on_meta():
         return timm.create_model('vit_tiny_patch16_224', depth=4)
 
 

@@ -16,7 +16,7 @@ from memengine.models.algorithms.clip import _Tower
 from memengine.models.backbones.text_transformer import TextTransformer
 from memengine.models.heads.dino_head import DINOHead
 from memengine.techniques.layers.weight_norm import WeightNormLinear
-from memengine.techniques.sharding.materializing import materialize
+from memengine.techniques.sharding.materializing import materialize, on_meta
 from memengine.techniques.sharding.shard_model import shard_model
 
 CPU = torch.device('cpu')
@@ -37,8 +37,8 @@ RESETTABLE = pytest.mark.skipif(
 )
 
 
-def on_meta(build):
-    with torch.device('meta'):
+def built_on_meta(build):
+    with on_meta():
         return build()
 
 
@@ -69,7 +69,7 @@ def assert_drawn_alike(actual, expected):
 def test_timms_vits_need_no_function(build):
     torch.manual_seed(1)
     expected = build()
-    model = on_meta(build)
+    model = built_on_meta(build)
     materialize(model, CPU)
     assert_drawn_alike(model, expected)
     with pytest.raises(AssertionError, match=r'qkv|q_proj'):  # what modules would have drawn
@@ -87,7 +87,7 @@ def test_timms_vits_need_no_function(build):
 @pytest.mark.parametrize('build', [vit, pytest.param(eva, marks=RESETTABLE)])
 def test_one_unit_after_the_other_is_the_same(build):
     torch.manual_seed(1)
-    expected, model = build(), on_meta(build)
+    expected, model = build(), built_on_meta(build)
     dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=1)
     try:
         shard_model(model, offload=True)
@@ -105,7 +105,7 @@ def test_a_process_never_holds_more_than_its_shards_and_a_unit():
     def build():
         return timm.create_model('vit_tiny_patch16_224', img_size=64, depth=8, num_classes=40)
 
-    model = on_meta(build)
+    model = built_on_meta(build)
     block, whole = size_of(model.blocks[0]), size_of(model)
     dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=4)
     try:
@@ -121,7 +121,7 @@ def size_of(module):
 
 
 def test_what_is_there_already_stays():
-    model = on_meta(vit)
+    model = built_on_meta(vit)
     materialize(model.blocks[0], CPU, model=model)
     kept = {name: tensor.clone() for name, tensor in model.blocks[0].state_dict().items()}
     ready = [*model.blocks[0].parameters()]
@@ -147,16 +147,16 @@ def test_what_is_there_already_stays():
 )
 def test_modules_that_draw_for_their_children(build):
     torch.manual_seed(1)
-    expected, model = build(), on_meta(build)
+    expected, model = build(), built_on_meta(build)
     materialize(model, CPU)
     assert_drawn_alike(model, expected)
 
 
 def test_models_that_draw_in_their_constructor_only_are_refused():
-    convnext = on_meta(lambda: timm.create_model('convnext_atto'))
+    convnext = built_on_meta(lambda: timm.create_model('convnext_atto'))
     with pytest.raises(ValueError, match='ConvNeXt of timm.models draws .* constructed.* init_fn'):
         materialize(convnext, CPU)
-    resnet = on_meta(lambda: nn.Sequential(torchvision.models.resnet18()))
+    resnet = built_on_meta(lambda: nn.Sequential(torchvision.models.resnet18()))
     with pytest.raises(ValueError, match='ResNet of torchvision.models draws'):
         materialize(resnet, CPU)
 
@@ -179,4 +179,4 @@ class Own(nn.Module):
 
 def test_whole_numbers_without_a_value_are_named():
     with pytest.raises(ValueError, match='1 tensors of Own .* a value: index; pass init_fn'):
-        materialize(on_meta(Own), CPU)
+        materialize(built_on_meta(Own), CPU)

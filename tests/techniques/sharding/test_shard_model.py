@@ -23,6 +23,7 @@ from memengine.techniques.sharding.gradients import (
     clip_grad_norm_,
     clip_grad_value_,
 )
+from memengine.techniques.sharding.materializing import on_meta
 from memengine.techniques.sharding.shard_model import shard_model
 from memengine.techniques.sharding.units import choose_units
 from memengine.testing import assert_same_step, run_ranks
@@ -392,7 +393,7 @@ class OwnTensor(nn.Module):
 
 def _from_meta(rank, world_size):
     torch.manual_seed(rank)
-    with torch.device('meta'):
+    with on_meta():
         model = nn.Sequential(*(Block() for _ in range(3)), nn.BatchNorm1d(WIDTH))
         own = OwnTensor()
     sharded = shard_model(model)
@@ -400,7 +401,7 @@ def _from_meta(rank, world_size):
         sharded(torch.randn(4, WIDTH)).sum().backward()
     with pytest.raises(ValueError, match='1 tensors of OwnTensor .* token; pass init_fn'):
         shard_model(own)
-    with torch.device('meta'):
+    with on_meta():
         own = OwnTensor()
     shard_model(own, init_fn=lambda module: nn.init.constant_(module.token, 3.0))
     return {k: whole(v) for k, v in [*model.state_dict().items(), ('token', own.token.data)]}
