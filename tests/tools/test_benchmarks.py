@@ -109,9 +109,11 @@ def test_recomputed_activations(script, tmp_path):
     assert '| mobilenetv3_small_100 | recomputed |' in page.read_text()
 
 
-def test_optimizer_memory(script, tmp_path):
+def test_optimizer_memory(script, tmp_path, monkeypatch):
     page = page_with(tmp_path, 'optimizer_memory')
-    script('optimizer_memory').run('--quick', '--out', tmp_path, '--page', page)
+    optimizers = script('optimizer_memory')
+    monkeypatch.setattr(optimizers, 'STEPS', 3)
+    optimizers.run('--quick', '--out', tmp_path, '--page', page)
     rows = results_of(tmp_path, 'optimizer_memory')['rows']
     plain, fused, bf16 = (rows[way] for way in ('AdamW', 'AdamW in backward', 'AdamWBf16'))
     assert (plain['state_bytes_per_number'], bf16['state_bytes_per_number']) == (8, 4)
