@@ -9,6 +9,7 @@ import timm
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -336,7 +337,8 @@ def test_with_offload_a_step_holds_less_than_two_blocks_on_the_device(world_size
     model = wide()
     block, everything = size_of(model.blocks[0]), size_of(model)
     rest = everything - size_of(model.blocks)
-    assert size_of(model.blocks[0].mlp) < peaks['offload'] < 1.5 * block
+    reduced = 0 if hasattr(FSDPModule, 'set_custom_reduce_scatter') else 0.25 * block  # stays there
+    assert size_of(model.blocks[0].mlp) < peaks['offload'] < 1.5 * block + reduced
     assert block < peaks['blocks'] <= 2 * (block + rest) + 0.05 * block  # of activations
     for name in ('plain', 'ahead'):
         assert peaks[name] > 2.9 * block
