@@ -101,6 +101,12 @@ class Runner(_Runner):
             init_process_group(self.launcher, env_cfg.get('dist_cfg', {}))
         super().setup_env(env_cfg)
 
+    def set_randomness(self, seed: int | None = None, *args: Any, **kwargs: Any) -> None:
+        """Seed the run; a seed that is drawn goes into the config that the run writes out."""
+        super().set_randomness(seed, *args, **kwargs)
+        if seed is None:
+            self.cfg.randomness = {**self.cfg.get('randomness', {}), 'seed': self.seed}
+
     @staticmethod
     def build_dataloader(
         dataloader: DataLoader | dict[str, Any],

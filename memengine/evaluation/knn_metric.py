@@ -36,13 +36,8 @@ class _Samples:
     pixels: Tensor | None  # [n, C * H * W]
 
     def where(self, keep: Tensor) -> _Samples:
-        return _Samples(
-            self.features[keep],
-            self.labels[keep],
-            self.index[keep],
-            self.bank[keep],
-            None if self.pixels is None else self.pixels[keep],
-        )
+        kept: dict[str, Any] = {k: None if v is None else v[keep] for k, v in vars(self).items()}
+        return _Samples(**kept)
 
 
 @METRICS.register_module()
