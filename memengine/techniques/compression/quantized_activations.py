@@ -39,6 +39,7 @@ _AS_IT_IS = 32
 _PROBE = 2  # bits at which sensitivity is measured: where errors are well above rounding
 
 Bits = int | Mapping[str, int]
+_Width = Literal[32, 8, 4, 2, 1]
 _LEVELS: dict[str, tuple[Bits, float | None]] = {  # GACT's names: bits, and their mean if allotted
     'L1': (4, None),
     'L1.1': (8, None),
@@ -254,8 +255,8 @@ def _squared_distance(some: list[Tensor | None], others: list[Tensor | None]) ->
 class QuantizedActivationsSettings(Settings):
     """Settings of :func:`quantize_activations`, and of when bits are allotted."""
 
-    bits: Bits = setting(
-        8, help='for each element (8, 4, 2, 1; 32: as it is), or a dict by need or name', low=1
+    bits: _Width | Mapping[str, _Width] = setting(
+        8, help='for each element, 32 for as it is; or a dict of it by need or name', unit='bits'
     )
     level: str | None = setting(
         None, help=f"GACT's name for bits and average_bits: one of {', '.join(_LEVELS)}"

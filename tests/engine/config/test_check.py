@@ -673,3 +673,31 @@ def test_custom_imports_that_may_fail_warn():
 
 def test_sampler_arguments_that_the_runner_supplies_may_be_left_out():
     check_config(base(train_dataloader=loader(drop_last=True)))
+
+
+@pytest.mark.parametrize(
+    ('option', 'said'),
+    [
+        ({'dropit': 2}, 'dropit: gamma is a number or a dict of .* below 1, got 2'),
+        ({'dropit.gama': 0.5}, "dropit.gama: there is no such setting: did you mean 'gamma'"),
+        ({'quantized_activations': 3}, 'quantized_activations: bits is 32, 8, 4, 2 or 1 .* got 3'),
+        ({'activation_checkpointing': 0.5}, 'activation_checkpointing: got 0.5, but it is True; '),
+        ({'dropit': 0.9, 'compile_blocks': True}, 'compile_blocks and dropit do not go together'),
+        ({'custom_hooks': [dict(type='DropITHook', gamma=2)]}, 'custom_hooks: dropit: gamma is'),
+    ],
+)
+def test_values_of_techniques_are_refused_before_anything_is_built(option, said):
+    config = Config(base())
+    config.merge_from_dict(option)
+    with pytest.raises(ConfigError, match=said):
+        check_config(config)
+
+
+@pytest.mark.parametrize(
+    'option',
+    [{'dropit': 0.9}, {'dropit.gamma': 0.9}, {'quantized_activations': 4}, {'sync_bn': 'torch'}],
+)
+def test_values_of_techniques_that_are_taken(option):
+    config = Config(base())
+    config.merge_from_dict(option)
+    check_config(config)
