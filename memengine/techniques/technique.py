@@ -354,7 +354,7 @@ class Technique(Generic[S]):
                 return name
         said = [f'{known[name].wanted} for {name}' for name in dict.fromkeys(possible) if name]
         raise ValueError(
-            f'{self.key}: got {value!r}, but it is {"; ".join(["True", *said])}; or a dict of '
+            f'{self.key}: got {value!r}, which is none of: {"; ".join(["True", *said])}; a dict of '
             f'{self._offers()}'
         )
 

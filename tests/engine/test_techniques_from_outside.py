@@ -109,7 +109,7 @@ def test_by_custom_imports(outside, tmp_path):
     for value, said in (
         (dict(min_nume=3), "keep_in_bf16.min_nume: .* did you mean 'min_numel'"),
         (-1, 'keep_in_bf16: min_numel is a whole number, at least 0, got -1'),
-        ('x', "keep_in_bf16: got 'x', but it is True; a whole number"),
+        ('x', "keep_in_bf16: got 'x', which is none of: True; a whole number"),
     ):
         with pytest.raises(ConfigError, match=said):
             check_config({**config, 'keep_in_bf16': value})

@@ -84,7 +84,7 @@ def test_values_of_a_key(value, expected):
         ({'strict': 1}, 'toy: strict is True or False, got 1'),
         (
             2j,
-            r'^toy: got 2j, but it is True; a number .* for share; text, .* for modules; or a dict',
+            r'^toy: got 2j, which .* True; a number .* for share; text, .* for modules; a dict',
         ),
     ],
 )
@@ -99,7 +99,9 @@ def test_all_unknown_settings_are_told_at_once():
 
 
 def test_a_number_is_refused_where_no_setting_takes_it():
-    with pytest.raises(ValueError, match=r'toy: got 0.5, but it is True; text, .* for modules'):
+    with pytest.raises(
+        ValueError, match=r'toy: got 0.5, which is none of: True; text, .* for modules'
+    ):
         toy().read(0.5)
 
 
