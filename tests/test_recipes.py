@@ -37,8 +37,8 @@ def test_deit_from_scratch(tmp_path, monkeypatch):
     settings = {
         'train_dataloader.batch_size': 16,
         'auto_scale_lr.base_batch_size': 16,
-        'optim_wrapper.optimizer.lr': 2e-3,
-        'train_cfg.max_epochs': 8,
+        'optim_wrapper.optimizer.lr': 3e-3,
+        'train_cfg.max_epochs': 6,
     }
     top1 = run(recipes.DEIT_TINY, monkeypatch, tmp_path, settings)['top1']
     assert top1[0] < 30  # untrained; guessing one of the four classes is 25 %
@@ -91,10 +91,10 @@ def test_detection(name, tmp_path, monkeypatch):
 def test_language_model(tmp_path, monkeypatch):
     settings = {
         'train_dataloader.batch_size': 16,
-        'optim_wrapper.optimizer.lr': 3e-3,
-        'param_scheduler.0.end': 20,
-        'train_cfg.max_epochs': 6,
-        'train_cfg.val_interval': 6,
+        'optim_wrapper.optimizer.lr': 6e-3,
+        'param_scheduler.0.end': 10,
+        'train_cfg.max_epochs': 3,
+        'train_cfg.val_interval': 3,
     }
     untrained, trained = run(recipes.GPT2, monkeypatch, tmp_path, settings)['perplexity']
     assert untrained > 200  # of 280 tokens

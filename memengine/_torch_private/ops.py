@@ -81,7 +81,7 @@ def written_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float) -> Tensor:
-    """RMSNorm as GPUs run it, and make ``FusedRmsNormBackward``; in 2.6 no node is of that kind."""
+    """RMSNorm as GPUs run it, and make ``FusedRmsNormBackward``; no node of 2.8 or older is."""
     return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
 
 

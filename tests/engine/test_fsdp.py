@@ -9,7 +9,6 @@ from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
-from memengine._torch_private.distributed import CAN_SHARD_ON_CPU
 from memengine.engine.optim import AccumulationOptimWrapper, GradCacheOptimWrapper, OptimWrapper
 from memengine.engine.step import run_step, unwrap
 from memengine.engine.wrappers import FullyShardedDataParallel, MMFullyShardedDataParallel
@@ -18,13 +17,11 @@ from memengine.registry import FUNCTIONS
 from memengine.testing import assert_same_step, relative_error, run_ranks
 from tests.engine.test_sliced import big_batch, model_and_batch, share
 from tests.engine.toy import Losses, toy_runner
+from tests.marks import NEEDS_SHARDING
 from tests.models.test_dino import config as dino_config
 from tests.models.toy import build
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() and not CAN_SHARD_ON_CPU,
-    reason='fully_shard of torch 2.6 needs GPUs',
-)
+pytestmark = NEEDS_SHARDING
 
 STEPS = 20
 KINDS = {

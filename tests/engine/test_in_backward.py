@@ -13,7 +13,7 @@ from memengine.engine.step import Progress, run_step
 from memengine.engine.wrappers import MMDistributedDataParallel
 from memengine.models import CLIP, SimCLR
 from memengine.testing import assert_same_step, run_ranks
-from tests.engine.test_sliced import model_and_batch
+from tests.engine.test_sliced import data_of, model_and_batch
 from tests.engine.toy import Losses, params, toy_runner
 from tests.test_configs import ROOT
 
@@ -34,7 +34,7 @@ def train(kind, wrapper, steps=4, precision='fp32', **settings):
     hub = MessageHub.get_current_instance()
     logs = []
     for seed in range(steps):
-        _, data = model_and_batch(kind, seed)
+        data = data_of(kind, seed)
         if precision != 'fp32':
             data['inputs'] = [view.float() for view in data['inputs']]
         torch.manual_seed(seed)
@@ -72,7 +72,7 @@ def test_dino_keeps_its_prototypes_frozen_and_moves_its_teacher_once():
         optim.optimizer.register_step_post_hook(lambda *_, m=model: m.after_update())
         for step in range(4):
             model.set_progress(Progress(step, 4, step // 2, 2))
-            run_step(model, model_and_batch('DINO', step)[1], optim)
+            run_step(model, data_of('DINO', step), optim)
             now = dict(model.student.head.last_layer.named_parameters())
             moved = any(not torch.equal(now[name], prototypes[name]) for name in now)
             assert moved == (step >= 2)

@@ -9,6 +9,7 @@ from memengine.engine.wrappers import FullyShardedDataParallel
 from memengine.models import CLIP, Classifier
 from memengine.testing import assert_same_step, run_ranks
 from tests.engine.test_sliced import big_batch, model_and_batch, share
+from tests.marks import NEEDS_SHARDING
 
 KINDS = [Classifier, 'DINO', CLIP]
 WAYS = [OptimWrapper, OptimizerInBackwardOptimWrapper]
@@ -36,6 +37,7 @@ def _train(kind, rank, world_size, way):
     }
 
 
+@NEEDS_SHARDING
 @pytest.mark.slow
 @pytest.mark.parametrize('world_size', [2, 4])
 def test_a_sharded_run_is_that_of_the_plain_wrapper(world_size):

@@ -14,7 +14,7 @@ from memengine.engine.step import run_step
 from memengine.engine.wrappers import DisCoDistributedDataParallel, MMDistributedDataParallel
 from memengine.models import CLIP, Classifier, SimCLR
 from memengine.testing import assert_same_step, run_ranks
-from tests.engine.test_sliced import model_and_batch, wrap
+from tests.engine.test_sliced import data_of, wrap
 from tests.engine.test_sliced_exactness import BATCHNORM, NOISY_TOWERS, NOISY_VIT
 from tests.models.test_dino import build as build_dino
 from tests.models.toy import build
@@ -60,7 +60,7 @@ def layer_of(model):
 def train(model, wrapper, kind, seeds=range(3), run=run_step):
     torch.manual_seed(0)
     for seed in seeds:
-        run(model, model_and_batch(kind, seed)[1], wrapper)
+        run(model, data_of(kind, seed), wrapper)
 
 
 def assert_equal(model, expected):
@@ -91,11 +91,11 @@ def test_accumulation_halves_the_micro_batch(when, accumulative_counts):
     limit.rows = 2  # the first iteration fits
     train(model, wrapper, Classifier, range(1))
     limit.rows = 1  # the second does not, and its predecessor's gradients are to stay
-    run_step(model, model_and_batch(Classifier, 1)[1], wrapper)
+    run_step(model, data_of(Classifier, 1), wrapper)
     small = wrap(expected, micro_batch_size=2, **settings)
     train(expected, small, Classifier, range(1))
     small.micro_batch_size = 1
-    run_step(expected, model_and_batch(Classifier, 1)[1], small)
+    run_step(expected, data_of(Classifier, 1), small)
     assert_equal(model, expected)
     assert wrapper.micro_batch_size == limit.failures == 1
 
@@ -159,7 +159,7 @@ def _rank(rank, world_size, kind, failing):
     )
     torch.manual_seed(rank)
     for step in range(2):
-        run_step(wrapped, model_and_batch(kind, 10 * step + rank)[1], wrapper)
+        run_step(wrapped, data_of(kind, 10 * step + rank), wrapper)
     size = getattr(wrapper, 'chunk_size', None) or wrapper.micro_batch_size
     return size, {name: value.numpy() for name, value in model.state_dict().items()}
 
@@ -188,7 +188,7 @@ def _disco_rank(rank, world_size, failing):
     for step in range(4):
         if failing and rank == 1 and step == 2:
             limit.rows = 1  # from here on
-        run_step(wrapped, model_and_batch(CLIP, 10 * step + rank)[1], wrapper)
+        run_step(wrapped, data_of(CLIP, 10 * step + rank), wrapper)
     return wrapper.chunk_size, {name: p.detach() for name, p in model.named_parameters()}
 
 
@@ -216,7 +216,7 @@ def forwards_of_three_steps(model, kind, wrapper):
     handle = layer_of(model).register_forward_hook(lambda *args: calls.append(1))
     for seed in range(3):
         calls.clear()
-        run_step(model, model_and_batch(kind, seed)[1], wrapper)
+        run_step(model, data_of(kind, seed), wrapper)
         counts.append(len(calls))
     handle.remove()
     return counts
@@ -236,12 +236,12 @@ def test_auto_keeps_what_fits(monkeypatch):
     memory = FakeMemory(monkeypatch, 0)
     model = make(SimCLR)
     wrapper = wrap(model, GradCacheOptimWrapper, chunk_size=2, keep_graph='auto')
-    run_step(model, model_and_batch(SimCLR)[1], wrapper)
+    run_step(model, data_of(SimCLR), wrapper)
     gradients = sum(p.numel() * 8 for p in model.parameters())
     memory.left = 2 * (
         gradients + 2.5 * wrapper.kept_graphs._slice_bytes
     )  # half is the CPU's share
-    run_step(model, model_and_batch(SimCLR)[1], wrapper)
+    run_step(model, data_of(SimCLR), wrapper)
     assert wrapper.kept_graphs.number == 2
 
 
@@ -259,8 +259,8 @@ def test_auto_gives_graphs_up_before_the_chunk(monkeypatch):
             raise torch.OutOfMemoryError('CUDA out of memory.')
 
     layer_of(model).register_forward_hook(fail_twice)
-    run_step(model, model_and_batch(SimCLR)[1], wrapper)
-    slices = len(model.slices(*model_and_batch(SimCLR)[1].values(), 2))
+    run_step(model, data_of(SimCLR), wrapper)
+    slices = len(model.slices(*data_of(SimCLR).values(), 2))
     assert wrapper.kept_graphs.number == min(number, slices) // 4
     assert wrapper.chunk_size == 2
 

@@ -1,5 +1,7 @@
 """Steps in slices are the plain step, for every algorithm; what cannot be is refused."""
 
+import functools
+
 import pytest
 import torch
 from mmengine.model import BaseModel
@@ -20,11 +22,13 @@ COUPLED = [SimCLR, SupCon, SelfCon, CLIP, SigLIP]
 ADDITIVE = [Classifier, 'DINO']
 
 
+def data_of(kind, seed=0):
+    inputs, samples = (crops(seed), None) if kind == 'DINO' else batch(kind, seed=seed)
+    return dict(inputs=inputs, data_samples=samples)
+
+
 def model_and_batch(kind, seed=0):
-    if kind == 'DINO':
-        return build_dino(), dict(inputs=crops(seed), data_samples=None)
-    inputs, samples = batch(kind, seed=seed)
-    return build(kind), dict(inputs=inputs, data_samples=samples)
+    return build_dino() if kind == 'DINO' else build(kind), data_of(kind, seed)
 
 
 def wrap(model, kind=OptimWrapper, optimizer='AdamW', **settings):
@@ -37,23 +41,23 @@ def wrap(model, kind=OptimWrapper, optimizer='AdamW', **settings):
     )
 
 
+@functools.cache
 def train(kind, steps=5, **settings):
     """Losses of each step, and the parameters after all of them."""
     model, _ = model_and_batch(kind)
     wrapper = wrap(model, **settings)
-    logs = [run_step(model, model_and_batch(kind, seed)[1], wrapper) for seed in range(steps)]
+    logs = [run_step(model, data_of(kind, seed), wrapper) for seed in range(steps)]
     return logs, dict(model.named_parameters())
 
 
-@pytest.mark.parametrize('keep_graph', [0, 1, 100])
-@pytest.mark.parametrize('chunk_size', [1, 3, 100])
+@pytest.mark.parametrize(('chunk_size', 'keep_graph'), [(1, 0), (1, 1), (3, 1), (3, 100), (100, 0)])
 @pytest.mark.parametrize('kind', COUPLED)
 def test_gradient_cache_follows_the_plain_step(kind, chunk_size, keep_graph):
     logs, parameters = train(kind)
     model, _ = model_and_batch(kind)
     wrapper = wrap(model, GradCacheOptimWrapper, chunk_size=chunk_size, keep_graph=keep_graph)
     for seed, expected in enumerate(logs):
-        assert_same_step(run_step(model, model_and_batch(kind, seed)[1], wrapper), expected)
+        assert_same_step(run_step(model, data_of(kind, seed), wrapper), expected)
     assert_same_step(dict(model.named_parameters()), parameters)
 
 
@@ -64,7 +68,7 @@ def test_accumulation_follows_the_plain_step(kind, micro_batch_size):
     model, _ = model_and_batch(kind)
     wrapper = wrap(model, AccumulationOptimWrapper, micro_batch_size=micro_batch_size)
     for seed, expected in enumerate(logs):
-        actual = run_step(model, model_and_batch(kind, seed)[1], wrapper)
+        actual = run_step(model, data_of(kind, seed), wrapper)
         assert_same_step(actual, expected, tolerance=1e-8)
     for name, expected in parameters.items():
         # timm resamples position embeddings of local crops in fp32

@@ -8,7 +8,7 @@ from memengine.engine.optim import AccumulationOptimWrapper, GradCacheOptimWrapp
 from memengine.engine.step import run_step
 from memengine.models import CLIP, Classifier, SimCLR, SupCon
 from memengine.testing import assert_same_step, relative_error
-from tests.engine.test_sliced import ADDITIVE, COUPLED, model_and_batch, wrap
+from tests.engine.test_sliced import ADDITIVE, COUPLED, data_of, model_and_batch, wrap
 from tests.models.test_dino import build as build_dino
 from tests.models.toy import TEXT, VIT, build
 
@@ -45,7 +45,7 @@ def assert_follows(make, kind, size, wrapper=GradCacheOptimWrapper, optimizer='A
     plain = wrap(expected, optimizer=optimizer)
     sliced = wrap(model, wrapper, optimizer=optimizer, **settings)
     for seed in range(5):
-        _, data = model_and_batch(kind, seed)
+        data = data_of(kind, seed)
         torch.manual_seed(seed)
         log = plain_in_slices(expected, data, plain, size)
         state = torch.get_rng_state()
@@ -98,7 +98,7 @@ def test_batchnorm_in_slices_is_said_once(head, lines, monkeypatch):
     model = build(SimCLR, **head)
     wrapper = wrap(model, GradCacheOptimWrapper, chunk_size=4)
     for seed in range(2):
-        run_step(model, model_and_batch(SimCLR, seed)[1], wrapper)
+        run_step(model, data_of(SimCLR, seed), wrapper)
     assert len(said) == lines
     assert all('BatchNorm layers (head.mlp.1, ...)' in line for line in said)
 

@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from memengine.memory.wire import _RULES, ReceivedBytes
 from memengine.techniques import shard_model
 from memengine.testing import run_ranks
+from tests.marks import NEEDS_SHARDING
 
 RANKS, RANK = 4, 1
 ROWS = 12  # a tensor's, of one float32 each
@@ -183,9 +184,6 @@ def _libraries(rank, world_size):
     assert dtensor.nbytes == 8 * 8 * 4 * (world_size - 1) / world_size
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() and not hasattr(torch.cpu.Stream, 'record_event'),
-    reason='fully_shard of torch 2.6 needs GPUs',
-)
+@NEEDS_SHARDING
 def test_ddp_sharding_and_dtensors_are_counted():
     run_ranks(2, _libraries)

@@ -15,7 +15,13 @@ from memengine.techniques.checkpointing.checkpoint_activations import checkpoint
 from memengine.techniques.compiling import compile_blocks
 from memengine.techniques.offload import offload_activations
 from memengine.testing import assert_same_step
-from tests.techniques.checkpointing.test_checkpoint_activations import make, step_of, train, vit
+from tests.techniques.checkpointing.test_checkpoint_activations import (
+    make,
+    step_of,
+    train,
+    trained,
+    vit,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +38,13 @@ def test_same_steps(name):
     model = make(name)
     handle = compile_blocks(model, backend='eager')
     assert len(handle.names) == {'vit': 3, 'resnet': 5}[name]
-    assert_same_step(train(model), train(make(name)))
+    assert_same_step(train(model), trained(name))
 
 
 @pytest.mark.parametrize('checkpointed', [False, True])
 def test_blocks_share_one_compilation(checkpointed):
     counter = CompileCounterWithBackend('aot_eager')
-    model, images = vit(depth=6).double(), torch.randn(2, 3, 32, 32).double()
+    model, images = vit(depth=3).double(), torch.randn(2, 3, 32, 32).double()
     plain = copy.deepcopy(model)
     if checkpointed:
         checkpoint_activations(model)
@@ -51,7 +57,7 @@ def test_blocks_share_one_compilation(checkpointed):
 
 @pytest.mark.parametrize('options', [dict(), dict(keep=['matmuls', 'attention'])])
 def test_with_checkpointing_and_offload(options):
-    model, images = vit(depth=4).double(), torch.randn(4, 3, 32, 32).double()
+    model, images = vit(depth=2).double(), torch.randn(4, 3, 32, 32).double()
     plain = copy.deepcopy(model)
     checkpoint_activations(model, **options)
     compile_blocks(model, backend='aot_eager')
@@ -77,7 +83,7 @@ def test_statistics_count_once_with_checkpointing(options):
     else:
         compile_blocks(model, backend='aot_eager')
     offload_activations(model, 'host', min_bytes=64)
-    assert_same_step(train(model), train(make('resnet')))
+    assert_same_step(train(model), trained('resnet'))
 
 
 def test_what_does_not_go_together_is_refused():

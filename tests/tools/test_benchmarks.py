@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from memengine._torch_private.distributed import CAN_SHARD_ON_CPU
 from tests.docs_pages import ROOT
+from tests.marks import NEEDS_SHARDING
 
 PAGES = {
     'grad_cache': ROOT / 'docs/techniques/grad_cache.md',
@@ -109,9 +109,11 @@ def test_recomputed_activations(script, tmp_path):
     assert '| mobilenetv3_small_100 | recomputed |' in page.read_text()
 
 
-def test_optimizer_memory(script, tmp_path):
+def test_optimizer_memory(script, tmp_path, monkeypatch):
     page = page_with(tmp_path, 'optimizer_memory')
-    script('optimizer_memory').run('--quick', '--out', tmp_path, '--page', page)
+    optimizers = script('optimizer_memory')
+    monkeypatch.setattr(optimizers, 'STEPS', 3)
+    optimizers.run('--quick', '--out', tmp_path, '--page', page)
     rows = results_of(tmp_path, 'optimizer_memory')['rows']
     plain, fused, bf16 = (rows[way] for way in ('AdamW', 'AdamW in backward', 'AdamWBf16'))
     assert (plain['state_bytes_per_number'], bf16['state_bytes_per_number']) == (8, 4)
@@ -124,10 +126,7 @@ def test_optimizer_memory(script, tmp_path):
     assert (tmp_path / 'optimizer_memory.png').stat().st_size > 0
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() and not CAN_SHARD_ON_CPU,
-    reason='fully_shard of torch 2.6 needs GPUs',
-)
+@NEEDS_SHARDING
 @pytest.mark.usefixtures('without_gpus')
 def test_sharding_memory(script, tmp_path, monkeypatch):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')  # which the script sets

@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -83,7 +84,7 @@ def test_only_panels_that_have_data(tmp_path, figures):
     assert [line.get_label() for line in panels(figures[0])['Loss'].lines] == ['loss', 'loss_b']
 
 
-def test_summary(tmp_path):
+def test_summary(tmp_path, undrawn):
     full_run(tmp_path)
     write_report(tmp_path)
     summary = json.loads((tmp_path / 'report' / 'summary.json').read_text())
@@ -97,14 +98,14 @@ def test_summary(tmp_path):
     assert summary['peak'] == {'saved_mib': 32.0, 'rss_mib': 800.0}
 
 
-def test_figures_that_are_no_numbers_are_null(tmp_path):
+def test_figures_that_are_no_numbers_are_null(tmp_path, undrawn):
     write_run(tmp_path, '20260101_000000', [train(10, math.nan)])
     write_report(tmp_path)
     text = (tmp_path / 'report' / 'summary.json').read_text()
     assert json.loads(text)['final']['loss'] is None and 'NaN' not in text
 
 
-def test_written_again_it_is_replaced(tmp_path):
+def test_written_again_it_is_replaced(tmp_path, undrawn):
     full_run(tmp_path)
     write_report(tmp_path)
     write_run(tmp_path, '20260102_000000', [train(60, 0.25)])
@@ -114,21 +115,23 @@ def test_written_again_it_is_replaced(tmp_path):
     assert names == {'curves.png', 'summary.json'}
 
 
-def tool(*args):
-    command = [sys.executable, str(ROOT / 'tools/analysis/report.py'), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=args[0].parent)
+TOOL = ROOT / 'tools/analysis/report.py'
 
 
-def test_the_tool(tmp_path):
+def test_the_tool(tmp_path, monkeypatch, capsys, undrawn):
     full_run(tmp_path)
-    done = tool(tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(tmp_path / 'report')
+    monkeypatch.setattr(sys, 'argv', [str(TOOL), str(tmp_path)])
+    monkeypatch.setattr(sys, 'path', [*sys.path])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(TOOL), run_name='__main__')
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / 'report')
     assert (tmp_path / 'report' / 'curves.png').exists()
 
 
-def test_the_tool_without_a_run(tmp_path):
-    done = tool(tmp_path)
+def test_the_tool_as_a_process_without_a_run(tmp_path):
+    command = [sys.executable, str(TOOL), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path.parent)
     assert done.returncode == 1
     assert done.stderr.startswith('error: ') and 'no run there' in done.stderr
     assert 'Traceback' not in done.stderr

@@ -17,8 +17,10 @@ from memengine.techniques.slices.accumulation import additive_step
 from memengine.techniques.slices.grad_cache import Tower, cached_step
 from memengine.techniques.slices.slicing import split_batch
 from memengine.testing import assert_same_step, run_ranks
+from tests.marks import NEEDS_SHARDING
 from tests.techniques.checkpointing.test_checkpoint_activations import make, resnet, vit
 
+FSDP = pytest.param('fsdp', marks=NEEDS_SHARDING)
 WAYS = {
     'all': lambda model: checkpoint_activations(model),
     'selective': lambda model: checkpoint_activations(model, keep=['matmuls', 'attention']),
@@ -114,7 +116,7 @@ def _rank(rank, world_size, way, kind, name):
     return model.state_dict()
 
 
-@pytest.mark.parametrize('kind', ['ddp', 'static', 'fsdp'])
+@pytest.mark.parametrize('kind', ['ddp', 'static', FSDP])
 @pytest.mark.parametrize('way', ['all', 'selective', 'budget', 'both'])
 def test_two_ranks_follow_one(way, kind):
     expected = network('vit')
@@ -124,7 +126,7 @@ def test_two_ranks_follow_one(way, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('kind', ['ddp', 'fsdp'])
+@pytest.mark.parametrize('kind', ['ddp', FSDP])
 @pytest.mark.parametrize('way', ['all', 'compiled'])
 def test_four_ranks_follow_one(way, kind):
     expected = network('vit')

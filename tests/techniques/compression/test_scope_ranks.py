@@ -13,6 +13,7 @@ from memengine.techniques import (
     shard_model,
 )
 from memengine.testing import assert_same_step, relative_error, run_ranks
+from tests.marks import NEEDS_SHARDING
 
 
 class Network(nn.Module):
@@ -74,7 +75,7 @@ def _rank(rank, world_size, how, wrap):
     return found, rule.kept.before, rule.kept.after
 
 
-@pytest.mark.parametrize('wrap', WRAP)
+@pytest.mark.parametrize('wrap', ['ddp', pytest.param('fsdp', marks=NEEDS_SHARDING)])
 @pytest.mark.parametrize('how', APPLY)
 def test_two_ranks_follow_one_process(how, wrap):
     model, x = model_and_batch()
@@ -101,6 +102,7 @@ def _post_norm_rank(rank, world_size, recomputes):
     return [gradients(model, wrapped, x[rank::world_size]) for _ in range(2)][1]
 
 
+@NEEDS_SHARDING
 def test_what_a_unit_gives_another_does_not_need_the_first_ones_weights():
     """In backward the second unit runs before the first is gathered."""
     expected = run_ranks(2, _post_norm_rank, False)

@@ -20,6 +20,7 @@ from memengine.techniques.slices.accumulation import additive_step
 from memengine.techniques.slices.grad_cache import Tower, cached_step
 from memengine.techniques.slices.slicing import split_batch
 from memengine.testing import assert_same_step, relative_error, run_ranks
+from tests.marks import NEEDS_SHARDING
 from tests.techniques.conv_bn.test_conv_bn_eval import OTHER, frozen, images, step
 
 PAIRS = [('blocks.0.0', 'blocks.0.1'), ('blocks.1.0', 'blocks.1.1'), ('blocks.2.0', 'blocks.2.1')]
@@ -225,6 +226,7 @@ def _fsdp(rank, world_size):
     return fused
 
 
+@NEEDS_SHARDING
 @pytest.mark.slow
 def test_fsdp():
     assert run_ranks(2, _fsdp) == [PAIRS] * 2

@@ -45,9 +45,10 @@ def open_clip():
     return clip.CLIP(16, image, text), dict(image=torch.randn(IMAGES), text=words)
 
 
+OF_VIT = 'layers' if hasattr(vit()[0], 'layers') else 'encoder.layer'  # before transformers 5
 BLOCKS = {
     bert: [f'encoder.layer.{index}' for index in range(3)],
-    vit: [f'layers.{index}' for index in range(3)],
+    vit: [f'{OF_VIT}.{index}' for index in range(3)],
     gpt2: [f'transformer.h.{index}' for index in range(3)],
     open_clip: [f'visual.transformer.resblocks.{index}' for index in range(3)]
     + [f'transformer.resblocks.{index}' for index in range(2)],

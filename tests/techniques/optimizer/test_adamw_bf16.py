@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from memengine.techniques.optimizer.adamw_bf16 import AdamWBf16, stochastically_rounded
 from memengine.techniques.optimizer.in_backward import step_in_backward
 from memengine.testing import assert_same_step, relative_error, run_ranks
+from tests.marks import NEEDS_SHARDING
 
 
 def test_rounding_goes_to_the_neighbours_with_the_value_as_mean():
@@ -189,6 +190,7 @@ def _ranks(rank, world_size):
     return results
 
 
+@NEEDS_SHARDING
 @pytest.mark.slow
 def test_ranks_stay_alike():
     results = run_ranks(2, _ranks)

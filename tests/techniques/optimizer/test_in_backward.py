@@ -14,6 +14,7 @@ from memengine.memory.allocated import allocated_peak_bytes
 from memengine.techniques import efficient_conv_bn_eval
 from memengine.techniques.optimizer.in_backward import step_in_backward
 from memengine.testing import assert_same_step, run_ranks
+from tests.marks import NEEDS_SHARDING
 
 OPTIMIZERS = {
     'AdamW': lambda groups: torch.optim.AdamW(groups, lr=1e-2),
@@ -307,6 +308,7 @@ def _sharded_rank(rank, world_size):
     return runs
 
 
+@NEEDS_SHARDING
 @pytest.mark.slow
 @pytest.mark.parametrize('world_size', [2, 4])
 def test_sharded_parameters_are_updated_by_the_reduced_gradient(world_size):

@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from memengine._torch_private.distributed import CAN_SHARD_ON_CPU
 from memengine.memory.allocated import allocated_peak_bytes
 from memengine.models.algorithms.clip import _Tower
 from memengine.models.backbones.text_transformer import TextTransformer
@@ -18,6 +17,7 @@ from memengine.models.heads.dino_head import DINOHead
 from memengine.techniques.layers.weight_norm import WeightNormLinear
 from memengine.techniques.sharding.materializing import materialize, on_meta
 from memengine.techniques.sharding.shard_model import shard_model
+from tests.marks import NEEDS_SHARDING
 
 CPU = torch.device('cpu')
 
@@ -80,10 +80,7 @@ def test_timms_vits_need_no_function(build):
 
 
 @pytest.mark.usefixtures('without_gpus')
-@pytest.mark.skipif(
-    not CAN_SHARD_ON_CPU,
-    reason='fully_shard of torch 2.6 needs GPUs',
-)
+@NEEDS_SHARDING
 @pytest.mark.parametrize('build', [vit, pytest.param(eva, marks=RESETTABLE)])
 def test_one_unit_after_the_other_is_the_same(build):
     torch.manual_seed(1)
@@ -97,10 +94,7 @@ def test_one_unit_after_the_other_is_the_same(build):
 
 
 @pytest.mark.usefixtures('without_gpus')
-@pytest.mark.skipif(
-    not CAN_SHARD_ON_CPU,
-    reason='fully_shard of torch 2.6 needs GPUs',
-)
+@NEEDS_SHARDING
 def test_a_process_never_holds_more_than_its_shards_and_a_unit():
     def build():
         return timm.create_model('vit_tiny_patch16_224', img_size=64, depth=8, num_classes=40)

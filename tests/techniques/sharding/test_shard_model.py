@@ -9,12 +9,12 @@ import timm
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memengine._torch_private.distributed import CAN_SHARD_ON_CPU
 from memengine.memory import saved_bytes
 from memengine.memory.allocated import allocated_peak_bytes
 from memengine.techniques.layers.weight_norm import WeightNormLinear, shared_weights
@@ -27,11 +27,9 @@ from memengine.techniques.sharding.materializing import on_meta
 from memengine.techniques.sharding.shard_model import shard_model
 from memengine.techniques.sharding.units import choose_units
 from memengine.testing import assert_same_step, run_ranks
+from tests.marks import NEEDS_SHARDING
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available() and not CAN_SHARD_ON_CPU,
-    reason='fully_shard of torch 2.6 needs GPUs',
-)
+pytestmark = NEEDS_SHARDING
 
 WIDTH = 64
 
@@ -339,7 +337,8 @@ def test_with_offload_a_step_holds_less_than_two_blocks_on_the_device(world_size
     model = wide()
     block, everything = size_of(model.blocks[0]), size_of(model)
     rest = everything - size_of(model.blocks)
-    assert size_of(model.blocks[0].mlp) < peaks['offload'] < 1.5 * block
+    reduced = 0 if hasattr(FSDPModule, 'set_custom_reduce_scatter') else 0.25 * block  # stays there
+    assert size_of(model.blocks[0].mlp) < peaks['offload'] < 1.5 * block + reduced
     assert block < peaks['blocks'] <= 2 * (block + rest) + 0.05 * block  # of activations
     for name in ('plain', 'ahead'):
         assert peaks[name] > 2.9 * block
