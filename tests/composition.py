@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 from memengine.engine import Runner
 from memengine.models import Classifier, SimCLR
 from memengine.registry import MODELS
+from memengine.techniques.technique import Technique, in_order, settings_of, techniques
 from memengine.testing import relative_error
 
 PAGE = Path(__file__).parent.parent / 'docs/techniques/composition.md'
@@ -81,15 +82,14 @@ class Images(Dataset):
 
 
 @dataclass(frozen=True)
-class Technique:
+class Row:
     """A row of the table.
 
     Args:
         name: In the table.
-        optim: Settings of the OptimWrapper.
-        cfg: Keys of the config.
-        loss: Settings of SimCLR's loss.
+        cfg: What it sets in a config: ``optim_wrapper``, ``model.loss``, keys of techniques.
         models: Kinds of model that it is for.
+        words: What an error may call it.
         is_setting: Whether it says what is learned (clipping, precision), so that what it is
             compared with has it too.
         is_lossy: Whether its gradient is not the plain one; a pair may be no further from plain
@@ -97,63 +97,73 @@ class Technique:
     """
 
     name: str
-    optim: Mapping[str, Any] = field(default_factory=dict)
-    cfg: Mapping[str, Any] = field(default_factory=dict)
-    loss: Mapping[str, Any] = field(default_factory=dict)
+    cfg: Mapping[str, Any]
     models: tuple[str, ...] = ('SimCLR', 'Classifier')
+    words: tuple[str, ...] = ()
     is_setting: bool = False
     is_lossy: bool = False
 
 
-TECHNIQUES = [
-    Technique(
-        'accumulation',
-        dict(type='AccumulationOptimWrapper', micro_batch_size=3),
-        models=('Classifier',),
-    ),
-    Technique(
-        'gradient cache', dict(type='GradCacheOptimWrapper', chunk_size=3), models=('SimCLR',)
-    ),
-    Technique('optimiser in backward', dict(type='OptimizerInBackwardOptimWrapper')),
-    Technique('loss in tiles', loss=dict(tile_size=3), models=('SimCLR',)),
-    Technique('activation checkpointing', cfg=dict(activation_checkpointing=['blocks'])),
-    Technique('activation offload', cfg=dict(activation_offload=dict(store='disk', min_bytes=64))),
-    Technique(  # not strict: beside checkpointed blocks there is nothing
-        'recomputed activations', cfg=dict(recomputed_activations=dict(strict=False))
-    ),
-    Technique(
-        'dropped activations',
-        cfg=dict(dropit=dict(strategy='block_mink', block_size='row', gamma=0.5)),
-        is_lossy=True,
-    ),
-    Technique(
-        'quantised activations',
-        cfg=dict(quantized_activations=dict(bits=8, min_numel=1)),
-        is_lossy=True,
-    ),
-    Technique('compiled blocks', cfg=dict(compile_blocks=dict(backend='aot_eager'))),
-    Technique('Conv-BN eval', cfg=dict(efficient_conv_bn_eval=['backbone'])),
-    Technique('accumulative_counts', dict(accumulative_counts=2), is_setting=True),
-    Technique('clipping', dict(clip_grad=dict(max_norm=0.1)), is_setting=True),
-    Technique('bf16', dict(precision='bf16'), is_setting=True),
-    Technique('fp16', dict(precision='fp16', loss_scale=4096.0), is_setting=True),
-]
+MODELS_FOR = {'any': ('SimCLR', 'Classifier'), 'coupled': ('SimCLR',), 'additive': ('Classifier',)}
 
 
-def train(kind: str, techniques: Iterable[Technique], iterations: int = ITERATIONS) -> Tensor:
+def row_of(technique: Technique) -> Row:
+    """A technique with the settings that its description gives for small models."""
+    return Row(
+        technique.title,
+        example_of(technique),
+        MODELS_FOR[technique.loss],
+        (technique.name,),
+        is_lossy=technique.exactness == 'lossy',
+    )
+
+
+def example_of(technique: Technique) -> dict[str, Any]:
+    """What a config with the description's example says."""
+    known = settings_of(technique.settings)
+    values = {
+        name: value
+        for name, value in vars(technique.example).items()
+        if known[name].is_required or value != known[name].field.default
+    }
+    if technique.apply:
+        return {technique.key: values}
+    *path, last = technique.name.partition('=')[0].split('.')
+    if last == 'type':
+        values['type'] = technique.name.partition('=')[2]
+    for key in reversed(path):
+        values = {key: values}
+    return values
+
+
+def rows() -> list[Row]:
+    """Every technique that one process can show, and settings that they have to go with."""
+    described = techniques().values()
+    applied = list(in_order(described))
+    others = sorted((t for t in described if not t.apply), key=lambda t: t.key)
+    return [row_of(t) for t in (*others, *applied) if t.example is not None] + [
+        Row('accumulative_counts', optim(accumulative_counts=2), is_setting=True),
+        Row('clipping', optim(clip_grad=dict(max_norm=0.1)), words=('clip_grad',), is_setting=True),
+        Row('bf16', optim(precision='bf16'), is_setting=True),
+        Row('fp16', optim(precision='fp16', loss_scale=4096.0), is_setting=True),
+    ]
+
+
+def optim(**settings: Any) -> dict[str, Any]:
+    return {'optim_wrapper': settings}
+
+
+def train(kind: str, rows: Iterable[Row], iterations: int = ITERATIONS) -> Tensor:
     """All parameters after a short training with SGD, [numbers] in float64."""
-    techniques = list(techniques)
-    optim: dict[str, Any] = {'optimizer': {'type': 'SGD', 'lr': 0.1}}
-    cfg: dict[str, Any] = {}
-    loss: dict[str, Any] = {'type': 'NTXentLoss'}
-    for technique in techniques:
-        optim.update(technique.optim)
-        cfg.update(technique.cfg)
-        loss.update(technique.loss)
-    half = 'precision' in optim
+    cfg = Config(optim(optimizer={'type': 'SGD', 'lr': 0.1}))
+    cfg.model = {'loss': {'type': 'NTXentLoss'}}
+    for row in rows:
+        cfg.merge_from_dict(dict(row.cfg))
+    half = 'precision' in cfg.optim_wrapper
     torch.manual_seed(0)
     head = {'type': 'ProjectionHead', 'out_dim': 8}
     backbone = {'type': 'ComposedBackbone'}
+    loss = cfg.pop('model').loss
     model: nn.Module = SimCLR(backbone, head, loss) if kind == 'SimCLR' else Classifier(backbone, 3)
     dtype = torch.float32 if half else torch.float64
     with tempfile.TemporaryDirectory() as folder:
@@ -168,26 +178,26 @@ def train(kind: str, techniques: Iterable[Technique], iterations: int = ITERATIO
                 'collate_fn': {'type': 'default_collate'},
             },
             train_cfg={'by_epoch': True, 'max_epochs': 1},
-            optim_wrapper=optim,
+            optim_wrapper=cfg.pop('optim_wrapper'),
             default_hooks={'checkpoint': None},
             default_scope='memengine',
             log_level='ERROR',
             randomness={'seed': 0},
             experiment_name=f'composition{next(_COUNT)}',
-            cfg=Config(cfg),
+            cfg=cfg,
         )
         runner.train()
     return torch.cat([p.detach().double().flatten() for p in model.parameters()])
 
 
-def outcome(first: Technique, second: Technique) -> str:
+def outcome(first: Row, second: Row) -> str:
     """``'exact'``, ``'lossy'``, ``'refused'``, ``'one of them'`` for two values of one setting, or
     ``'-'`` for a pair that no model is for.
 
     Raises:
         AssertionError: When a pair trains something else than the plain step.
     """
-    if first.optim.keys() & second.optim.keys():
+    if leaves(first.cfg) & leaves(second.cfg):
         return 'one of them'
     kinds = [kind for kind in first.models if kind in second.models]
     results = {_outcome(kind, first, second) for kind in kinds}
@@ -195,16 +205,25 @@ def outcome(first: Technique, second: Technique) -> str:
     return results.pop() if results else '-'
 
 
-def _outcome(kind: str, first: Technique, second: Technique) -> str:
+def leaves(cfg: Mapping[str, Any], above: str = '') -> set[str]:
+    """The dotted paths of what a config sets."""
+    found = set()
+    for key, value in cfg.items():
+        path = f'{above}{key}'
+        found |= leaves(value, f'{path}.') if isinstance(value, Mapping) else {path}
+    return found
+
+
+def _outcome(kind: str, first: Row, second: Row) -> str:
     pair = first, second
-    settings = [technique for technique in pair if technique.is_setting]
-    half = any('precision' in technique.optim for technique in pair)
+    settings = [row for row in pair if row.is_setting]
+    half = any(map(_is_precision, pair))
     iterations = IN_HALF_PRECISION if half else ITERATIONS
     try:
         trained = train(kind, pair, iterations)
     except ValueError as error:
         names = str(error)
-        assert all(_is_named(technique, names) for technique in pair), (
+        assert all(_is_named(row, names) for row in pair), (
             f'{first.name} and {second.name} are refused without naming both: {names}'
         )
         return 'refused'
@@ -213,16 +232,16 @@ def _outcome(kind: str, first: Technique, second: Technique) -> str:
     moved = (plain - start).norm()
     assert moved > 1e-4, f'nothing is trained with {[s.name for s in settings]}'
     error = relative_error(trained - start, plain - start)
-    lossy = [technique for technique in pair if technique.is_lossy]
+    lossy = [row for row in pair if row.is_lossy]
     if lossy:
-        alone = [train(kind, [*settings, technique], iterations) for technique in lossy]
+        alone = [train(kind, [*settings, row], iterations) for row in lossy]
         bound = 1.5 * sum(relative_error(x - start, plain - start) for x in alone)
         assert 0 < error <= bound < 1, f'{kind}, {first.name} and {second.name}: {error}, {bound}'
         return 'lossy'
     if not half:
         assert error <= 1e-9, f'{kind}, {first.name} and {second.name}: error {error:.1e}'
         return 'exact'
-    in_float64 = [setting for setting in settings if 'precision' not in setting.optim]
+    in_float64 = [row for row in settings if not _is_precision(row)]
     exact = train(kind, in_float64, iterations)
     ours, plains = (relative_error(x - start, exact - start) for x in (trained, plain))
     assert ours <= 1.5 * plains, f'{kind}, {first.name} and {second.name}: {ours:.1e}, {plains:.1e}'
@@ -237,16 +256,18 @@ def _start(kind: str) -> Tensor:
     return torch.cat([p.detach().double().flatten() for p in model.parameters()])
 
 
-def _is_named(technique: Technique, sentence: str) -> bool:
+def _is_precision(row: Row) -> bool:
+    return 'optim_wrapper.precision' in leaves(row.cfg)
+
+
+def _is_named(row: Row, sentence: str) -> bool:
     """Whether an error says which setting it is about: its type, key or name."""
-    words = [technique.name, *technique.cfg, *technique.optim, *technique.loss]
-    words += [str(technique.optim.get('type', technique.name))]
-    return any(word in sentence for word in words)
+    return any(word in sentence for word in (row.name, *row.words))
 
 
 def table(outcomes: Mapping[tuple[str, str], str]) -> str:
     """The outcomes as Markdown, one row and one column for each technique."""
-    names = [technique.name for technique in TECHNIQUES]
+    names = [row.name for row in rows()]
     signs = {'exact': '✓', 'lossy': '≈', 'refused': '✗', '-': '·', 'one of them': '○'}
     lines = ['| | ' + ' | '.join(names[1:]) + ' |', '|---|' + ':-:|' * (len(names) - 1)]
     for row, name in enumerate(names[:-1]):
@@ -258,9 +279,9 @@ def table(outcomes: Mapping[tuple[str, str], str]) -> str:
     return '\n'.join(lines)
 
 
-def pairs() -> list[tuple[Technique, Technique]]:
-    """Each two techniques once."""
-    return list(itertools.combinations(TECHNIQUES, 2))
+def pairs() -> list[tuple[Row, Row]]:
+    """Each two rows once."""
+    return list(itertools.combinations(rows(), 2))
 
 
 def main() -> None:

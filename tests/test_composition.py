@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.composition import PAGE, TECHNIQUES, Technique, outcome, pairs, table
+from tests.composition import PAGE, Row, optim, outcome, pairs, rows, table
 
-BY_NAME = {technique.name: technique for technique in TECHNIQUES}
+BY_NAME = {row.name: row for row in rows()}
 
 
 @pytest.mark.slow
@@ -19,17 +19,17 @@ def test_the_page_holds_what_is_found():
     ('first', 'second', 'found'),
     [
         ('gradient cache', 'activation checkpointing', 'exact'),
-        ('accumulation', 'Conv-BN eval', 'exact'),
-        ('optimiser in backward', 'clipping', 'refused'),
+        ('accumulation within an iteration', 'Conv-BN in eval mode', 'exact'),
+        ('optimiser step in backward', 'clipping', 'refused'),
         ('gradient cache', 'recomputed activations', 'exact'),
         ('recomputed activations', 'activation offload', 'exact'),
-        ('recomputed activations', 'dropped activations', 'lossy'),
+        ('recomputed activations', 'dropped activations (DropIT)', 'lossy'),
         ('recomputed activations', 'compiled blocks', 'refused'),
-        ('accumulation', 'dropped activations', 'lossy'),
+        ('accumulation within an iteration', 'dropped activations (DropIT)', 'lossy'),
         ('quantised activations', 'activation offload', 'lossy'),
         ('quantised activations', 'compiled blocks', 'refused'),
-        ('accumulation', 'gradient cache', 'one of them'),
-        ('accumulation', 'loss in tiles', '-'),
+        ('accumulation within an iteration', 'gradient cache', 'one of them'),
+        ('accumulation within an iteration', 'contrastive losses in tiles', '-'),
     ],
 )
 def test_some_pairs(first, second, found):
@@ -37,7 +37,7 @@ def test_some_pairs(first, second, found):
 
 
 def test_a_pair_that_trains_something_else_is_seen():
-    wrong = Technique('another rate', dict(optimizer=dict(type='SGD', lr=0.2)))
+    wrong = Row('another rate', optim(optimizer=dict(type='SGD', lr=0.2)))
     with pytest.raises(AssertionError, match='another rate: error'):
         outcome(BY_NAME['activation checkpointing'], wrong)
 

@@ -181,7 +181,7 @@ def check_command(words, workplace):
 
 def check_memengine(arguments, workplace):
     args = make_parser().parse_args(arguments)
-    if args.command == 'convert':
+    if args.command in ('convert', 'techniques'):
         return
     for checkpoint in (getattr(args, 'checkpoint', None), getattr(args, 'resume', None)):
         if isinstance(checkpoint, str):  # of a run that is not repeated here
@@ -230,7 +230,8 @@ def run_command(words, expected='', settings=()):
     if arguments[0] == 'train' and Path(arguments[1]).exists():
         evaluated = load_config(arguments[1]).val_dataloader.dataset.type
         settings += [f'val_dataloader.dataset.{setting}' for setting in SMALL[evaluated]]
-    options = ['--cfg-options', *settings] if arguments[0] != 'convert' else []
+    runs = arguments[0] in ('train', 'test')
+    options = ['--cfg-options', *settings] if runs else []
     few = FEW if arguments[0] == 'train' and '--max-iters' not in arguments else []
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):

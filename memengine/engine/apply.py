@@ -1,8 +1,6 @@
-"""The one place where techniques are applied to a model, in the one order they are written in.
+"""Which techniques a config asks for, which of them cannot go together, and in which order they go.
 
-Before the wrapper: what replaces modules or parameters, which DDP and FSDP must see.
-After the weights are initialised and before a checkpoint is loaded: what changes how forward
-and backward are carried out and leaves names and parameters alone.
+All of it follows from their descriptions (:mod:`memengine.techniques.technique`).
 """
 
 from __future__ import annotations
@@ -12,85 +10,142 @@ from logging import Logger
 from typing import Any
 
 import mmengine.model
+import torch.distributed as dist
 from mmengine.hooks import Hook
 from torch import nn
 
-from memengine.engine.hooks import (
-    ActivationCheckpointingHook,
-    ActivationOffloadHook,
-    CompileBlocksHook,
-    DropITHook,
-    EfficientConvBNEvalHook,
-    QuantizedActivationsHook,
-    RecomputedActivationsHook,
-)
-from memengine.techniques.compression.scope import rules_of
-from memengine.techniques.layers.sync_batchnorm import convert_sync_batchnorm
+from memengine.engine.hooks.technique import TechniqueHook, begin_in_order, register_hooks
+from memengine.techniques.technique import Technique, in_order, settings_of, techniques
 
-__all__ = ['apply_before_wrapping', 'apply_to_model', 'hooks_of_keys']
-
-# Hooks that act on the model, by the config's key for them, in the order in which they are
-# applied: what is not saved at all, how the rest is coded, which modules are computed again
-# instead, then where that which is left to save goes; compiled is a block with all that is in its
-# forward.
-_MODEL_HOOKS: dict[str, Any] = {
-    'efficient_conv_bn_eval': EfficientConvBNEvalHook,
-    'recomputed_activations': RecomputedActivationsHook,
-    'dropit': DropITHook,
-    'quantized_activations': QuantizedActivationsHook,
-    'activation_checkpointing': ActivationCheckpointingHook,
-    'activation_offload': ActivationOffloadHook,
-    'compile_blocks': CompileBlocksHook,
-}
+__all__ = ['apply_before_wrapping', 'apply_to_model', 'hooks_of_keys', 'is_on', 'refusals']
 
 
-def apply_before_wrapping(model: nn.Module, cfg: Any) -> nn.Module:
-    """The model with ``sync_bn`` of the config applied, of a run in several processes.
+def hooks_of_keys(cfg: Mapping[str, Any]) -> dict[str, TechniqueHook]:
+    """The hooks that keys of the config are short for, by key.
 
-    MMEngine's own ``sync_bn='torch'`` works on GPUs only; this one on any backend.
+    Raises:
+        ValueError: For a value that a key cannot have.
     """
-    if cfg.get('sync_bn') == 'torch':
-        convert_sync_batchnorm(model)
-    elif cfg.get('sync_bn') is not None:
-        model = mmengine.model.convert_sync_batchnorm(model, cfg.sync_bn)
+    hooks = {hook.technique.key: hook for hook in register_hooks().values()}
+    read = {key: hook.technique.read(cfg.get(key)) for key, hook in hooks.items()}
+    return {key: hooks[key](**vars(value)) for key, value in read.items() if value is not None}
+
+
+def apply_before_wrapping(model: nn.Module, cfg: Mapping[str, Any]) -> nn.Module:
+    """The model after what replaces modules or parameters, which DDP and FSDP must see."""
+    for technique in in_order(techniques().values()):
+        settings = technique.read(cfg.get(technique.key))
+        if technique.stage == 'before_wrap' and technique.apply and settings is not None:
+            technique.apply(model, settings)
+    if dist.is_initialized() and cfg.get('sync_bn') == 'mmcv':
+        model = mmengine.model.convert_sync_batchnorm(model, 'mmcv')
     return model
 
 
-def hooks_of_keys(cfg: Any) -> dict[str, dict[str, Any]]:
-    """Hooks that keys of the config are short for, by key.
-
-    A key's value is the hook's arguments, its ``modules``, or True for the hook as it is.
-    """
-    hooks = {}
-    for key, hook in _MODEL_HOOKS.items():
-        value = cfg.get(key)
-        if isinstance(value, str) and value[:1] == '[':  # as a shell may pass a list
-            value = [name.strip() for name in value.strip('[]').split(',')]
-        if isinstance(value, Mapping):
-            hooks[key] = {'type': hook, **value}
-        elif value:
-            hooks[key] = {'type': hook} if value is True else {'type': hook, 'modules': value}
-    return hooks
-
-
 def apply_to_model(model: nn.Module, cfg: Any, logger: Logger, hooks: Iterable[Hook] = ()) -> None:
-    """Apply the model techniques that the hooks name, in order.
+    """Apply the techniques of hooks to the model, in order, and say so.
 
     Args:
         model: The bare model.
-        cfg: The run's config; its key ``compile``.
-        logger: Told what was applied.
+        cfg: The run's config.
+        logger: Told which were applied.
         hooks: The run's hooks, with those that keys are short for.
+
+    Raises:
+        ValueError: For two that do not go together.
     """
     hooks = list(hooks)
-    for kind in _MODEL_HOOKS.values():
-        for hook in hooks:
-            if isinstance(hook, kind):
-                hook.apply(model, logger)
-    if cfg.get('compile') and any(isinstance(hook, CompileBlocksHook) for hook in hooks):
-        raise ValueError('compile compiles the whole step and compile_blocks its blocks; set one')
-    for rule in rules_of(model) if cfg.get('compile') else ():
-        raise ValueError(
-            f'compile and {rule.setting} do not go together, as what compiled code saves cannot '
-            'be told apart; set one'
-        )
+    if problems := refusals(cfg, hooks):
+        raise ValueError('\n'.join(problems))
+    if begun := begin_in_order(model, hooks):
+        logger.info(f'Techniques, in their order: {", ".join(map(_as_written, begun))}')
+
+
+def _as_written(hook: TechniqueHook) -> str:
+    known = settings_of(hook.technique.settings)
+    stated = [
+        f'{name}={value!r}'
+        for name, value in vars(hook.settings).items()
+        if value != known[name].field.default
+    ]
+    return f'{hook.technique.key}({", ".join(stated)})' if stated else hook.technique.key
+
+
+# ------------------------------------------------------------------ what does not go together
+
+_NO_SETTINGS = ('type', '_scope_', 'priority')  # keys of a hook's config
+
+
+def refusals(cfg: Mapping[str, Any], hooks: Iterable[Any] | None = None) -> list[str]:
+    """A sentence for each two settings that do not go together.
+
+    Args:
+        cfg: The run's config.
+        hooks: The run's hooks, if they are built; else the config's ``custom_hooks`` count.
+    """
+    stated = _with_techniques(cfg, cfg.get('custom_hooks') if hooks is None else hooks)
+    known = techniques()
+    return [
+        str(technique.refusal(other))
+        for technique in known.values()
+        if is_on(technique, stated)
+        for other in technique.conflicts
+        if (is_on(known[other], stated) if other in known else _holds(stated, other))
+    ]
+
+
+def is_on(technique: Technique[Any], cfg: Mapping[str, Any]) -> bool:
+    """Whether a config asks for a technique by its key, or where its ``switch`` says."""
+    if technique.needs_ranks and cfg.get('launcher', 'none') == 'none':
+        return False
+    if technique.apply:
+        return cfg.get(technique.key) not in (None, False)
+    place = technique.switch.split()[0]
+    path = place.partition('=')[0].split('.')
+    if path[-1] == 'type':
+        return _holds(cfg, place)
+    default = settings_of(technique.settings)[path[-1]].field.default
+    return any(value not in (None, default) for value in _values(cfg, path))
+
+
+def _with_techniques(cfg: Mapping[str, Any], hooks: Iterable[Any] | None) -> dict[str, Any]:
+    """The config with all settings of each technique that a key or a hook asks for, by its key."""
+    stated = {**cfg, 'custom_hooks': list(hooks or ())}
+    applied = [technique for technique in techniques().values() if technique.apply]
+    by_hook = {technique.hook_name: technique for technique in applied}
+    for technique in applied:
+        settings = technique.read(cfg.get(technique.key))
+        stated[technique.key] = None if settings is None else vars(settings)
+    for hook in stated['custom_hooks']:
+        if isinstance(hook, TechniqueHook):
+            stated[hook.technique.key] = vars(hook.settings)
+        elif isinstance(hook, Mapping):
+            given = {name: hook[name] for name in hook if name not in _NO_SETTINGS}
+            for kind in _names(hook.get('type')) & by_hook.keys():
+                stated[by_hook[kind].key] = vars(by_hook[kind].set_to(given))
+    return stated
+
+
+def _holds(cfg: Mapping[str, Any], place: str) -> bool:
+    """Whether a place is set; or, if ``place`` ends in ``=x|y``, to one of these."""
+    path, _, wanted = place.partition('=')
+    values = _values(cfg, path.split('.'))
+    return any(_names(value) & {*wanted.split('|')} if wanted else value for value in values)
+
+
+def _values(node: Any, path: list[str]) -> list[Any]:
+    """What stands at a path, in every entry of a list on the way; of an object its type."""
+    if not path:
+        return [node]
+    if isinstance(node, (list, tuple)):
+        return [value for entry in node for value in _values(entry, path)]
+    if isinstance(node, Mapping):
+        return _values(node.get(path[0]), path[1:])
+    return [type(node)] if isinstance(node, Hook) and path == ['type'] else []
+
+
+def _names(value: Any) -> set[str]:
+    """What a value may be called: a class also by its bases, a name also without its scope."""
+    if isinstance(value, type):
+        return {base.__name__ for base in value.__mro__}
+    return {str(value), str(value).rpartition('.')[2]}

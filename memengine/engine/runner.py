@@ -36,7 +36,7 @@ from memengine.engine.distributed.processes import init_process_group, local_dev
 from memengine.engine.hooks import AlgorithmHook, CheckpointHook, FiniteLossHook, RandomStateHook
 from memengine.engine.step import unwrap
 from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
-from memengine.engine.wrappers.fsdp import FullyShardedDataParallel, refuse_beside_sharding
+from memengine.engine.wrappers.fsdp import FullyShardedDataParallel
 from memengine.registry import LOOPS, MODEL_WRAPPERS, MODELS, RUNNERS
 from memengine.techniques.sharding.materializing import on_meta
 
@@ -133,6 +133,7 @@ class Runner(_Runner):
         """Put the model on its device and into its wrapper; nothing is ignored silently."""
         if is_model_wrapper(model):
             return super().wrap_model(model_wrapper_cfg, model)
+        model = apply_before_wrapping(model, self.cfg)
         config = {'type': 'MMDistributedDataParallel', **(model_wrapper_cfg or {})}
         kind = config['type']
         wrapper = MODEL_WRAPPERS.get(kind) if isinstance(kind, str) else kind
@@ -143,7 +144,6 @@ class Runner(_Runner):
             if model_wrapper_cfg is not None:
                 self._say_wrapper_has_no_effect(kind, wrapper, is_ddp, model)
             return super().wrap_model(None, model)
-        model = apply_before_wrapping(model, self.cfg)
         if issubclass(wrapper, FullyShardedDataParallel):
             wrapped = self._shard_model(config, wrapper, model)
         else:
@@ -177,7 +177,6 @@ class Runner(_Runner):
 
     def _shard_model(self, config: dict[str, Any], wrapper: Any, model: Any) -> nn.Module:
         """Initialise a model while it is whole, and spread it over the ranks."""
-        refuse_beside_sharding(self.cfg)
         options = {key: value for key, value in config.items() if key != 'type'}
         if not options.get('meta') and isinstance(model, InitializesWeights):
             model.init_weights()
@@ -226,8 +225,6 @@ class Runner(_Runner):
             )
         self._train_loop = self.build_train_loop(self._train_loop)
         self.optim_wrapper = self.build_optim_wrapper(self.optim_wrapper)
-        if isinstance(self.model, FullyShardedDataParallel):
-            refuse_beside_sharding(self.cfg, self.hooks)
         self.scale_lr(self.optim_wrapper, self.auto_scale_lr)
         if self.param_schedulers is not None:
             self.param_schedulers = self.build_param_scheduler(self.param_schedulers)
@@ -235,7 +232,8 @@ class Runner(_Runner):
             self._val_loop = self.build_val_loop(self._val_loop)
         self.call_hook('before_run')
         self._init_model_weights()
-        apply_to_model(unwrap(self.model), self.cfg, self.logger, self.hooks)
+        cfg = {**self.cfg, 'launcher': self.launcher}
+        apply_to_model(unwrap(self.model), cfg, self.logger, self.hooks)
         self.load_or_resume()
         self.optim_wrapper.initialize_count_status(
             self.model, self.train_loop.iter, self.train_loop.max_iters

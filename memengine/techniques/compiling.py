@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from memengine._torch_private.modules import forget_compilation, is_compiled
-from memengine.techniques.checkpointing.checkpoint_activations import refuse_to_compile
+from memengine.techniques.checkpointing.checkpoint_activations import (
+    TECHNIQUE as ACTIVATION_CHECKPOINTING,
+)
+from memengine.techniques.checkpointing.repeatable_forward import CheckpointedForward
+from memengine.techniques.compression.rules import WHEN_COMPILED
 from memengine.techniques.compression.scope import rules_of
 from memengine.techniques.modules.blocks import BLOCKS, Selector, select_modules
+from memengine.techniques.modules.wrapped_forward import wrapper_of
+from memengine.techniques.technique import Handle, Report, Settings, Technique, setting
 
-__all__ = ['CompiledBlocks', 'compile_blocks']
+__all__ = ['CompileBlocksSettings', 'CompiledBlocks', 'compile_blocks']
 
 _SETTING = 'compile_blocks'
+_BUDGET = 'activation_checkpointing.budget'
+_WITH_RULES = WHEN_COMPILED[_SETTING]
 
 
 def compile_blocks(
@@ -50,18 +60,32 @@ def compile_blocks(
     for name, module in chosen.items():
         if is_compiled(module):
             raise ValueError(f'{_SETTING}: {name or "the model"} is compiled already')
-        refuse_to_compile(module, _SETTING, options.get('backend'))
+        _refuse_checkpointed(module, options)
         for rule in rules_of(module):
-            raise ValueError(
-                f'{_SETTING} and {rule.setting} do not go together, as what compiled code saves '
-                'cannot be told apart; use either'
-            )
+            raise ValueError(f'{_SETTING} and {rule.setting} do not go together: {_WITH_RULES}')
     for module in chosen.values():
         module.compile(**options)
     return CompiledBlocks(chosen)
 
 
-class CompiledBlocks:
+def _refuse_checkpointed(module: nn.Module, options: Mapping[str, Any]) -> None:
+    for part in module.modules():
+        checkpointed = wrapper_of(part, CheckpointedForward)
+        if checkpointed is None:
+            continue
+        if checkpointed.owner.budget is not None:
+            raise TECHNIQUE.refusal(_BUDGET, checkpointed.name)
+        if not checkpointed.can_be_compiled:
+            raise ValueError(
+                f'{_SETTING} and {ACTIVATION_CHECKPOINTING.key} do not go together for '
+                f'{checkpointed.name}, as compilers of torch {torch.__version__} would write into '
+                'its buffers (statistics of BatchNorm) twice in a step; use one, or a newer torch'
+            )
+        if options.get('backend') == 'eager':
+            raise ACTIVATION_CHECKPOINTING.refusal(f'{_SETTING}.backend=eager', checkpointed.name)
+
+
+class CompiledBlocks(Handle):
     """Modules that are compiled; made by :func:`compile_blocks`."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
@@ -72,7 +96,54 @@ class CompiledBlocks:
         """Names of the modules, in the model's order."""
         return list(self._modules)
 
+    def report(self) -> Report:
+        """Which modules are compiled."""
+        return Report(
+            f'Compiled blocks: {len(self.names)} modules, {self.names[0]} to {self.names[-1]}'
+        )
+
     def undo(self) -> None:
         """Run the modules as they are again."""
         for module in self._modules.values():
             forget_compilation(module)
+
+
+@dataclass(frozen=True)
+class CompileBlocksSettings(Settings):
+    """Settings of :func:`compile_blocks`: modules, and options of ``torch.compile``."""
+
+    modules: Selector | Sequence[Selector] = setting(
+        BLOCKS, help="which modules: names, globs, classes, or 'blocks' for the repeated ones"
+    )
+    backend: str | Callable[..., Any] = setting('inductor', help='the compiler')
+    mode: str | None = setting(None, help="a set of the compiler's options, e.g. max-autotune")
+    dynamic: bool | None = setting(None, help='whether sizes may vary; None: once they do')
+    fullgraph: bool = setting(False, help='whether a break in the graph is an error')
+    options: Mapping[str, Any] | None = setting(None, help="the compiler's options by name")
+
+
+def _apply(model: nn.Module, settings: CompileBlocksSettings) -> CompiledBlocks:
+    options = {name: value for name, value in vars(settings).items() if value is not None}
+    return compile_blocks(model, options.pop('modules'), **options)
+
+
+TECHNIQUE = Technique(
+    key=_SETTING,
+    title='compiled blocks',
+    settings=CompileBlocksSettings,
+    apply=_apply,
+    call='memengine.compile_blocks',
+    shorthand='modules',
+    after=('activation_offload',),  # a block is compiled with all that is in its forward
+    conflicts={
+        'compile': 'compile compiles the whole step and compile_blocks its blocks; set one of them',
+        _BUDGET: 'a budget is measured op by op; use keep, or set '
+        'torch._functorch.config.activation_memory_budget for the compiler',
+    },
+    exactness='rounding',
+    use_when='on a GPU, for blocks that are alike',
+    saves='what the compiler fuses',
+    price='one compilation for each kind of block',
+    page='activation_checkpointing.md',
+    example=CompileBlocksSettings(backend='aot_eager'),
+)

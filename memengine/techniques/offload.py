@@ -12,8 +12,9 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,15 @@ from memengine._torch_private.ops import pytree
 from memengine.memory.ledger import owned_by
 from memengine.techniques.modules.saved_tensors import KeptAsIs, is_parameter, is_plain
 from memengine.techniques.modules.wrapped_forward import WrappedForward, is_wrapped
+from memengine.techniques.technique import Handle, Report, Settings, Technique, setting
 
-__all__ = ['ActivationOffload', 'is_offloading', 'offload_activations', 'offloaded']
+__all__ = [
+    'ActivationOffload',
+    'ActivationOffloadSettings',
+    'is_offloading',
+    'offload_activations',
+    'offloaded',
+]
 
 _SETTING = 'activation_offload'
 _STORES = ('auto', 'host', 'disk')
@@ -87,7 +95,7 @@ def offload_activations(
     return offload
 
 
-class ActivationOffload(WrappedForward):
+class ActivationOffload(WrappedForward, Handle):
     """A model's forward whose saved tensors move; made by :func:`offload_activations`.
 
     Attributes:
@@ -115,6 +123,18 @@ class ActivationOffload(WrappedForward):
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         with _Offloading(self, inputs):
             return self.plain(*args, **kwargs)
+
+    def report(self) -> Report:
+        """What has moved."""
+        if not self.moved_bytes[0]:
+            return Report(
+                left=f'{_SETTING}: the first iteration saved nothing of at least '
+                f'min_bytes={self.min_bytes} that can be moved; lower min_bytes'
+            )
+        return Report(
+            f'Activation offload: {self.moved_bytes[0] / 2**20:.1f} MiB moved in the first '
+            f'iteration, {self.peak_stored_bytes / 2**20:.1f} MiB of them at once'
+        )
 
     def count(self, stored: int = 0, out: int = 0, back: int = 0) -> None:
         """Keep the books."""
@@ -316,3 +336,46 @@ def _to_pinned_memory(content: Tensor) -> _Reader:
         return wait
 
     return read
+
+
+@dataclass(frozen=True)
+class ActivationOffloadSettings(Settings):
+    """Settings of :func:`offload_activations`."""
+
+    store: Literal['auto', 'host', 'disk'] = setting(
+        'auto', help='where to: host memory, files, or files on a CPU only'
+    )
+    folder: str | Path | None = setting(None, help='where files go; None: a temporary folder')
+    min_bytes: int = setting(2**20, help='smallest storage that moves', unit='bytes', low=0)
+    look_ahead: int = setting(
+        2, help='how many are brought back before they are asked for', unit='storages', low=0
+    )
+    strict: bool = setting(True, help='whether it is an error when the first step moves nothing')
+
+
+def _apply(model: nn.Module, settings: ActivationOffloadSettings) -> ActivationOffload:
+    return offload_activations(
+        model,
+        settings.store,
+        folder=settings.folder,
+        min_bytes=settings.min_bytes,
+        look_ahead=settings.look_ahead,
+    )
+
+
+TECHNIQUE = Technique(
+    key=_SETTING,
+    title='activation offload',
+    settings=ActivationOffloadSettings,
+    apply=_apply,
+    call='memengine.offload_activations',
+    shorthand='store',
+    after=(
+        'activation_checkpointing',
+    ),  # what is left to save, and codes in place of tensors, move
+    use_when='what is left does not fit on the GPU, and host memory is free',
+    saves='what is saved for backward, on the device',
+    price='every byte to the host and back',
+    page='activation_checkpointing.md',
+    example=ActivationOffloadSettings(store='disk', min_bytes=64),
+)

@@ -112,12 +112,12 @@ def test_schedules_and_resuming_hold_and_it_can_be_switched_between_runs(tmp_pat
         (dict(accumulative_counts=2), r"accumulative_counts=2.*type='OptimWrapper'"),
         (dict(clip_grad=dict(max_norm=3.0)), r"'max_norm': 3.0.*clip_grad.type='each_norm'"),
         (dict(clip_grad=dict(type='norm', max_norm=3.0)), r"clip_grad.type='each_norm'"),
-        (dict(precision='fp16'), "precision='fp16'.*use precision='bf16'"),
+        (dict(precision='fp16'), "fp16 skips.*use precision='bf16'"),
     ],
 )
 def test_what_needs_whole_gradients_is_refused(settings, said):
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=f'OptimizerInBackwardOptimWrapper: .*{said}'):
+    with pytest.raises(ValueError, match=f'OptimizerInBackwardOptimWrapper.*{said}'):
         OptimizerInBackwardOptimWrapper(optimizer, **settings)
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``memengine train CONFIG``, ``test CONFIG CHECKPOINT``, ``convert A B``.
+"""The command line: ``memengine train``, ``test``, ``convert`` and ``techniques``.
 
 Torch and MMEngine are imported only once there is something for them to do, so that help and
 wrong usage answer at once.
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0, 1 after an error, 130 when interrupted. Wrong usage exits with 2.
     """
     args = make_parser().parse_args(argv)
-    if args.command != 'convert':
+    if args.command in ('train', 'test'):
         if args.local_rank is not None:
             os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
         # Last, so that nothing that is installed is hidden by a file of the user's.
@@ -67,6 +67,11 @@ class _Run:
     def carry_out(self) -> None:
         """Do what the command line asks for."""
         _let_threads_sleep()
+        if self.args.command == 'techniques':
+            from memengine.engine.cli.techniques import describe, list_techniques
+
+            print(describe(self.args.name) if self.args.name else list_techniques())
+            return
         from memengine.engine.cli import commands
 
         if self.args.command == 'convert':

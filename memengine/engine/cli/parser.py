@@ -103,7 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument('--version', action='version', version=f'memengine {memengine.__version__}')
-    commands = parser.add_subparsers(dest='command', required=True, metavar='{train,test,convert}')
+    commands = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
     train = _add_command(commands, 'train', 'train a model from a config', TRAIN_EXAMPLES)
     train.add_argument(
         '--resume',
@@ -128,7 +128,18 @@ def make_parser() -> argparse.ArgumentParser:
     test.add_argument('checkpoint', metavar='CHECKPOINT', help='the checkpoint to test')
     _add_common(test)
     _add_convert(commands)
+    _add_techniques(commands)
     return parser
+
+
+def _add_techniques(commands: Any) -> None:
+    does = 'list the ways to save memory, or say all of one'
+    listing = commands.add_parser(
+        'techniques', help=does, description=f'{does.capitalize()}.', allow_abbrev=False
+    )
+    listing.set_defaults(parser=listing)
+    listing.add_argument('name', metavar='NAME', nargs='?', help='a technique, such as dropit')
+    listing.add_argument('--debug', action='store_true', help='show the traceback of an error')
 
 
 def _add_convert(commands: Any) -> None:

@@ -16,11 +16,13 @@ from typing import Any
 
 from mmengine.config import Config
 
+from memengine.engine.apply import refusals
 from memengine.engine.config.bases import used_names
 from memengine.engine.config.checker import Checker
 from memengine.engine.config.schema import FREE_KEYS, TOP_KEYS, TOP_PLACES, TOP_VALUES, TRIPLETS
 from memengine.engine.config.types import arguments_of, find_type
 from memengine.suggest import ONE_SLIP, STRICT, did_you_mean, near
+from memengine.techniques.technique import Technique, techniques
 
 __all__ = ['ConfigError', 'check_config', 'import_custom_modules', 'known_keys']
 
@@ -66,6 +68,8 @@ def check_config(cfg: Config | Mapping[str, Any]) -> None:
         if key in known:
             _check_entry(checker, key, value)
     _check_what_is_missing(checker, entries, unknown)
+    if not checker.problems:
+        checker.problems += _refused_pairs(entries)
     if checker.problems:
         raise ConfigError(checker.problems)
 
@@ -103,11 +107,16 @@ def import_custom_modules(cfg: Config | Mapping[str, Any]) -> None:
 
 def known_keys(cfg: Config | Mapping[str, Any]) -> set[str]:
     """The keys that mean something at the top of a config."""
-    keys = {*TOP_KEYS, *FREE_KEYS}
+    keys = {*TOP_KEYS, *FREE_KEYS, *_keyed_techniques()}
     runner = cfg.get('runner_type')
     if isinstance(runner, str):
         runner = find_type('RUNNERS', runner, _scope_of(cfg))
     return keys | (set(arguments_of(runner).names) if runner is not None else set())
+
+
+def _keyed_techniques() -> dict[str, Technique[Any]]:
+    """The techniques that a key of the config is for."""
+    return {key: technique for key, technique in techniques().items() if technique.apply}
 
 
 def _resolved(value: Any, path: str, checker: Checker) -> Any:
@@ -163,11 +172,23 @@ def _check_entry(checker: Checker, key: str, value: Any) -> None:
     if key in FREE_KEYS:
         if not isinstance(value, Mapping):
             checker.say(key, f'must be a dict of keys of your own, got {value!r}')
+    elif key in (keyed := _keyed_techniques()):
+        try:
+            keyed[key].read(value)
+        except ValueError as error:
+            checker.problems += str(error).splitlines()
     elif key in TOP_VALUES:
         if fault := TOP_VALUES[key].fault(value):
             checker.say(key, fault)
     elif key in TOP_PLACES:
         checker.check(value, TOP_PLACES[key], key)
+
+
+def _refused_pairs(entries: Mapping[str, Any]) -> list[str]:
+    try:
+        return refusals(entries)
+    except ValueError as error:  # a setting of a technique's hook
+        return [f'custom_hooks: {error}']
 
 
 def _check_what_is_missing(

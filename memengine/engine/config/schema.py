@@ -224,13 +224,8 @@ _ENVIRONMENT = Place(
 
 
 def _if_set(place: Place) -> PlaceOrChoice:
-    """For a key that may also be switched on or off, or name modules."""
+    """For a key that may also be switched on or off."""
     return lambda value: place if value else FREE
-
-
-def _short_for(hook: str) -> PlaceOrChoice:
-    """A key that stands for a hook: its arguments, its modules, or True."""
-    return _if_set(Place('HOOKS', default=hook))
 
 
 TOP_PLACES: Mapping[str, PlaceOrChoice] = {
@@ -266,13 +261,6 @@ TOP_PLACES: Mapping[str, PlaceOrChoice] = {
         supplied=('module', 'device_ids'),
     ),
     'compile': _if_set(Place(accepts=torch.compile, supplied=('model',))),
-    'activation_checkpointing': _short_for('ActivationCheckpointingHook'),
-    'activation_offload': _short_for('ActivationOffloadHook'),
-    'compile_blocks': _short_for('CompileBlocksHook'),
-    'dropit': _short_for('DropITHook'),
-    'efficient_conv_bn_eval': _short_for('EfficientConvBNEvalHook'),
-    'quantized_activations': _short_for('QuantizedActivationsHook'),
-    'recomputed_activations': _short_for('RecomputedActivationsHook'),
     'custom_imports': Place(accepts=('imports', 'allow_failed_imports')),
     'runner_type': Place('RUNNERS', by_name=True),
     'tta_model': Place('MODELS', supplied=('module',)),
@@ -283,10 +271,9 @@ TOP_VALUES: Mapping[str, Value] = {
     'launcher': one_of('none', 'pytorch', 'slurm', 'mpi'),
     'resume': BOOL,
     'find_unused_parameters': BOOL,
-    'sync_bn': one_of('torch', 'mmcv', None),
 }
 
-# The Runner's arguments, and what else MMEngine and memengine read from the config of a run.
+# What a run reads from its config beside the keys of techniques: the Runner's arguments, and more.
 TOP_KEYS = frozenset(inspect.signature(Runner.__init__).parameters) - {'self', 'cfg'} | {
     *TOP_PLACES,
     *TOP_VALUES,

@@ -16,7 +16,11 @@ from torch.optim import Optimizer
 
 from memengine.engine.optim.optim_wrapper import OptimWrapper
 from memengine.registry import OPTIM_WRAPPERS
-from memengine.techniques.optimizer.in_backward import check_steps_alone, step_in_backward
+from memengine.techniques.optimizer.in_backward import (
+    TECHNIQUE,
+    check_steps_alone,
+    step_in_backward,
+)
 
 __all__ = ['OptimizerInBackwardOptimWrapper']
 
@@ -41,27 +45,15 @@ class OptimizerInBackwardOptimWrapper(OptimWrapper):
 
     def __init__(self, optimizer: Optimizer, **kwargs: Any) -> None:
         super().__init__(optimizer, **kwargs)
-        name = type(self).__name__
         if self._accumulative_counts != 1:
-            raise ValueError(
-                f'{name}: accumulative_counts={self._accumulative_counts} adds up gradients of '
-                'several iterations, but here none outlives its update; use '
-                "optim_wrapper.type='OptimWrapper'"
-            )
+            counts = f'accumulative_counts={self._accumulative_counts}'
+            raise TECHNIQUE.refusal('accumulation_over_iterations', counts)
         clip_grad = kwargs.get('clip_grad')
         if clip_grad and clip_grad.get('type', 'norm') == 'norm':
-            raise ValueError(
-                f'{name}: clip_grad={dict(clip_grad)} needs the norm of all gradients '
-                "together, but here they are never there at once; set clip_grad.type='each_norm' "
-                "(each parameter's own norm, as DINO does) or 'value', or clip_grad=None, or use "
-                "optim_wrapper.type='OptimWrapper'"
-            )
+            clipping = f'clip_grad={dict(clip_grad)}'
+            raise TECHNIQUE.refusal('optim_wrapper.clip_grad.type=norm|None', clipping)
         if self.precision.scaler is not None:
-            raise ValueError(
-                f"{name}: precision='fp16' skips a step in which any gradient overflowed, which is "
-                "known only after backward; use precision='bf16', or "
-                "optim_wrapper.type='OptimWrapper'"
-            )
+            raise TECHNIQUE.refusal('optim_wrapper.precision=fp16|float16')
         self._later: dict[nn.Parameter, None] = {}
         check_steps_alone(optimizer)
 
@@ -70,12 +62,7 @@ class OptimizerInBackwardOptimWrapper(OptimWrapper):
         """Refuse DDP; see what has to wait. There are no iterations without synchronisation."""
         ddp = nn.parallel.DistributedDataParallel
         if any(isinstance(module, ddp) for module in model.modules()):
-            raise ValueError(
-                f'{type(self).__name__} takes gradients before DistributedDataParallel has reduced '
-                'them over ranks, and DDP holds all of them in its buckets anyway; use '
-                "optim_wrapper.type='OptimWrapper' with an optimiser such as AdamW8bit or "
-                'AdamWBf16, or shard the model (fully_shard)'
-            )
+            raise TECHNIQUE.refusal('data_parallel')
         # Sharding leaves scalars whole, and reduces their gradients at the end of backward.
         is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
         self._later = dict.fromkeys(p for p in model.parameters() if is_sharded and p.ndim == 0)

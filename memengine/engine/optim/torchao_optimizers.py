@@ -11,6 +11,7 @@ import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memengine.registry import OPTIMIZERS
+from memengine.techniques.technique import Settings, Technique, register, setting
 
 __all__ = ['AdamW4bit', 'AdamW8bit', 'CPUOffloadOptimizer']
 
@@ -247,3 +249,68 @@ def CPUOffloadOptimizer(  # noqa: N802 (a type name of the config language)
                 f"CPUOffloadOptimizer: there is no optimizer_class '{optimizer_class}'"
             )
     return _offloading()(groups, kind, minimal_size=minimal_size, **kwargs)
+
+
+# ------------------------------------------------------------------ descriptions
+
+
+@dataclass(frozen=True)
+class AdamW8bitSettings(Settings):
+    """Settings of :func:`AdamW8bit`."""
+
+    block_size: int = setting(256, help='numbers that share a scale', low=1)
+
+
+@dataclass(frozen=True)
+class AdamW4bitSettings(Settings):
+    """Settings of :func:`AdamW4bit`."""
+
+    block_size: int = setting(128, help='numbers that share a scale', low=1)
+
+
+@dataclass(frozen=True)
+class CPUOffloadOptimizerSettings(Settings):
+    """Settings of :func:`CPUOffloadOptimizer`."""
+
+    optimizer_class: Any = setting('AdamW', help='the optimiser that runs on the host')
+    minimal_size: int = setting(4096, help='tensors of fewer numbers stay on the GPU', low=0)
+
+
+register(
+    Technique(
+        key='adamw_8bit',
+        title='AdamW with states in 8 bits',
+        settings=AdamW8bitSettings,
+        switch='optim_wrapper.optimizer.type=AdamW8bit',
+        exactness='rounding',
+        use_when="the optimiser's state does not fit",
+        saves="three quarters of the optimiser's state",
+        price='rounding and unrounding its averages; needs torchao',
+        page='optimizer_memory.md',
+    )
+)
+register(
+    Technique(
+        key='adamw_4bit',
+        title='AdamW with states in 4 bits',
+        settings=AdamW4bitSettings,
+        switch='optim_wrapper.optimizer.type=AdamW4bit',
+        exactness='rounding',
+        use_when="the optimiser's state does not fit, in 8 bits either",
+        saves="seven eighths of the optimiser's state",
+        price='rounding and unrounding its averages; needs torchao',
+        page='optimizer_memory.md',
+    )
+)
+register(
+    Technique(
+        key='optimizer_offload',
+        title='optimiser states on the host',
+        settings=CPUOffloadOptimizerSettings,
+        switch='optim_wrapper.optimizer.type=CPUOffloadOptimizer',
+        use_when="the optimiser's state does not fit on the GPU, and host memory is free",
+        saves="the optimiser's state, all of it, on the GPU",
+        price='gradients to the host, weights back, and the CPU does the update; needs torchao',
+        page='optimizer_memory.md',
+    )
+)

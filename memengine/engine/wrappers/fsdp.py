@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from mmengine.hooks import EMAHook, Hook
 from mmengine.logging import print_log
 from mmengine.model import BaseDataPreprocessor
 from mmengine.optim import OptimWrapper
@@ -21,7 +20,7 @@ from memengine.registry import FUNCTIONS, MODEL_WRAPPERS
 from memengine.techniques.sharding.shard_model import shard_model
 from memengine.techniques.sharding.units import Units
 
-__all__ = ['FullyShardedDataParallel', 'MMFullyShardedDataParallel', 'refuse_beside_sharding']
+__all__ = ['FullyShardedDataParallel', 'MMFullyShardedDataParallel']
 
 
 def _dtype(name: str | torch.dtype | None, setting: str) -> torch.dtype | None:
@@ -241,28 +240,4 @@ class MMFullyShardedDataParallel(FullyShardedDataParallel):
             units=_function(auto_wrap_policy, 'auto_wrap_policy'),
             offload=bool(getattr(cpu_offload, 'offload_params', cpu_offload)),
             **{'free_after': _STRATEGIES[strategy], **precision, **kwargs},
-        )
-
-
-def refuse_beside_sharding(cfg: Mapping[str, Any], hooks: Iterable[Hook] = ()) -> None:
-    """Refuse what cannot work on a model whose parameters are spread over ranks.
-
-    Raises:
-        ValueError: Naming the setting, and what to use instead.
-    """
-    ddp = "use model_wrapper_cfg.type='MMDistributedDataParallel'"
-    for hook in hooks:
-        if isinstance(hook, EMAHook):
-            raise ValueError(
-                f'custom_hooks: {type(hook).__name__} copies the model, which a sharded one does '
-                f'not allow; {ddp}, or an algorithm that holds its own average, as DINO does'
-            )
-    if cfg.get('compile'):
-        raise ValueError(
-            'compile compiles the step in one graph, which gathering parameters breaks; compile '
-            f'the blocks (compile_blocks=True), or {ddp}'
-        )
-    if cfg.get('sync_bn', 'torch') not in ('torch', None):
-        raise ValueError(
-            f"sync_bn={cfg['sync_bn']!r} does not know of sharding; set sync_bn='torch'"
         )

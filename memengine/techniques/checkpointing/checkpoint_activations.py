@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from memengine.techniques.checkpointing.budget import Kept, Trace, plan_by_budget, plan_by_ops
@@ -18,8 +18,9 @@ from memengine.techniques.checkpointing.op_policy import Op, op_names
 from memengine.techniques.checkpointing.repeatable_forward import SETTING, CheckpointedForward
 from memengine.techniques.modules.blocks import BLOCKS, Selector, select_modules
 from memengine.techniques.modules.wrapped_forward import is_wrapped
+from memengine.techniques.technique import Handle, Report, Settings, Technique, setting
 
-__all__ = ['Checkpointing', 'checkpoint_activations', 'refuse_to_compile']
+__all__ = ['ActivationCheckpointingSettings', 'Checkpointing', 'checkpoint_activations']
 
 _ALL: Kept = frozenset()  # nothing is kept, all is computed again
 
@@ -92,38 +93,7 @@ def checkpoint_activations(
     return Checkpointing(chosen, ops, budget)
 
 
-def refuse_to_compile(module: nn.Module, setting: str, backend: object) -> None:
-    """Refuse what a compiler would leave uncompiled, or compute again inexactly.
-
-    Raises:
-        ValueError: When something in the module is checkpointed by a budget, or at all and the
-            backend is ``'eager'``, which runs what it traced twice, statistics with it, as do
-            all in torch 2.6.
-    """
-    for part in module.modules():
-        forward = vars(part).get('forward')
-        if not isinstance(forward, CheckpointedForward):
-            continue
-        if forward.owner.budget is not None:
-            raise ValueError(
-                f'{setting} and {SETTING} with a budget do not go together, as a budget is '
-                f'measured op by op ({forward.name}); use keep, or set '
-                'torch._functorch.config.activation_memory_budget for the compiler'
-            )
-        if not forward.can_be_compiled:
-            raise ValueError(
-                f'{setting} and {SETTING} do not go together for {forward.name}, as compilers of '
-                f'torch {torch.__version__} would write into its buffers (statistics of BatchNorm) '
-                'twice in a step; use either, or a newer torch'
-            )
-        if backend == 'eager':
-            raise ValueError(
-                f"{setting}: backend='eager' and {SETTING} do not go together "
-                f"({forward.name}); to try without a compiler use backend='aot_eager'"
-            )
-
-
-class Checkpointing:
+class Checkpointing(Handle):
     """Modules that are checkpointed; made by :func:`checkpoint_activations`."""
 
     def __init__(
@@ -155,6 +125,20 @@ class Checkpointing:
             for name, forward in self._forwards.items()
             if not forward.checkpointed
         }
+
+    def report(self) -> Report:
+        """Which modules were computed again."""
+        names, unused = self.names, self.unused()
+        left = done = ''
+        if len(unused) < len(names):
+            done = f'Activation checkpointing: {len(names)} modules, {names[0]} to {names[-1]}'
+        if unused:
+            name, reason = next(iter(unused.items()))
+            left = (
+                f'{SETTING}: {len(unused)} of {len(names)} modules were not computed again in the '
+                f'first iteration, e.g. {name}: {reason}; name modules that are trained'
+            )
+        return Report(done, left)
 
     def undo(self) -> None:
         """Give the modules their own forward back."""
@@ -195,3 +179,47 @@ class Checkpointing:
                 f'{", ".join(self.names[:3])} that backward waits for and that can be kept; there '
                 f'are {", ".join(sorted(there)) or "none"}'
             )
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointingSettings(Settings):
+    """Settings of :func:`checkpoint_activations`."""
+
+    modules: Selector | Sequence[Selector] = setting(
+        BLOCKS, help="which modules: names, globs, classes, or 'blocks' for the repeated ones"
+    )
+    every: int = setting(1, help='every k-th of them', low=1)
+    keep: Op | Sequence[Op] = setting(
+        (), help="ops whose outputs are kept: 'matmuls', 'attention', or names as 'aten.gelu'"
+    )
+    budget: float | None = setting(
+        None, help="in place of keep: bytes as a share of the plain step's", low=0, high=1
+    )
+    strict: bool = setting(True, help='whether it is an error when no module is computed again')
+
+
+def _apply(model: nn.Module, settings: ActivationCheckpointingSettings) -> Checkpointing:
+    return checkpoint_activations(
+        model, settings.modules, every=settings.every, keep=settings.keep, budget=settings.budget
+    )
+
+
+TECHNIQUE = Technique(
+    key=SETTING,
+    title='activation checkpointing',
+    settings=ActivationCheckpointingSettings,
+    apply=_apply,
+    switch=f'{SETTING}=[{BLOCKS}]',
+    call='memengine.checkpoint_activations',
+    shorthand='modules',
+    # Inside checkpointed modules nothing is kept, so nothing is coded; what is outside is.
+    after=('quantized_activations',),
+    conflicts={
+        'compile_blocks.backend=eager': 'that backend runs what it traced twice, statistics with '
+        "it; to try without a compiler use backend='aot_eager'"
+    },
+    use_when='depth is what does not fit',
+    saves='activations inside the named modules: all, those of cheap ops, or what a budget says',
+    price='at most one more forward of them; no product with `keep=[matmuls, attention]`',
+    example=ActivationCheckpointingSettings(modules=[BLOCKS]),
+)

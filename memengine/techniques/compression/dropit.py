@@ -6,15 +6,18 @@ gamma: the share of elements that is dropped.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from memengine.techniques.codecs.codec import Codec
-from memengine.techniques.codecs.sparse import Sparsifier
+from memengine.techniques.codecs.quantized import Quantizer
+from memengine.techniques.codecs.sparse import Cast, Sparsifier
 from memengine.techniques.compression.backward_needs import Need
-from memengine.techniques.compression.rules import Repeat
+from memengine.techniques.compression.rules import WHEN_COMPILED, Repeat
 from memengine.techniques.compression.scope import (
     Handle,
     add_rule,
@@ -24,10 +27,12 @@ from memengine.techniques.compression.scope import (
 )
 from memengine.techniques.modules.blocks import Selector
 from memengine.techniques.modules.wrapped_forward import THE_MODEL
+from memengine.techniques.technique import Report, Settings, StepInfo, Technique, setting
 
-__all__ = ['DropIT', 'drop_activations', 'to_dropit', 'undo_dropit']
+__all__ = ['DropIT', 'DropITSettings', 'drop_activations', 'to_dropit', 'undo_dropit']
 
 _SETTING = 'dropit'
+_Schedule = Sequence[tuple[int, float]]
 
 
 def to_dropit(
@@ -141,6 +146,7 @@ class DropIT(Handle):
     """Which inputs are dropped; made by :func:`drop_activations`.
 
     Attributes:
+        schedule: Pairs of an iteration and the gamma from there on, linear in between.
         kept: Bytes before and after, in all forward passes so far, and by module and need.
     """
 
@@ -151,6 +157,7 @@ class DropIT(Handle):
     def __init__(self, model: nn.Module, sparsifiers: Mapping[str, Sparsifier]) -> None:
         super().__init__(model)
         self._sparsifiers = sparsifiers
+        self.schedule: _Schedule = ()
 
     @property
     def gamma(self) -> float:
@@ -162,6 +169,15 @@ class DropIT(Handle):
         for sparsifier in self._sparsifiers.values():
             sparsifier.gamma = gamma
 
+    def before_step(self, step: StepInfo) -> None:
+        """Follow the schedule."""
+        if self.schedule:
+            self.gamma = _gamma_at(self.schedule, step.iteration)
+
+    def report(self) -> Report | None:
+        """What has been dropped; nothing to say while gamma is 0."""
+        return super().report() if self.gamma else None
+
     def codec(self, name: str, need: Need, tensor: Tensor, repeat: Repeat) -> Codec | None:
         """Drop what layers keep."""
         if need in (Need.LINEAR, Need.CONVOLUTION):
@@ -169,3 +185,90 @@ class DropIT(Handle):
                 if fnmatchcase(name, glob):
                     return sparsifier if sparsifier.gamma else None
         return None
+
+
+def _gamma_at(schedule: _Schedule, iteration: int) -> float:
+    before = [entry for entry in schedule if entry[0] <= iteration]
+    after = [entry for entry in schedule if entry[0] > iteration]
+    if not before or not after:
+        return (before[-1] if before else after[0])[1]
+    (start, first), (end, last) = before[-1], after[0]
+    return first + (last - first) * (iteration - start) / (end - start)
+
+
+@dataclass(frozen=True)
+class DropITSettings(Settings):
+    """Settings of :func:`drop_activations`, with a schedule."""
+
+    strategy: Literal['mink', 'block_mink', 'random'] = setting(
+        'mink', help='which elements go: the smallest of a tensor, of each block, or any'
+    )
+    gamma: float | Mapping[str, float] = setting(
+        0.9, help='share of elements to drop, or a dict of it by globs of names', low=0, below=1
+    )
+    modules: Selector | Sequence[Selector] | None = setting(
+        None, help='where, with all that is in them: names, globs, classes or blocks; None: all'
+    )
+    exclude: Selector | Sequence[Selector] = setting((), help='where not')
+    schedule: _Schedule | None = setting(
+        None, help='in place of gamma: pairs of an iteration and the gamma there, linear in between'
+    )
+    block_size: int | Literal['row'] | None = setting(
+        None, help="of strategy='block_mink': elements of a block, by default 256", low=1
+    )
+    value_bits: Literal[32, 16, 8, 4, 2] = setting(
+        32, help='what is kept, as it is, in bfloat16, or quantised', unit='bits'
+    )
+    strict: bool = setting(True, help='whether nothing to drop is an error')
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.schedule is None:
+            return
+        iterations = [entry[0] for entry in self.schedule]
+        if not iterations or sorted(set(iterations)) != iterations:
+            raise ValueError(
+                'schedule is pairs of an iteration and a gamma, in order, such as '
+                f'[(0, 0.5), (1000, 0.9)], got {self.schedule!r}'
+            )
+        for _, gamma in self.schedule:
+            if not 0 <= gamma < 1:
+                raise ValueError(f'schedule: gamma is from 0 to below 1, got {gamma!r}')
+
+
+def _apply(model: nn.Module, settings: DropITSettings) -> DropIT:
+    handle = drop_activations(
+        model,
+        settings.strategy,
+        settings.schedule[0][1] if settings.schedule else settings.gamma,
+        modules=settings.modules,
+        exclude=settings.exclude,
+        block_size=settings.block_size,
+        values=_codec_of(settings.value_bits),
+    )
+    handle.schedule = settings.schedule or ()
+    return handle
+
+
+def _codec_of(value_bits: int) -> Codec | None:
+    if value_bits == 16:
+        return Cast(torch.bfloat16)
+    return None if value_bits == 32 else Quantizer(value_bits)
+
+
+TECHNIQUE = Technique(
+    key=_SETTING,
+    title='dropped activations (DropIT)',
+    settings=DropITSettings,
+    apply=_apply,
+    call='memengine.to_dropit',
+    shorthand='gamma',
+    after=('recomputed_activations',),  # what costs nothing to give up goes first
+    conflicts=WHEN_COMPILED,
+    exactness='lossy',
+    use_when='inputs of linear layers and convolutions are what does not fit',
+    saves="seven eighths of layers' inputs, at gamma 0.9; what ReLU and dropout keep, to bits",
+    price='selecting what is kept; the forward pass is the plain one, the error is stated',
+    page='compressed_activations.md',
+    example=DropITSettings(strategy='block_mink', block_size='row', gamma=0.5),
+)

@@ -6,6 +6,7 @@ Where the bits of a given mean are best spent is measured: :meth:`QuantizedActiv
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -17,14 +18,20 @@ from memengine.techniques.codecs.quantized import Quantizer
 from memengine.techniques.codecs.running_range import RunningRangeQuantizer
 from memengine.techniques.compression.backward_needs import Need
 from memengine.techniques.compression.bit_allocation import allot_bits
-from memengine.techniques.compression.rules import Repeat, Tally
+from memengine.techniques.compression.rules import WHEN_COMPILED, Repeat, Tally
 from memengine.techniques.compression.scope import Handle, add_rule, chosen_modules, rules_of
 from memengine.techniques.modules.blocks import Selector
 from memengine.techniques.modules.random_state import RandomState, accelerators_of
 from memengine.techniques.modules.running_statistics import frozen_statistics
 from memengine.techniques.modules.wrapped_forward import THE_MODEL
+from memengine.techniques.technique import Settings, StepInfo, Technique, setting
 
-__all__ = ['PRESETS', 'Bits', 'QuantizedActivations', 'quantize_activations']
+__all__ = [
+    'Bits',
+    'QuantizedActivations',
+    'QuantizedActivationsSettings',
+    'quantize_activations',
+]
 
 _SETTING = 'quantized_activations'
 _WIDTHS = (1, 2, 4, 8)
@@ -32,7 +39,7 @@ _AS_IT_IS = 32
 _PROBE = 2  # bits at which sensitivity is measured: where errors are well above rounding
 
 Bits = int | Mapping[str, int]
-PRESETS: dict[str, tuple[Bits, float | None]] = {  # GACT's names: bits, and their mean if allotted
+_LEVELS: dict[str, tuple[Bits, float | None]] = {  # GACT's names: bits, and their mean if allotted
     'L1': (4, None),
     'L1.1': (8, None),
     'L1.2': (2, None),
@@ -124,6 +131,8 @@ class QuantizedActivations(Handle):
 
     Attributes:
         bits_of: Bits by module's name and need, as allotted; empty until :meth:`allot`.
+        average_bits: The mean to allot before the first step; None for bits as stated.
+        allot_every: Iterations after which it is allotted again; 0 for once.
         kept: Bytes before and after, in all forward passes so far, and by the same.
     """
 
@@ -144,6 +153,8 @@ class QuantizedActivations(Handle):
         self._running: dict[tuple[object, ...], RunningRangeQuantizer] = {}
         self.by_view = has_running_ranges
         self.bits_of: dict[_Spot, int] = {}
+        self.average_bits: float | None = None
+        self.allot_every = 0
         self._trial: Mapping[_Spot, int] | None = None  # bits while sensitivity is measured
 
     def codec(self, name: str, need: Need, tensor: Tensor, repeat: Repeat) -> Codec | None:
@@ -166,6 +177,17 @@ class QuantizedActivations(Handle):
         if self._trial is not None:
             return _AS_IT_IS if stated == _AS_IT_IS else self._trial.get(spot, _AS_IT_IS)
         return self.bits_of.get(spot, stated)
+
+    def before_step(self, step: StepInfo) -> None:
+        """Allot bits by the step's batch, when it is time."""
+        is_time = self.allot_every and step.iteration % self.allot_every == 0
+        if self.average_bits is None or (self.bits_of and not is_time):
+            return
+        widths = list(self.allot(self.average_bits, step.loss).values())
+        counted = (f'{widths.count(width)} places {width} bits' for width in sorted(set(widths)))
+        step.log(
+            f'Quantised activations: {self.average_bits:g} bits on average: {", ".join(counted)}'
+        )
 
     def allot(self, average_bits: float, loss: Callable[[], Tensor]) -> dict[_Spot, int]:
         """Spend a mean number of bits where it counts most, by measurement.
@@ -226,3 +248,89 @@ def _squared_distance(some: list[Tensor | None], others: list[Tensor | None]) ->
         for one, other in pairs
         if one is not None and other is not None
     )
+
+
+@dataclass(frozen=True)
+class QuantizedActivationsSettings(Settings):
+    """Settings of :func:`quantize_activations`, and of when bits are allotted."""
+
+    bits: Bits = setting(
+        8, help='for each element (8, 4, 2, 1; 32: as it is), or a dict by need or name', low=1
+    )
+    level: str | None = setting(
+        None, help=f"GACT's name for bits and average_bits: one of {', '.join(_LEVELS)}"
+    )
+    average_bits: float | None = setting(
+        None,
+        help='mean to allot by sensitivity, measured before a step',
+        unit='bits',
+        low=1,
+        high=8,
+    )
+    allot_every: int = setting(
+        0, help='when it is measured again; 0: never', unit='iterations', low=0
+    )
+    modules: Selector | Sequence[Selector] | None = setting(
+        None, help='where, with all that is in them: names, globs, classes or blocks; None: all'
+    )
+    exclude: Selector | Sequence[Selector] = setting((), help='where not')
+    group_size: int = setting(256, help='elements that share a range, a multiple of 8', low=8)
+    ranges: Literal['group', 'running'] = setting(
+        'group', help="each group's own extremes, or running ones of 8 bits, as Mesa's"
+    )
+    min_numel: int = setting(1024, help='smaller tensors stay as they are', unit='elements', low=0)
+    strict: bool = setting(True, help='whether nothing to quantise is an error')
+
+    @property
+    def bits_and_mean(self) -> tuple[Bits, float | None]:
+        """Bits as stated, and the mean to allot, if any."""
+        return (self.bits, self.average_bits) if self.level is None else _LEVELS[self.level]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.level is not None and self.level not in _LEVELS:
+            raise ValueError(f'level is one of {", ".join(_LEVELS)}, got {self.level!r}')
+        mean = self.bits_and_mean[1]
+        if self.allot_every and self.level is None and mean is None:
+            raise ValueError(
+                f'allot_every={self.allot_every} has nothing to allot; set average_bits, or a '
+                'level that has a mean'
+            )
+        if mean is not None and self.ranges == 'running':
+            raise ValueError(
+                f"ranges='running' works at 8 bits, and average_bits={mean:g} wants others; leave "
+                'one out'
+            )
+
+
+def _apply(model: nn.Module, settings: QuantizedActivationsSettings) -> QuantizedActivations:
+    bits, mean = settings.bits_and_mean
+    handle = quantize_activations(
+        model,
+        bits,
+        modules=settings.modules,
+        exclude=settings.exclude,
+        group_size=settings.group_size,
+        ranges=settings.ranges,
+        min_numel=settings.min_numel,
+    )
+    handle.average_bits, handle.allot_every = mean, settings.allot_every
+    return handle
+
+
+TECHNIQUE = Technique(
+    key=_SETTING,
+    title='quantised activations',
+    settings=QuantizedActivationsSettings,
+    apply=_apply,
+    call='memengine.quantize_activations',
+    shorthand='bits',
+    after=('dropit',),  # which then has the inputs of layers
+    conflicts=WHEN_COMPILED,
+    exactness='lossy',
+    use_when='everything that is kept is too much',
+    saves='three quarters (8 bits) to seven eighths (4 bits) of all activations',
+    price='rounding, without bias, and unrounding; the forward pass is the plain one',
+    page='compressed_activations.md',
+    example=QuantizedActivationsSettings(bits=8, min_numel=1),
+)

@@ -11,9 +11,11 @@ from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.compression.backward_needs import Need
 from memengine.techniques.compression.recomputable_ops import Repetition
 
-__all__ = ['EXACT', 'Repeat', 'Rule', 'Tally']
+__all__ = ['EXACT', 'WHEN_COMPILED', 'Repeat', 'Rule', 'Tally']
 
 EXACT = 100  # a fidelity
+_COMPILED = 'what compiled code saves cannot be told apart; set one of them'
+WHEN_COMPILED = {'compile': _COMPILED, 'compile_blocks': _COMPILED}  # conflicts of all rules
 Repeat = Callable[[], Repetition | None]
 
 

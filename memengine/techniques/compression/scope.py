@@ -48,6 +48,8 @@ from memengine.techniques.modules.wrapped_forward import (
     wrapper_of,
 )
 from memengine.techniques.offload import ActivationOffload
+from memengine.techniques.technique import Handle as TechniqueHandle
+from memengine.techniques.technique import Report
 
 __all__ = ['Handle', 'Place', 'add_rule', 'chosen_modules', 'remove_rule', 'rules_of']
 
@@ -151,7 +153,7 @@ def remove_rule(model: nn.Module, rule: Rule) -> None:
             place.undo()
 
 
-class Handle:
+class Handle(TechniqueHandle):
     """A rule's way back to its model, which it does not hold and copies do not take along.
 
     Attributes:
@@ -184,6 +186,19 @@ class Handle:
 
     def __exit__(self, *exception: object) -> None:
         self.undo()
+
+    def report(self) -> Report | None:
+        """What has been compressed."""
+        if not self.kept.before:
+            return Report(
+                left=f'{self.setting}: the first iteration saved nothing that can be compressed: '
+                'what is trained is frozen, checkpointed, excluded, or smaller than a code would be'
+            )
+        before, after = self.kept.before / 2**20, self.kept.after / 2**20
+        return Report(
+            f'{self.setting}: {before:.1f} MiB saved as {after:.1f} MiB in the first iteration, in '
+            f'{len(self.kept.places)} places'
+        )
 
     def undo(self) -> None:
         """Leave the model as it was."""

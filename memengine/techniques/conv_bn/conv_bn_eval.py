@@ -11,6 +11,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -18,13 +19,16 @@ from torch import nn
 from memengine._torch_private.modules import BatchNorm, Convolution, forward_pre_hooks_of
 from memengine.suggest import did_you_mean
 from memengine.techniques.conv_bn.pairs import Enter, Exit, OwnHook, Pair, Pairs
+from memengine.techniques.technique import Handle, Report, Settings, Technique, setting
 
-__all__ = ['ConvBNEval', 'efficient_conv_bn_eval']
+__all__ = ['ConvBNEval', 'EfficientConvBNEvalSettings', 'efficient_conv_bn_eval']
+
+_SETTING = 'efficient_conv_bn_eval'
 
 _logger = logging.getLogger(__name__)
 
 
-class ConvBNEval:
+class ConvBNEval(Handle):
     """What :func:`efficient_conv_bn_eval`, which makes it, has found and done.
 
     Attributes:
@@ -70,6 +74,8 @@ class ConvBNEval:
         while self._handles:
             self._handles.pop().remove()
 
+    undo = remove
+
     def check(self) -> None:
         """Report what has been found; called after the first forward pass with gradients.
 
@@ -77,6 +83,14 @@ class ConvBNEval:
             ValueError: When nothing is saved, unless ``strict=False``.
         """
         self.is_checked = True
+        report = self.report()
+        if report.done:
+            self._report(report.done)
+        else:
+            self._complain(report.left)
+
+    def report(self) -> Report:
+        """What has been found."""
         reasons: dict[str, list[str]] = {}
         for (conv, norm), reason in self.pairs.items():
             reasons.setdefault(reason or '', []).append(f'{conv} → {norm}')
@@ -94,19 +108,20 @@ class ConvBNEval:
                 f'gradient: {", ".join(self.frozen)}'
             )
         if done:
-            self._report(f'efficient_conv_bn_eval: {"; ".join(done)}{alone}')
-        elif self.pairs:
-            self._complain(f'none of the {len(self.pairs)} Conv-BN pairs can be fused{alone}')
-        else:
-            self._complain('no BatchNorm reads the output of a convolution directly')
+            return Report(f'{_SETTING}: {"; ".join(done)}{alone}')
+        if self.pairs:
+            return Report(
+                left=f'{_SETTING} does nothing: none of the {len(self.pairs)} Conv-BN pairs can be '
+                f'fused{alone}'
+            )
+        return Report(
+            left=f'{_SETTING} does nothing: no BatchNorm reads the output of a convolution directly'
+        )
 
     def _complain(self, what: str) -> None:
         if self._strict:
-            raise ValueError(
-                f'efficient_conv_bn_eval: {what}; change that, remove the setting or pass '
-                'strict=False'
-            )
-        self._report(f'efficient_conv_bn_eval does nothing: {what}')
+            raise ValueError(f'{what}; change that, remove the setting or pass strict=False')
+        self._report(what)
 
 
 class _Check(OwnHook):
@@ -200,7 +215,8 @@ def efficient_conv_bn_eval(
     found = ConvBNEval(strict, report)
     for kind, name in ((Convolution, 'convolution'), (BatchNorm, 'BatchNorm')):
         if not any(isinstance(layer, kind) for layer in layers.values()):
-            found._complain(f'there is no {name} layer in {modules or type(model).__name__}')
+            where = modules or type(model).__name__
+            found._complain(f'{_SETTING} does nothing: there is no {name} layer in {where}')
     if any(isinstance(h, Enter) for m in layers.values() for h in forward_pre_hooks_of(m).values()):
         raise ValueError('efficient_conv_bn_eval: it is on already; name all modules in one call')
     for name, layer in layers.items():
@@ -210,3 +226,36 @@ def efficient_conv_bn_eval(
         ]
     found._handles.append(model.register_forward_hook(_Check(found)))
     return found
+
+
+@dataclass(frozen=True)
+class EfficientConvBNEvalSettings(Settings):
+    """Settings of :func:`efficient_conv_bn_eval`."""
+
+    modules: str | Sequence[str] | None = setting(
+        None, help='below which modules: names or globs; None: everywhere'
+    )
+    strict: bool = setting(True, help='whether it is an error when the first step fuses nothing')
+
+
+def _apply(model: nn.Module, settings: EfficientConvBNEvalSettings) -> ConvBNEval:
+    found = efficient_conv_bn_eval(model, settings.modules, strict=settings.strict)
+    found.is_checked = True  # whoever applied it asks for its report
+    return found
+
+
+TECHNIQUE = Technique(
+    key=_SETTING,
+    title='Conv-BN in eval mode',
+    settings=EfficientConvBNEvalSettings,
+    apply=_apply,
+    switch=f'{_SETTING}=[backbone]',
+    call='memengine.efficient_conv_bn_eval',
+    shorthand='modules',
+    use_when='fine-tuning with frozen BatchNorm',
+    saves="what convolutions hand to BatchNorm, bit for bit: 41 to 52 % of a CNN's bytes "
+    "(densenet121 16 %, 48 % where BatchNorm's weights are frozen)",
+    price='some passes over the weights',
+    page='conv_bn_eval.md',
+    example=EfficientConvBNEvalSettings(modules=['backbone']),
+)

@@ -6,14 +6,18 @@ all-reduces, so that training on CPU ranks follows the run of one process.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 
-from memengine._torch_private.modules import BatchNorm, own_buffers
+from memengine._torch_private.modules import BatchNorm, own_buffers, own_parameters
+from memengine.techniques.technique import Handle, Settings, Technique, setting
 
-__all__ = ['SyncBatchNorm', 'convert_sync_batchnorm']
+__all__ = ['SyncBNSettings', 'SyncBatchNorm', 'SyncedBatchNorm', 'convert_sync_batchnorm']
 
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -75,22 +79,71 @@ def convert_sync_batchnorm(model: nn.Module) -> int:
     Returns:
         How many layers were converted.
     """
-    converted = 0
-    for name, child in model.named_children():
-        if isinstance(child, BatchNorm) and type(child) in _PLAIN:
-            kind = nn.SyncBatchNorm if torch.cuda.is_available() else SyncBatchNorm
+    return len(SyncedBatchNorm(model).replaced)
+
+
+class SyncedBatchNorm(Handle):
+    """A model whose BatchNorm layers are over all ranks.
+
+    Attributes:
+        replaced: For each layer what it is in, its name there, and the plain one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.replaced: list[tuple[nn.Module, str, BatchNorm]] = [
+            (parent, name, child)
+            for parent in model.modules()
+            for name, child in parent.named_children()
+            if isinstance(child, BatchNorm) and type(child) in _PLAIN
+        ]
+        kind = nn.SyncBatchNorm if torch.cuda.is_available() else SyncBatchNorm
+        for parent, name, plain in self.replaced:
             layer = kind(
-                child.num_features,
-                child.eps,
-                child.momentum,
-                child.affine,
-                child.track_running_stats,
+                plain.num_features,
+                plain.eps,
+                plain.momentum,
+                plain.affine,
+                plain.track_running_stats,
             )
-            layer.weight, layer.bias = child.weight, child.bias
-            own_buffers(layer).update(own_buffers(child))
-            layer.train(child.training)
-            setattr(model, name, layer)
-            converted += 1
-        else:
-            converted += convert_sync_batchnorm(child)
-    return converted
+            setattr(parent, name, _with_state_of(plain, layer))
+
+    def undo(self) -> None:
+        """Put the plain layers back, with the statistics as they are now."""
+        for parent, name, plain in self.replaced:
+            setattr(parent, name, _with_state_of(getattr(parent, name), plain))
+
+
+def _with_state_of(layer: BatchNorm, other: BatchNorm) -> BatchNorm:
+    own_parameters(other).update(own_parameters(layer))
+    own_buffers(other).update(own_buffers(layer))
+    return other.train(layer.training)
+
+
+@dataclass(frozen=True)
+class SyncBNSettings(Settings):
+    """Settings of ``sync_bn``."""
+
+    kind: Literal['torch', 'mmcv'] = setting(
+        help="'torch': on any backend; 'mmcv': that package's, which MMEngine puts in place"
+    )
+
+
+def _apply(model: nn.Module, settings: SyncBNSettings) -> Handle:
+    in_ranks = dist.is_initialized() and settings.kind == 'torch'
+    return SyncedBatchNorm(model if in_ranks else nn.Module())
+
+
+TECHNIQUE = Technique(
+    key='sync_bn',
+    title='BatchNorm over all ranks',
+    settings=SyncBNSettings,
+    apply=_apply,
+    switch='sync_bn=torch',
+    shorthand='kind',
+    stage='before_wrap',
+    needs_ranks=True,
+    use_when='a batch is spread over ranks and BatchNorm is to see all of it',
+    saves='nothing: it makes spreading exact',
+    price='two small all-reduces per layer and pass',
+    page='disco.md',
+)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from memengine.techniques.technique import Settings, Technique
+
 __all__ = ['AdamWBf16', 'stochastically_rounded']
 
 _AVERAGES = ('exp_avg', 'exp_avg_sq')
@@ -154,3 +156,17 @@ class AdamWBf16(torch.optim.AdamW):
         for state in self.state.values():  # torch has cast them to the parameter's precision
             for name in _AVERAGES:
                 state[name] = state[name].bfloat16()
+
+
+TECHNIQUE = Technique(
+    key='adamw_bf16',
+    title='AdamW with states in bfloat16',
+    settings=Settings,
+    switch='optim_wrapper.optimizer.type=AdamWBf16',
+    call='memengine.techniques.AdamWBf16',
+    exactness='rounding',
+    use_when="the optimiser's state does not fit",
+    saves="half of the optimiser's state",
+    price='rounding its averages, without bias',
+    page='optimizer_memory.md',
+)

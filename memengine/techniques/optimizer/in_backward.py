@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memengine._torch_private.modules import without_step_hooks
+from memengine.techniques.technique import Settings, Technique
 
 __all__ = ['check_steps_alone', 'step_in_backward']
 
@@ -135,3 +136,31 @@ def _step_alone(optimizer: Optimizer, group: dict[str, Any], parameter: nn.Param
             f'{type(optimizer).__name__} keeps state of a whole parameter group '
             f'({", ".join(changed)}), so it cannot step inside backward; step after backward'
         )
+
+
+TECHNIQUE = Technique(
+    key='optimizer_in_backward',
+    title='optimiser step in backward',
+    settings=Settings,
+    switch='optim_wrapper.type=OptimizerInBackwardOptimWrapper',
+    call='memengine.techniques.step_in_backward',
+    conflicts={
+        'accumulation_over_iterations': 'accumulation adds up gradients of several iterations, but '
+        "in backward none outlives its update; use optim_wrapper.type='OptimWrapper'",
+        'optim_wrapper.clip_grad.type=norm|None': 'clipping needs the norm of all gradients '
+        "together, but in backward they are never there at once; set clip_grad.type='each_norm' "
+        "(each parameter's own norm, as DINO does) or 'value', or clip_grad=None, or use "
+        "optim_wrapper.type='OptimWrapper'",
+        'optim_wrapper.precision=fp16|float16': 'fp16 skips a step in which any gradient '
+        "overflowed, which is known only after backward; use precision='bf16', or "
+        "optim_wrapper.type='OptimWrapper'",
+        'data_parallel': 'DistributedDataParallel reduces gradients over ranks when they are gone '
+        "already, and holds all of them in its buckets anyway; use type='OptimWrapper' with an "
+        'optimiser such as AdamW8bit or AdamWBf16, or shard the model (fully_shard)',
+    },
+    use_when='gradients do not fit beside the parameters',
+    saves='all gradients but the largest',
+    price='no norm over all gradients',
+    page='optimizer_memory.md',
+    example=Settings(),
+)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ from memengine._torch_private.ops import pytree
 from memengine.techniques.sharding.buffers import one_unit_at_a_time
 from memengine.techniques.sharding.materializing import materialize
 from memengine.techniques.sharding.units import Units, choose_units
+from memengine.techniques.technique import Settings, Technique, setting
 
 __all__ = ['ShardedModel', 'shard_model']
 
@@ -286,3 +288,44 @@ class ShardedModel:
             if parameter.grad is not None:  # the mean of equal numbers is the number itself
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= dist.get_world_size()
+
+
+@dataclass(frozen=True)
+class ShardingSettings(Settings):
+    """Settings of sharding, as ``model_wrapper_cfg`` takes them."""
+
+    units: Any = setting(None, help='what is gathered by itself; None: the repeated blocks')
+    offload: bool = setting(False, help="whether shards and the optimiser's state are on the host")
+    free_after: Literal['forward', 'backward', 'step'] = setting(
+        'forward', help='when gathered parameters are freed'
+    )
+    reduce_once: bool | None = setting(
+        None, help='whether the slices of a step reduce gradients once; None: unless offload'
+    )
+    prefetch: bool | None = setting(
+        None, help='whether the next unit is gathered ahead; None: unless offload'
+    )
+    replicas: int = setting(1, help='copies of the model among the ranks', low=1)
+
+
+_DDP = 'use model_wrapper_cfg.type=MMDistributedDataParallel'
+TECHNIQUE = Technique(
+    key='sharding',
+    title='sharding',
+    settings=ShardingSettings,
+    switch='model_wrapper_cfg.type=FullyShardedDataParallel|MMFullyShardedDataParallel',
+    call='memengine.techniques.shard_model',
+    needs_ranks=True,
+    conflicts={
+        'compile': 'compile makes one graph of the step, which gathering parameters breaks; '
+        f'compile the blocks (compile_blocks=True), or {_DDP}',
+        'custom_hooks.type=EMAHook': 'EMAHook copies the model, which a sharded one does not '
+        f'allow; {_DDP}, or an algorithm that holds its own average, as DINO does',
+        'sync_bn.kind=mmcv': 'it does not know of sharding; set sync_bn=torch',
+    },
+    use_when="parameters, gradients or the optimiser's state do not fit",
+    saves="of parameters, gradients and optimiser's state all but 1/N on each rank; on the device "
+    'all of them with `offload=True`',
+    price='parameters on the wire in each forward and backward',
+    page='fsdp.md',
+)

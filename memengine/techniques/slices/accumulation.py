@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from memengine._torch_private.ops import pytree
 from memengine.techniques.slices.sliced_step import Context, Losses, sliced_step
 from memengine.techniques.slices.tower import Tower
+from memengine.techniques.technique import Settings, Technique, setting
 
 __all__ = ['additive_step']
 
@@ -69,3 +71,48 @@ def additive_step(
         backward=backward,
         exchange=exchange,
     ).additive
+
+
+@dataclass(frozen=True)
+class AccumulationSettings(Settings):
+    """Settings of accumulation within an iteration, as ``optim_wrapper`` takes them."""
+
+    micro_batch_size: float = setting(
+        help='most images in a slice, or most crops of the largest size', unit='images', low=1
+    )
+
+
+TECHNIQUE = Technique(
+    key='accumulation',
+    title='accumulation within an iteration',
+    settings=AccumulationSettings,
+    switch='optim_wrapper.type=AccumulationOptimWrapper optim_wrapper.micro_batch_size=16',
+    call='memengine.techniques.additive_step',
+    loss='additive',
+    use_when='the loss is additive (DINO, classification) and a batch does not fit',
+    saves='activations: all but those of one slice',
+    price='none',
+    page='accumulation.md',
+    example=AccumulationSettings(micro_batch_size=3),
+)
+
+
+@dataclass(frozen=True)
+class AccumulationOverIterationsSettings(Settings):
+    """Settings of accumulation over iterations, as ``optim_wrapper`` takes them."""
+
+    accumulative_counts: int = setting(1, help='between updates', unit='iterations', low=1)
+
+
+OVER_ITERATIONS = Technique(
+    key='accumulation_over_iterations',
+    title='accumulation over iterations',
+    settings=AccumulationOverIterationsSettings,
+    switch='optim_wrapper.accumulative_counts=4',
+    loss='additive',
+    use_when='an update is to see more samples than fit; where samples meet in the loss it is '
+    '**another objective**, and BatchNorm sees each part by itself',
+    saves='activations: all but those of one part',
+    price='none',
+    page='accumulation.md',
+)

@@ -5,14 +5,16 @@ Source: Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from torch import Tensor
 
 from memengine.techniques.slices.sliced_step import Context, Losses, sliced_step
 from memengine.techniques.slices.tower import Tower
+from memengine.techniques.technique import Settings, Technique, setting
 
 __all__ = ['Tower', 'cached_step']
 
@@ -70,3 +72,34 @@ def cached_step(
         backward=backward,
         exchange=exchange,
     ).coupled
+
+
+@dataclass(frozen=True)
+class GradCacheSettings(Settings):
+    """Settings of the gradient cache, as ``optim_wrapper`` takes them."""
+
+    chunk_size: int | Mapping[str, int] = setting(
+        help='most samples in a slice, or a dict of it by tower', unit='samples', low=1
+    )
+    keep_graph: int | Literal['auto'] = setting(
+        0, help='slices whose graph is kept and not computed again', unit='slices', low=0
+    )
+    forward_chunk_size: int | None = setting(
+        None, help='most samples in a forward of the pass without graph', unit='samples', low=1
+    )
+
+
+TECHNIQUE = Technique(
+    key='grad_cache',
+    title='gradient cache',
+    settings=GradCacheSettings,
+    switch='optim_wrapper.type=GradCacheOptimWrapper optim_wrapper.chunk_size=16',
+    call='memengine.GradCache',
+    loss='coupled',
+    use_when='samples meet in the loss (SimCLR, SupCon, SelfCon, CLIP, SigLIP) and a batch does '
+    'not fit',
+    saves='activations: all but those of one slice',
+    price='one more forward of each slice, but of the `keep_graph` last',
+    page='grad_cache.md',
+    example=GradCacheSettings(chunk_size=3),
+)

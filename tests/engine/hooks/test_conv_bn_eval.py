@@ -154,7 +154,8 @@ class Bypassing(FrozenBN):
 def test_a_step_that_does_not_call_the_model_is_looked_at_too(norm_eval):
     model, hook = Bypassing(norm_eval), EfficientConvBNEvalHook()
     said = []
-    runner = type('Runner', (), dict(model=model, logger=type('Log', (), dict(info=said.append))))
+    log = type('Log', (), dict(info=said.append))
+    runner = type('Runner', (), dict(model=model, logger=log, hooks=[hook]))
     hook.before_train(runner)
     images = Images()
     data = dict(inputs=images.images[:8], data_samples=dict(label=images.labels[:8]))

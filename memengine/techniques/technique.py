@@ -1,0 +1,446 @@
+"""One description per technique: its settings, how it is applied, what it goes with, its row.
+
+The config's check, ``memengine techniques``, the hook, the order of application, refusals of pairs,
+the tables of README and docs and the test of all pairs follow from it. A description stands in the
+technique's own file; :func:`techniques` finds those of this package, of installed packages (entry
+points of the group ``memengine.techniques``) and those that were handed to :func:`register`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from graphlib import CycleError, TopologicalSorter
+from importlib.metadata import entry_points
+from numbers import Integral, Real
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from torch import Tensor, nn
+
+from memengine.suggest import did_you_mean
+
+__all__ = [
+    'Handle',
+    'Report',
+    'Settings',
+    'StepInfo',
+    'Technique',
+    'in_order',
+    'register',
+    'setting',
+    'techniques',
+]
+
+S = TypeVar('S', bound='Settings')
+_PACKAGE = GROUP = 'memengine.techniques'
+
+
+# ------------------------------------------------------------------ settings
+
+
+def setting(
+    default: Any = MISSING,
+    *,
+    help: str,
+    unit: str = '',
+    low: float | None = None,
+    high: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A field of :class:`Settings`.
+
+    Args:
+        default: Its value when it is left out; without one it has to be given.
+        help: One line: what it does.
+        unit: What a number counts.
+        low: The least number, or number in a dict, that it may be.
+        high: The greatest.
+        below: What it must stay below.
+    """
+    metadata = dict(help=help, unit=unit, low=low, high=high, below=below)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a technique is set to: its fields, made by :func:`setting`, are checked when it is made.
+
+    A technique that can find nothing to do offers ``strict: bool = setting(True, ...)``.
+
+    Raises:
+        ValueError: For a value of another type or out of range, naming the field.
+    """
+
+    strict = True
+
+    def __post_init__(self) -> None:
+        for name, one in settings_of(type(self)).items():
+            value = getattr(self, name)
+            if not one.allows(value):
+                raise ValueError(f'{name} is {one.wanted}, got {value!r}')
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a field of a class of settings may be."""
+
+    field: Field[Any]
+    hint: Any
+
+    @property
+    def is_required(self) -> bool:
+        """Whether it has no default."""
+        return self.field.default is MISSING
+
+    @property
+    def wanted(self) -> str:
+        """Its type and range, in words."""
+        limits = self.field.metadata
+        said = [f'at least {limits["low"]:g}'] if limits['low'] is not None else []
+        said += [f'at most {limits["high"]:g}'] if limits['high'] is not None else []
+        said += [f'below {limits["below"]:g}'] if limits['below'] is not None else []
+        return f'{_in_words(self.hint)}{", " if said else ""}{" and ".join(said)}'
+
+    def allows(self, value: Any) -> bool:
+        """Whether it may have this value."""
+        inner = value.values() if isinstance(value, Mapping) else [value]
+        numbers = [one for one in inner if isinstance(one, Real) and not isinstance(one, bool)]
+        limits = self.field.metadata
+        return _is_of(value, self.hint) and not any(
+            (limits['low'] is not None and number < limits['low'])
+            or (limits['high'] is not None and number > limits['high'])
+            or (limits['below'] is not None and number >= limits['below'])
+            for number in numbers
+        )
+
+
+def settings_of(kind: type[Settings]) -> dict[str, Setting]:
+    """The fields of a class of settings, by name."""
+    hints = get_type_hints(kind)
+    return {one.name: Setting(one, hints[one.name]) for one in fields(kind)}
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type; a list may stand for a tuple, as configs write either."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (Union, types.UnionType):
+        return any(_is_of(value, part) for part in parts)
+    if origin is Literal:
+        return any(type(value) is type(part) and value == part for part in parts)
+    if hint in (int, float):
+        number = Integral if hint is int else Real
+        return isinstance(value, number) and not isinstance(value, bool)
+    if origin is tuple:
+        is_pair = isinstance(value, (list, tuple)) and len(value) == len(parts)
+        return is_pair and all(map(_is_of, value, parts))
+    if origin is not None and issubclass(origin, Sequence):
+        return isinstance(value, (list, tuple)) and all(_is_of(one, parts[0]) for one in value)
+    if origin is not None and issubclass(origin, Mapping):
+        return isinstance(value, Mapping) and all(_is_of(one, parts[1]) for one in value.values())
+    return isinstance(value, origin or hint)
+
+
+_WORDS = {
+    bool: 'True or False',
+    int: 'a whole number',
+    float: 'a number',
+    str: 'text',
+    type(None): 'None',
+    Any: 'anything',
+}
+
+
+def _in_words(hint: Any) -> str:
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        *others, last = map(_in_words, parts)
+        return f'{", ".join(others)} or {last}'
+    if origin is Literal:
+        *others, last = map(repr, parts)
+        return f'{", ".join(others)} or {last}' if others else last
+    if origin is tuple:
+        return f'({", ".join(map(_in_words, parts))})'
+    if origin in (type, Callable):
+        return 'a class' if origin is type else 'a function'
+    if origin is not None:
+        kind = 'dict' if issubclass(origin, Mapping) else 'list'
+        return f'a {kind} of ({_in_words(parts[-1])})'
+    return _WORDS.get(hint) or hint.__name__
+
+
+# ------------------------------------------------------------------ what it does
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What a technique may want to know before a training step.
+
+    Attributes:
+        iteration: Iterations done.
+        loss: Computes the loss of the step's batch, with graph.
+        log: Takes a sentence for the run's log.
+    """
+
+    iteration: int
+    loss: Callable[[], Tensor]
+    log: Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a technique has done in the first step.
+
+    Attributes:
+        done: A sentence on what was done; empty when nothing was, which is an error unless the
+            settings say ``strict=False``.
+        left: A sentence on what was left as it was, and what to do about it.
+    """
+
+    done: str = ''
+    left: str = ''
+
+
+class Handle:
+    """A technique at work on a model: what ``apply`` returns."""
+
+    def before_step(self, step: StepInfo) -> None:
+        """Called before each training step, for what changes while training goes on."""
+
+    def report(self) -> Report | None:
+        """What has been done; None while that is not known. Asked after each step until it is."""
+        return None
+
+    def undo(self) -> None:
+        """Leave the model as it was."""
+        raise NotImplementedError
+
+
+# ------------------------------------------------------------------ the description
+
+
+@dataclass(frozen=True, kw_only=True)
+class Technique(Generic[S]):
+    """The description of a technique.
+
+    Attributes:
+        key: Its name: on the command line, in errors, and in a config if it is applied to a model.
+        title: Its name in tables.
+        settings: Their class.
+        apply: Applies it to a model; None for what acts on the step, the loss, as a wrapper or
+            optimiser, and is set where ``switch`` says.
+        switch: What one types for it, as ``--cfg-options`` takes it, by default ``KEY=True``. Of
+            what is not applied to a model the first word is what switches it on; types that do so
+            as well follow after bars.
+        call: Its name in plain PyTorch.
+        shorthand: The setting that ``key=VALUE`` sets. A list of modules goes to ``modules`` in
+            any case.
+        stage: ``'before_wrap'`` for what replaces modules or parameters, which DDP and FSDP must
+            see; else after the weights are initialised and before a checkpoint is loaded.
+        after: Techniques that are applied before it.
+        before: Techniques that are applied after it.
+        conflicts: What it cannot go with: why, and what to use instead. By a technique's key, or
+            a place of the config, also with a value or several (``'optim_wrapper.precision=fp16'``,
+            ``'...clip_grad.type=norm|None'``, where None is a key that is not there).
+        exactness: Whether gradients are those of the plain step: up to the order of sums, but for
+            ``'rounding'`` to another precision, or not (``'lossy'``).
+        loss: The kind of loss that it is for: ``'coupled'`` where samples meet.
+        needs_ranks: Whether it does nothing in one process.
+        use_when, saves, price: The sentences of its row in README and docs.
+        page: Its page below ``docs/techniques``, if that is not named by its key.
+        example: Settings for a small model, with which it is tried with every other; None for what
+            one process cannot show, and for what has a part in what is learned.
+        estimate: What it saves and costs in a given step.
+    """
+
+    key: str
+    title: str
+    settings: type[S]
+    use_when: str
+    saves: str
+    price: str
+    apply: Callable[[nn.Module, S], Handle] | None = None
+    switch: str = ''
+    call: str = ''
+    shorthand: str | None = None
+    stage: Literal['before_wrap', 'after_init'] = 'after_init'
+    after: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    conflicts: Mapping[str, str] = field(default_factory=dict)
+    exactness: Literal['exact', 'rounding', 'lossy'] = 'exact'
+    loss: Literal['any', 'additive', 'coupled'] = 'any'
+    needs_ranks: bool = False
+    page: str = ''
+    example: S | None = None
+    estimate: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.switch:
+            if self.apply is None:
+                raise ValueError(f'technique {self.key}: needs apply, or switch: where it is set')
+            object.__setattr__(self, 'switch', f'{self.key}=True')
+
+    @property
+    def name(self) -> str:
+        """What errors call it: its key, or the place where it is set, with the type there."""
+        place, _, kind = self.switch.split()[0].partition('=')
+        if self.apply:
+            return self.key
+        return f'{place}={kind.partition("|")[0]}' if place.endswith('.type') else place
+
+    @property
+    def typed(self) -> str:
+        """What one types for it."""
+        return re.sub(r'\|\S+', '', self.switch)
+
+    @property
+    def hook_name(self) -> str:
+        """The type of its hook in ``custom_hooks``: ``DropITHook`` for ``DropITSettings``."""
+        return self.settings.__name__.removesuffix('Settings') + 'Hook'
+
+    def read(self, value: Any) -> S | None:
+        """The settings that a value of the config stands for; None when it is off.
+
+        Raises:
+            ValueError: Naming the key, the value and what is possible; a line for each problem.
+        """
+        if isinstance(value, self.settings):
+            return value
+        if isinstance(value, str) and value[:1] == '[':  # as a shell may pass a list
+            value = [name.strip(' \'"') for name in value.strip('[]').split(',')]
+        if value is None or value is False or (isinstance(value, (list, tuple)) and not value):
+            return None
+        if not isinstance(value, Mapping):
+            value = {} if value is True else {self._field_for(value): value}
+        return self.set_to(value)
+
+    def set_to(self, given: Mapping[str, Any]) -> S:
+        """The settings of these values by name.
+
+        Raises:
+            ValueError: As :meth:`read`.
+        """
+        known = settings_of(self.settings)
+        problems = [
+            f'{self.key}.{name}: there is no such setting'
+            f'{did_you_mean(str(name), known) or f" (it takes {self._offers()})"}'
+            for name in given
+            if name not in known
+        ]
+        problems += [
+            f'{self.key}: {name} is missing, which is {one.wanted}'
+            for name, one in known.items()
+            if one.is_required and name not in given
+        ]
+        if problems:
+            raise ValueError('\n'.join(problems))
+        try:
+            return self.settings(**given)
+        except ValueError as error:
+            raise ValueError(f'{self.key}: {error}') from error
+
+    def _field_for(self, value: Any) -> str:
+        """The setting that a bare value is for."""
+        known = settings_of(self.settings)
+        possible = [name for name in (self.shorthand, 'modules') if name in known]
+        for name in possible:
+            if name is not None and _is_of(value, known[name].hint):
+                return name
+        said = [f'{known[name].wanted} for {name}' for name in dict.fromkeys(possible) if name]
+        raise ValueError(
+            f'{self.key}: got {value!r}, but it is {"; ".join(["True", *said])}; or a dict of '
+            f'{self._offers()}'
+        )
+
+    def _offers(self) -> str:
+        return ', '.join(settings_of(self.settings)) or 'none'
+
+    def refusal(self, other: str, where: str = '') -> ValueError:
+        """The error that refuses it beside another setting, one of ``conflicts``."""
+        theirs = _known[other].name if other in _known else other.partition('|')[0]
+        one, two = sorted([self.name, theirs])
+        place = f' ({where})' if where else ''
+        return ValueError(f'{one} and {two} do not go together{place}: {self.conflicts[other]}')
+
+
+# ------------------------------------------------------------------ all of them
+
+_known: dict[str, Technique[Any]] = {}
+
+
+def register(technique: Technique[S]) -> Technique[S]:
+    """Make a technique known, e.g. from a module that a config names in ``custom_imports``.
+
+    Returns:
+        The technique.
+
+    Raises:
+        ValueError: When its key is another's.
+    """
+    there = _known.setdefault(technique.key, technique)
+    if there is not technique:
+        raise ValueError(
+            f"two techniques have the key '{technique.key}': {there.settings.__module__}."
+            f'{there.settings.__name__} and {technique.settings.__module__}.'
+            f'{technique.settings.__name__}; rename one of them'
+        )
+    return technique
+
+
+def techniques() -> dict[str, Technique[Any]]:
+    """All techniques by key: of this package, of installed ones, and registered ones.
+
+    Raises:
+        ImportError: When an entry point cannot be imported, naming it.
+    """
+    _find()
+    return dict(_known)
+
+
+@functools.cache
+def _find() -> None:
+    package = importlib.import_module(_PACKAGE)
+    for info in pkgutil.walk_packages(package.__path__, f'{_PACKAGE}.'):
+        _register_all(importlib.import_module(info.name))
+    for entry in entry_points(group=GROUP):
+        try:
+            found = entry.load()
+        except ImportError as error:
+            raise ImportError(f'entry point {entry.name} of {GROUP}: {error}') from error
+        _register_all(found) if isinstance(found, types.ModuleType) else register(found)
+
+
+def _register_all(module: types.ModuleType) -> None:
+    for value in vars(module).values():
+        if isinstance(value, Technique):
+            register(value)
+
+
+def in_order(some: Iterable[Technique[Any]]) -> Iterator[Technique[Any]]:
+    """Techniques that are applied to a model, in the one order in which that is done.
+
+    Raises:
+        ValueError: When ``after`` and ``before`` lead in a circle.
+    """
+    by_key = {technique.key: technique for technique in some if technique.apply}
+    earlier = {key: {*technique.after} & by_key.keys() for key, technique in by_key.items()}
+    for key, technique in by_key.items():
+        for later in by_key.keys() & {*technique.before}:
+            earlier[later].add(key)
+        if technique.stage == 'after_init':
+            earlier[key] |= {other for other in by_key if by_key[other].stage == 'before_wrap'}
+    sorter = TopologicalSorter(earlier)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        raise ValueError(f'techniques wait for each other: {" → ".join(error.args[1])}') from error
+    while sorter.is_active():
+        ready = sorted(sorter.get_ready())
+        yield from (by_key[key] for key in ready)
+        sorter.done(*ready)
