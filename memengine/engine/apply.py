@@ -83,7 +83,7 @@ def refusals(cfg: Mapping[str, Any], hooks: Iterable[Any] | None = None) -> list
         cfg: The run's config.
         hooks: The run's hooks, if they are built; else the config's ``custom_hooks`` count.
     """
-    stated = _with_techniques(cfg, cfg.get('custom_hooks') if hooks is None else hooks)
+    stated = _with_techniques(cfg, hooks)
     known = techniques()
     return [
         str(technique.refusal(other))
@@ -109,12 +109,17 @@ def is_on(technique: Technique[Any], cfg: Mapping[str, Any]) -> bool:
 
 
 def _with_techniques(cfg: Mapping[str, Any], hooks: Iterable[Any] | None) -> dict[str, Any]:
-    """The config with all settings of each technique that a key or a hook asks for, by its key."""
-    stated = {**cfg, 'custom_hooks': list(hooks or ())}
+    """The config with all settings of each technique that a key or a hook asks for, by its key.
+
+    Hooks that are built hold what keys ask for.
+    """
+    listed = cfg.get('custom_hooks') if hooks is None else hooks
+    stated = {**cfg, 'custom_hooks': list(listed or ())}
     applied = [technique for technique in techniques().values() if technique.apply]
     by_hook = {technique.hook_name: technique for technique in applied}
     for technique in applied:
-        settings = technique.read(cfg.get(technique.key))
+        is_read = hooks is None or technique.stage == 'before_wrap'
+        settings = technique.read(cfg.get(technique.key)) if is_read else None
         stated[technique.key] = None if settings is None else vars(settings)
     for hook in stated['custom_hooks']:
         if isinstance(hook, TechniqueHook):

@@ -14,6 +14,7 @@ from memengine.engine.cli.techniques import all_techniques
 from memengine.engine.config.check import check_config
 from memengine.engine.config.file import merge_options
 from memengine.engine.config.types import find_anywhere
+from memengine.engine.hooks import DropITHook
 from memengine.techniques.technique import (
     Handle,
     Settings,
@@ -103,7 +104,7 @@ def test_a_number_is_refused_where_no_setting_takes_it():
 
 
 def test_the_order():
-    assert [technique.key for technique in in_order(ALL.values())] == [
+    expected = [
         'sync_bn',
         'efficient_conv_bn_eval',
         'recomputed_activations',
@@ -113,6 +114,7 @@ def test_the_order():
         'activation_offload',
         'compile_blocks',
     ]
+    assert [one.key for one in in_order(ALL.values()) if one.key in expected] == expected
     between = toy(after=('dropit',), before=('quantized_activations',))
     keys = [technique.key for technique in in_order([between, *ALL.values()])]
     assert keys.index('toy') == keys.index('dropit') + 1
@@ -253,3 +255,9 @@ def test_pairs_that_are_refused(config, said):
 )
 def test_pairs_that_are_not(config):
     assert refusals(config) == []
+
+
+def test_a_key_whose_hook_is_left_out_is_refused_nothing():
+    config = dict(dropit=True, compile=True)
+    assert refusals(config) and refusals(config, [DropITHook()])
+    assert refusals(config, []) == []

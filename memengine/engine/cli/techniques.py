@@ -64,9 +64,8 @@ def describe(key: str) -> str:
 
 def _settings(technique: Technique[Any]) -> list[str]:
     """Two lines for each setting: its type, default and unit; its help."""
-    place = (
-        technique.key if technique.apply else technique.name.partition('=')[0].rpartition('.')[0]
-    )
+    place = technique.name.partition('=')[0]
+    place = place if technique.apply else place.rpartition('.')[0]
     lines = []
     for name, one in settings_of(technique.settings).items():
         unit = one.field.metadata['unit']

@@ -21,6 +21,7 @@ from memengine.engine.config.bases import used_names
 from memengine.engine.config.checker import Checker
 from memengine.engine.config.schema import FREE_KEYS, TOP_KEYS, TOP_PLACES, TOP_VALUES, TRIPLETS
 from memengine.engine.config.types import arguments_of, find_type
+from memengine.engine.hooks.technique import register_hooks
 from memengine.suggest import ONE_SLIP, STRICT, did_you_mean, near
 from memengine.techniques.technique import Technique, techniques
 
@@ -103,6 +104,7 @@ def import_custom_modules(cfg: Config | Mapping[str, Any]) -> None:
             if not custom.get('allow_failed_imports', False):
                 raise ConfigError(problem) from error
             warnings.warn(problem, stacklevel=2)
+    register_hooks()  # of techniques that are new
 
 
 def known_keys(cfg: Config | Mapping[str, Any]) -> set[str]:

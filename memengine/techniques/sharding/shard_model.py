@@ -324,8 +324,8 @@ TECHNIQUE = Technique(
         'sync_bn.kind=mmcv': 'it does not know of sharding; set sync_bn=torch',
     },
     use_when="parameters, gradients or the optimiser's state do not fit",
-    saves="of parameters, gradients and optimiser's state all but 1/N on each rank; on the device "
-    'all of them with `offload=True`',
+    saves="of parameters, gradients and optimiser's state all but 1/N on each rank; with "
+    '`offload=True` all of them on the device',
     price='parameters on the wire in each forward and backward',
     page='fsdp.md',
 )
