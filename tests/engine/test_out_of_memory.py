@@ -110,6 +110,27 @@ def test_a_teacher_that_does_not_fit_is_cut_too():
     assert (wrapper.micro_batch_size, limit.failures) == (1, 2)
 
 
+def test_a_loss_with_terms_of_both_kinds_gives_up_graphs_and_then_halves_the_chunk():
+    """Only the slices that the coupled term reads keep graphs: of three samples' global crops."""
+    model, expected = (build_dino(koleo_weight=0.3) for _ in range(2))
+    limit, failures = Limit(100, 'graph', model.student.backbone), []
+    wrapper = wrap(model, GradCacheOptimWrapper, chunk_size=1, keep_graph=4)
+
+    def fail_once(layer, inputs, output):
+        if torch.is_grad_enabled() and not failures:
+            failures.append(1)
+            raise torch.OutOfMemoryError('CUDA out of memory.')
+
+    model.student.backbone.register_forward_hook(fail_once)
+    train(model, wrapper, 'DINO', range(1))
+    assert (wrapper.chunk_size, wrapper.kept_graphs.number) == (1, 2)
+    train(expected, wrap(expected, GradCacheOptimWrapper, chunk_size=1, keep_graph=2), 'DINO', [0])
+    assert_equal(model, expected)
+    wrapper.kept_graphs.number, wrapper.chunk_size, limit.rows = 0, 3, 4
+    train(model, wrapper, 'DINO', [1])
+    assert (wrapper.chunk_size, limit.failures) == (1, 1)
+
+
 def test_sizes_by_tower_are_halved_together():
     model = make(CLIP)
     Limit(1, 'graph', layer_of(model))

@@ -166,7 +166,7 @@ def _is_written_out(text: str) -> bool:
 
     MMEngine writes keys in the order of the alphabet.
     """
-    keys = re.findall(r'^(\w+) = ', text, re.MULTILINE)
+    keys = re.findall(r'^(\w+) ?=', text, re.MULTILINE)
     return 'work_dir' in keys and keys == sorted(keys)
 
 

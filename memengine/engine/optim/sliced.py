@@ -291,7 +291,8 @@ class GradCacheOptimWrapper(_SlicedOptimWrapper):
             )
 
         def shrink() -> bool:
-            return self._shrink(len(module.slices(inputs, data_samples, self.chunk_size)))
+            pieces = module.slices(inputs, data_samples, self.chunk_size)
+            return self._shrink(sum(piece.coupled for piece in pieces))
 
         updated = self._inner_count >= self._accumulative_counts
         kept = self.kept_graphs

@@ -78,7 +78,7 @@ def cached_step(
 class GradCacheSettings(Settings):
     """Settings of the gradient cache, as ``optim_wrapper`` takes them."""
 
-    chunk_size: int | Mapping[str, int] = setting(
+    chunk_size: float | Mapping[str, float] = setting(
         help='most samples in a slice, or a dict of it by tower', unit='samples', low=1
     )
     keep_graph: int | Literal['auto'] = setting(
@@ -96,10 +96,10 @@ TECHNIQUE = Technique(
     switch='optim_wrapper.type=GradCacheOptimWrapper optim_wrapper.chunk_size=16',
     call='memengine.GradCache',
     loss='coupled',
-    use_when='samples meet in the loss (SimCLR, SupCon, SelfCon, CLIP, SigLIP) and a batch does '
-    'not fit',
+    use_when='samples meet in the loss or in a part of it (SimCLR, SupCon, SelfCon, CLIP, SigLIP; '
+    'DINO with KoLeo) and a batch does not fit',
     saves='activations: all but those of one slice',
-    price='one more forward of each slice, but of the `keep_graph` last',
+    price='one more forward of each slice in which samples meet, but of the `keep_graph` last',
     page='grad_cache.md',
     example=GradCacheSettings(chunk_size=3),
 )

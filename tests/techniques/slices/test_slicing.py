@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memengine.memory.meter import SavedBytes
 from memengine.techniques.slices.accumulation import additive_step
-from memengine.techniques.slices.sliced_step import SyncOnce, total_loss
+from memengine.techniques.slices.sliced_step import SyncOnce, synchronising, total_loss
 from memengine.techniques.slices.slicing import join_slices, split_batch
 from memengine.testing import assert_same_step, relative_error, run_ranks
 
@@ -186,6 +187,17 @@ def test_modules_that_cannot_wait_need_not():
     sync = SyncOnce([nn.Linear(1, 1)])
     with sync.graph(nn.Linear(1, 1)) as last, sync.loss():
         assert not last
+
+
+def test_what_torch_compile_gives_back_can_wait_as_its_module_can():
+    class Waiting(nn.Linear):
+        def no_sync(self):
+            return nullcontext()
+
+    module = Waiting(1, 1)
+    assert synchronising(torch.compile(module, backend='eager')) == [module]
+    assert synchronising(nn.ModuleList([nn.Linear(1, 1), module])) == [module]
+    assert synchronising(nn.Linear(1, 1)) == []
 
 
 @pytest.mark.parametrize('size', [1, 3, 7, 20])
