@@ -17,7 +17,14 @@ from torch import nn
 from memengine.engine.hooks.technique import TechniqueHook, begin_in_order, register_hooks
 from memengine.techniques.technique import Technique, in_order, settings_of, techniques
 
-__all__ = ['apply_before_wrapping', 'apply_to_model', 'hooks_of_keys', 'is_on', 'refusals']
+__all__ = [
+    'apply_before_wrapping',
+    'apply_to_model',
+    'hooks_of_keys',
+    'is_on',
+    'refusals',
+    'refuse',
+]
 
 
 def hooks_of_keys(cfg: Mapping[str, Any]) -> dict[str, TechniqueHook]:
@@ -42,21 +49,8 @@ def apply_before_wrapping(model: nn.Module, cfg: Mapping[str, Any]) -> nn.Module
     return model
 
 
-def apply_to_model(model: nn.Module, cfg: Any, logger: Logger, hooks: Iterable[Hook] = ()) -> None:
-    """Apply the techniques of hooks to the model, in order, and say so.
-
-    Args:
-        model: The bare model.
-        cfg: The run's config.
-        logger: Told which were applied.
-        hooks: The run's hooks, with those that keys are short for.
-
-    Raises:
-        ValueError: For two that do not go together.
-    """
-    hooks = list(hooks)
-    if problems := refusals(cfg, hooks):
-        raise ValueError('\n'.join(problems))
+def apply_to_model(model: nn.Module, logger: Logger, hooks: Iterable[Hook]) -> None:
+    """Apply the techniques of hooks to the bare model, in order, and say so."""
     if begun := begin_in_order(model, hooks):
         logger.info(f'Techniques, in their order: {", ".join(map(_as_written, begun))}')
 
@@ -92,6 +86,16 @@ def refusals(cfg: Mapping[str, Any], hooks: Iterable[Any] | None = None) -> list
         for other in technique.conflicts
         if (is_on(known[other], stated) if other in known else _holds(stated, other))
     ]
+
+
+def refuse(cfg: Mapping[str, Any], hooks: Iterable[Any]) -> None:
+    """Refuse a run of which two settings do not go together, before any hook has begun.
+
+    Raises:
+        ValueError: As :func:`refusals` says, a line for each two.
+    """
+    if problems := refusals(cfg, hooks):
+        raise ValueError('\n'.join(problems))
 
 
 def is_on(technique: Technique[Any], cfg: Mapping[str, Any]) -> bool:

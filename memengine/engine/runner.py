@@ -17,7 +17,7 @@ from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import nn
 from torch.utils.data import DataLoader
 
-from memengine.engine.apply import apply_before_wrapping, apply_to_model, hooks_of_keys
+from memengine.engine.apply import apply_before_wrapping, apply_to_model, hooks_of_keys, refuse
 from memengine.engine.checkpoint.files import find_latest, safe_loading, write_whole
 from memengine.engine.checkpoint.sharded import SUFFIX, ShardedWriter, is_sharded
 from memengine.engine.checkpoint.state import (
@@ -236,10 +236,10 @@ class Runner(_Runner):
             self.param_schedulers = self.build_param_scheduler(self.param_schedulers)
         if self._val_loop is not None:
             self._val_loop = self.build_val_loop(self._val_loop)
+        refuse({**self.cfg, 'launcher': self.launcher}, self.hooks)
         self.call_hook('before_run')
         self._init_model_weights()
-        cfg = {**self.cfg, 'launcher': self.launcher}
-        apply_to_model(unwrap(self.model), cfg, self.logger, self.hooks)
+        apply_to_model(unwrap(self.model), self.logger, self.hooks)
         self.load_or_resume()
         self.optim_wrapper.initialize_count_status(
             self.model, self.train_loop.iter, self.train_loop.max_iters

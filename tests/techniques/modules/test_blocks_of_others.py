@@ -10,6 +10,7 @@ import torch
 import transformers
 from open_clip import model as clip
 
+from memengine._torch_private.ops import compiled_checkpoints_write_twice
 from memengine.memory import SavedBytes
 from memengine.techniques import checkpoint_activations, compile_blocks, offload_activations
 from memengine.techniques.modules.blocks import find_blocks
@@ -107,6 +108,11 @@ def test_checkpointed_compiled_and_offloaded(make):
     model = copy.deepcopy(plain)
     torch._dynamo.reset()
     checkpoint_activations(model)
+    has_buffers = any(True for name in BLOCKS[make] for _ in model.get_submodule(name).buffers())
+    if has_buffers and compiled_checkpoints_write_twice():  # GPT-2's mask, in old transformers
+        with pytest.raises(ValueError, match='write into its buffers'):
+            compile_blocks(model, backend='aot_eager')
+        return
     assert compile_blocks(model, backend='aot_eager').names == BLOCKS[make]
     moved = offload_activations(model, 'host', min_bytes=64)
     for _ in range(2):
