@@ -9,11 +9,18 @@ import sys
 import pytest
 
 from tests.docs_pages import ROOT
+from tests.marks import NEEDS_SHARDING
 
 EXAMPLES = sorted((ROOT / 'examples').glob('*.py'))
 
 
-@pytest.mark.parametrize('example', EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    'example',
+    [
+        pytest.param(path, marks=NEEDS_SHARDING if path.stem == 'sharding' else (), id=path.stem)
+        for path in EXAMPLES
+    ],
+)
 def test_runs_and_holds_less(example, capsys):
     runpy.run_path(str(example), run_name='__main__')
     out = capsys.readouterr().out
@@ -29,6 +36,7 @@ def test_runs_and_holds_less(example, capsys):
 
 
 @pytest.mark.slow
+@NEEDS_SHARDING
 def test_two_ranks_hold_half_each():
     launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2']
     out = subprocess.run(
