@@ -66,7 +66,7 @@ def run_of(file, work_dir, world_size=1, seed=3):
 
 
 @pytest.mark.parametrize(('name', 'seed'), [('classify_vit', None), ('dino_vit', 3)])
-def test_a_run_from_a_written_config_takes_the_same_steps(name, seed, tmp_path):
+def test_a_run_from_a_written_config_takes_the_same_steps(name, seed, tmp_path, undrawn):
     state, written = run_of(ROOT / f'configs/{name}.py', tmp_path / f'first_{name}', seed=seed)
     again, _ = run_of(written, tmp_path / f'again_{name}')
     assert state.keys() == again.keys()

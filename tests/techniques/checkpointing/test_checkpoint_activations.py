@@ -195,16 +195,21 @@ def price(model, images):
 
 
 @functools.cache
+def bytes_and_flops(plain=False, **options):
+    """Bytes at the peak and FLOPs of a step."""
+    torch.manual_seed(0)
+    model, images = vit(depth=12), torch.randn(4, 3, 32, 32)
+    if not plain:
+        checkpoint_activations(model, **options)
+        step_of(model, images)()  # what is kept is settled in the first step
+    return saved_bytes(step_of(model, images), model, images), price(model, images)
+
+
 def facts(**options):
     """Bytes at the peak and FLOPs of a step, as fractions of the plain step's."""
-    torch.manual_seed(0)
-    plain, images = vit(depth=12), torch.randn(4, 3, 32, 32)
-    model = copy.deepcopy(plain)
-    checkpoint_activations(model, **options)
-    step_of(model, images)()  # what is kept is settled in the first step
-    nbytes = [saved_bytes(step_of(each, images), each, images) for each in (model, plain)]
-    flops = [price(each, images) for each in (model, plain)]
-    return nbytes[0] / nbytes[1], flops[0] / flops[1] - 1
+    pairs = zip(bytes_and_flops(**options), bytes_and_flops(plain=True), strict=True)
+    share, price_of_plain = (checkpointed / plain for checkpointed, plain in pairs)
+    return share, price_of_plain - 1
 
 
 def test_all_blocks_checkpointed():
