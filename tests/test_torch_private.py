@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import sdpa_flop_count
 
 from memengine._torch_private import autograd, distributed, modules, ops
-from memengine.techniques.compression.backward_needs import _NEEDS, IN_PLACE, operation
+from memengine.techniques.compression.backward_needs import _NEEDS, IN_PLACE_FORMS, operation_name
 
 
 def relies_on(what):
@@ -122,7 +122,7 @@ def test_numbers_in_place():
     x = leaf(2) * 1
     with saved_tensors_hooks(pack, lambda t: t):
         y = F.silu(x, inplace=True)
-    assert operation(y.grad_fn) in IN_PLACE
+    assert operation_name(y.grad_fn) in IN_PLACE_FORMS
     number = autograd.node_number(y.grad_fn)
     assert saving and set(saving) <= {number, number + 1}
 
@@ -140,7 +140,7 @@ def test_saved_by():
 
 @relies_on("knows a result's shape, dtype and device in _input_metadata")
 def test_result_of():
-    result = autograd.result_of(leaf(2, 3).double().grad_fn)
+    result = autograd.result_metadata_of(leaf(2, 3).double().grad_fn)
     assert tuple(result.shape) == (2, 3)
     assert result.dtype == torch.float64 and result.device.type == 'cpu'
 
@@ -212,7 +212,7 @@ def test_every_operation_of_the_table_has_a_test():
 @relies_on('names this operation and its fields as it did')
 def test_nodes(name):
     node = NODES[name]().grad_fn
-    assert operation(node) == name, f'the node is {node.name()}'
+    assert operation_name(node) == name, f'the node is {node.name()}'
     for field in _NEEDS[name]:
         assert autograd.has_saved(node, field) or (name, field) in OF_OTHER_FORMS, field
 

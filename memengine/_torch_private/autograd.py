@@ -24,7 +24,7 @@ __all__ = [
     'is_under_functorch',
     'next_node_number',
     'node_number',
-    'result_of',
+    'result_metadata_of',
     'saved_by',
     'saved_tensor_hooks_in_force',
     'storage_key',
@@ -83,7 +83,7 @@ def saved_by(node: Any, field: str) -> Any:
     return getattr(node, f'_saved_{field}')
 
 
-def result_of(node: Any) -> Any:
+def result_metadata_of(node: Any) -> Any:
     """Shape, dtype and device of the (first) result of a node's operation.
 
     As backward checks gradients by: the only record of a result that nobody has kept.

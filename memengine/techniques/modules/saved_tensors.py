@@ -47,7 +47,7 @@ class KeptAsIs:
             )
         return self.content
 
-    def ahead(self) -> Tensor:
+    def prefetch(self) -> Tensor:
         """The same; there is nothing to decode."""
         return self.tensor()
 

@@ -22,10 +22,10 @@ from memengine.techniques.codecs.lossless import (
 )
 from memengine.techniques.compression.backward_needs import Need
 
-__all__ = ['fact_codec']
+__all__ = ['lossless_codec_for']
 
 
-def fact_codec(need: Need, tensor: Tensor, node: Any) -> Codec | None:
+def lossless_codec_for(need: Need, tensor: Tensor, node: Any) -> Codec | None:
     """A codec that gives back all that a derivative uses, bit for bit.
 
     Args:
@@ -39,10 +39,10 @@ def fact_codec(need: Need, tensor: Tensor, node: Any) -> Codec | None:
     if need is Need.WITHIN:
         low, high = saved_by(node, 'min_val'), saved_by(node, 'max_val')
         return partial(within, low=low, high=high, inside=_between(low, high), outside=math.inf)
-    if need in _MAYBE:
-        code = _MAYBE[need](tensor)
+    if need in _BY_VALUES:
+        code = _BY_VALUES[need](tensor)
         return None if code is None else lambda _: code
-    return _CODECS.get(need)
+    return _BY_NEED.get(need)
 
 
 def _between(low: float, high: float) -> float:
@@ -53,14 +53,14 @@ def _between(low: float, high: float) -> float:
     return high - max(1.0, abs(high)) if math.isinf(low) else (low + high) / 2
 
 
-_CODECS: dict[Need, Codec] = {
+_BY_NEED: dict[Need, Codec] = {
     Need.POSITIVE: positive,
     Need.SIGN: sign,
     Need.BOOL: bitmask,
     Need.SHAPE: shape_only,
 }
 # Which only the values tell: dropout's mask among the factors, indices that fewer bytes hold.
-_MAYBE: dict[Need, Callable[[Tensor], Code | None]] = {
+_BY_VALUES: dict[Need, Callable[[Tensor], Code | None]] = {
     Need.PRODUCT: two_valued,
     Need.INDICES: narrow,
 }
