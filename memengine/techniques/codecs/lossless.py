@@ -17,9 +17,9 @@ from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_orde
 
 __all__ = ['bitmask', 'narrow', 'positive', 'shape_only', 'sign', 'two_valued', 'within']
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_NARROW = (torch.uint8, torch.int16, torch.int32)
-_SAMPLE = 1024
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NARROW_DTYPES = (torch.uint8, torch.int16, torch.int32)
+_SAMPLE_NUMEL = 1024
 
 
 @dataclass(frozen=True)
@@ -149,11 +149,12 @@ def two_valued(tensor: Tensor) -> BitCode | None:
     Bytes: ``numel / 8`` and two elements. Cost: a sample of 1024 elements tells most other tensors;
     for the rest four passes. Waits for an accelerator, twice.
     """
-    if tensor.dtype.itemsize not in _INTEGERS:
+    if tensor.dtype.itemsize not in _INTEGER_OF_SIZE:
         return None
     flat, order = in_memory_order(tensor)
     elements = _as_integers(flat)
-    if not elements.numel() or not _has_two(elements[:: -(-elements.numel() // _SAMPLE)]):
+    step = -(-elements.numel() // _SAMPLE_NUMEL)
+    if not elements.numel() or elements[::step].unique().numel() > 2:
         return None
     low, high = torch.aminmax(elements)
     mask = elements == high
@@ -182,7 +183,7 @@ def narrow(tensor: Tensor) -> NarrowCode | None:
     if not flat.numel():
         return None
     low, high = torch.stack(torch.aminmax(flat)).tolist()
-    for dtype in _NARROW:
+    for dtype in _NARROW_DTYPES:
         held = torch.iinfo(dtype)
         if dtype.itemsize < tensor.dtype.itemsize and held.min <= low and high <= held.max:
             return NarrowCode(flat.to(dtype), order)
@@ -199,8 +200,4 @@ def shape_only(tensor: Tensor) -> ShapeCode:
 
 def _as_integers(flat: Tensor) -> Tensor:
     """The elements' bits: equal integers are equal elements, NaN and signed zeros included."""
-    return flat.view(_INTEGERS[flat.dtype.itemsize])
-
-
-def _has_two(sample: Tensor) -> bool:
-    return sample.unique().numel() <= 2
+    return flat.view(_INTEGER_OF_SIZE[flat.dtype.itemsize])
