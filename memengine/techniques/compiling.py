@@ -73,7 +73,7 @@ def _refuse_checkpointed(module: nn.Module, options: Mapping[str, Any]) -> None:
         checkpointed = wrapper_of(part, CheckpointedForward)
         if checkpointed is None:
             continue
-        if checkpointed.owner.budget is not None:
+        if checkpointed.planner.budget is not None:
             raise TECHNIQUE.refusal(_BUDGET, checkpointed.name)
         if not checkpointed.can_be_compiled:
             raise ValueError(

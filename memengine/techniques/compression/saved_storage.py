@@ -21,7 +21,7 @@ from memengine.techniques.compression.backward_needs import Need
 from memengine.techniques.compression.recomputable_ops import RecomputedCode
 from memengine.techniques.compression.rules import FindRecomputation, Rule
 from memengine.techniques.modules.saved_tensors import KeptAsIs, current_backward, is_in_backward
-from memengine.techniques.offload import is_offloading, offloaded
+from memengine.techniques.offload import is_offloading, offload_tensor
 
 __all__ = ['SavedStorage', 'SavedTensor']
 
@@ -88,7 +88,7 @@ class SavedTensor:
         """Stay as it is: here, or where an offload that is active moves it to."""
         self.is_whole = True
         if is_offloading():
-            self._offloaded, self._kept = offloaded(self.content), None
+            self._offloaded, self._kept = offload_tensor(self.content), None
         else:
             self.show_to_meters()
 
@@ -297,7 +297,7 @@ class _OffloadedCode:
     def _move_out(self, part: object) -> int | None:
         if not isinstance(part, Tensor):
             return None
-        self._tensors.append(offloaded(part))
+        self._tensors.append(offload_tensor(part))
         return len(self._tensors) - 1
 
     def decode(self) -> Tensor:
