@@ -21,12 +21,12 @@ from memengine.losses.global_batch import (
 )
 from memengine.losses.logsumexp import RunningLogSumExp, softmax
 from memengine.losses.tiles import (
-    accumulator,
     add_product,
     choose_tile_size,
     diagonal,
     first_derivative_only,
     grid,
+    sum_dtype,
     tiles,
 )
 from memengine.precision import at_least_fp32, autocast_off
@@ -96,7 +96,7 @@ def tiled_losses(
     """
     if images.dtype != texts.dtype:
         images, texts = at_least_fp32(images, texts)
-    scale = torch.as_tensor(scale, dtype=accumulator(images), device=images.device).reshape(())
+    scale = torch.as_tensor(scale, dtype=sum_dtype(images), device=images.device).reshape(())
     ranks = None if group is None else rows_per_rank(texts, group)
     size = choose_tile_size(tile_size, len(images), images)
     return _TiledLosses.apply(images, texts, scale, size, ranks, group)

@@ -16,15 +16,15 @@ from torch import Tensor
 
 from memengine.losses.gather import all_gather_rows, rows_per_rank
 from memengine.losses.tiles import (
-    accumulator,
     add_product,
     choose_tile_size,
     diagonal,
     first_derivative_only,
     grid,
     least_exponent,
+    sum_dtype,
     tiles,
-    triangle,
+    upper_tiles,
 )
 
 __all__ = ['RunningLogSumExp', 'others_logsumexp', 'softmax']
@@ -40,7 +40,7 @@ class RunningLogSumExp:
     """Running log-sum-exp of many rows: a maximum and a sum of each, so that nothing overflows."""
 
     def __init__(self, rows: int, like: Tensor) -> None:
-        dtype = accumulator(like)
+        dtype = sum_dtype(like)
         self._largest = torch.full((rows,), torch.finfo(dtype).min, dtype=dtype, device=like.device)
         self._sum = torch.zeros_like(self._largest)
 
@@ -102,7 +102,7 @@ class _OthersLogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, anchors: int, scale: float, tile_size: int) -> Tensor:
         total = RunningLogSumExp(anchors, z)
-        for tile in tiles(z, z, scale, triangle(anchors, len(z), tile_size), tile_size):
+        for tile in tiles(z, z, scale, upper_tiles(anchors, len(z), tile_size), tile_size):
             if tile.rows == tile.cols:
                 diagonal(tile)[0].fill_(torch.finfo(tile.logits.dtype).min)
             total.add(tile.rows, tile.logits, 1, tile.spare)
@@ -119,7 +119,7 @@ class _OthersLogSumExp(torch.autograd.Function):
         z, lse = ctx.saved_tensors
         anchors = len(lse)
         grad_z = torch.zeros(z.shape, dtype=lse.dtype, device=z.device)
-        visits = triangle(anchors, len(z), ctx.tile_size)
+        visits = upper_tiles(anchors, len(z), ctx.tile_size)
         for tile in tiles(z, z, ctx.scale, visits, ctx.tile_size):
             rows, cols = tile.rows, tile.cols
             slope = softmax(tile.logits, lse[rows], grad[rows], 1, tile.spare)

@@ -75,7 +75,7 @@ class _ConvBNEval(torch.autograd.Function):
         bias: Tensor | None,
         gamma: Tensor | None,
         beta: Tensor | None,
-        before: Tensor,
+        preactivation: Tensor,
         mean: Tensor,
         var: Tensor,
         output: Tensor,
@@ -85,20 +85,20 @@ class _ConvBNEval(torch.autograd.Function):
         activation: Callable[[Tensor], Tensor] | None,
     ) -> Tensor:
         needs_x = ctx.needs_input_grad[1] or ctx.needs_input_grad[3]
-        ctx.save_for_backward(before if needs_x else None, weight, bias, gamma, mean, var)
+        ctx.save_for_backward(preactivation if needs_x else None, weight, bias, gamma, mean, var)
         ctx.eps, ctx.geometry, ctx.activation = eps, geometry, activation
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         return normalise(output, mean, var, gamma, beta, eps=eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        before, weight, bias, gamma, mean, var = ctx.saved_tensors
+        preactivation, weight, bias, gamma, mean, var = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_gamma, needs_beta = ctx.needs_input_grad[:5]
         geometry, grad = ctx.geometry, grads[0].to(ctx.x_dtype)
-        if before is None:
+        if preactivation is None:
             x = grad.new_empty(1).expand(ctx.x_shape)  # backward of the input asks for its shape
         else:
-            x = before if ctx.activation is None else ctx.activation(before)
+            x = preactivation if ctx.activation is None else ctx.activation(preactivation)
         inv_std = torch.rsqrt(var + ctx.eps)  # [K]
         scale = inv_std if gamma is None else inv_std * gamma
         # The fused weight is made anew: kept, it would cost more than it saves on small inputs.
@@ -132,7 +132,7 @@ def conv_bn_eval(
     affine: tuple[Tensor | None, Tensor | None],
     eps: float,
     activation: Callable[[Tensor], Tensor] | None = None,
-    before: Tensor | None = None,
+    preactivation: Tensor | None = None,
 ) -> Tensor:
     """BatchNorm in eval mode of ``output``, the convolution of ``x``.
 
@@ -157,7 +157,7 @@ def conv_bn_eval(
     more and over tensors of the output's size less often; where ``weight`` is frozen and
     BatchNorm's is not, it computes the former's gradient for the latter's.
     """
-    kept = x if before is None else before
+    kept = x if preactivation is None else preactivation
     return _ConvBNEval.apply(
         *(x, weight, bias, *affine, kept, *statistics, output.detach()),
         *(normalise, eps, geometry, activation),
