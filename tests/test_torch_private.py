@@ -52,6 +52,9 @@ def test_version_of():
     assert autograd.version_of(x) == 0
     x[0] = 1
     assert autograd.version_of(x) == autograd.version_of(x.detach()) == 1
+    autograd.check_unmodified(x, 1)
+    with pytest.raises(RuntimeError, match='at version 1; expected version 0'):
+        autograd.check_unmodified(x, 0)
 
 
 @relies_on('names in _base what a tensor is a view of')
@@ -278,7 +281,7 @@ def test_hooks_noted_for_a_torch_that_does_not_tell(monkeypatch):
     monkeypatch.setattr(saved_tensors_hooks, '__exit__', saved_tensors_hooks.__exit__)
     hooks = saved_tensors_hooks(same, as_saved)
     with hooks:  # that nobody has noted: they were entered before
-        noted = autograd._Entered()
+        noted = autograd._EnteredHooks()
     assert noted(False) is None
     with hooks, saved_tensors_hooks(print, print):
         assert noted(False) == (print, print)
@@ -467,8 +470,8 @@ def test_sharding(group):
     def shard():
         for part in (*model, model):
             fully_shard(part, mesh=mesh)
-        distributed.make_root(model)
-        distributed.gather_where_computed(model)
+        distributed.mark_as_root(model)
+        distributed.gather_on_compute_stream(model)
         model[0](leaf(2, 4))
         model(leaf(2, 4)).sum().backward()
 

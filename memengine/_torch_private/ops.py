@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 __all__ = [
-    'CHECKPOINT_SHOWS_KEPT',
+    'CHECKPOINT_HEEDS_HOOKS',
     'FLOPS_OF',
     'OpOverload',
     'OpOverloadPacket',
@@ -47,7 +47,7 @@ foreach_mul_ = torch._foreach_mul_
 foreach_lerp_ = torch._foreach_lerp_
 """Many moving averages in few kernels, in place."""
 
-CHECKPOINT_SHOWS_KEPT = 'respect_saved_tensors_hooks' in inspect.signature(checkpoint).parameters
+CHECKPOINT_HEEDS_HOOKS = 'respect_saved_tensors_hooks' in inspect.signature(checkpoint).parameters
 """Whether what selective checkpointing keeps may pass through the saved-tensor hooks around it, a
 meter's or those of offloading; not in 2.6, where it is kept past them."""
 

@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memengine._torch_private.autograd import (
     SavedTensorHooks,
     base_of,
+    check_unmodified,
     saved_tensor_hooks_in_force,
     version_of,
 )
@@ -55,12 +56,7 @@ class _CountedTensor:
             self.holdings.append((ledger.freed, ledger.count(blocks)))
 
     def unpack(self) -> Tensor:
-        if version_of(self.tensor) != self.version:
-            raise RuntimeError(
-                'one of the variables needed for gradient computation has been modified by an '
-                f'inplace operation: {self.tensor.type()} of shape {tuple(self.tensor.shape)} is '
-                f'at version {version_of(self.tensor)}; expected version {self.version} instead'
-            )
+        check_unmodified(self.tensor, self.version)
         return self.tensor
 
     def __del__(self) -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from memengine._torch_private.autograd import version_of
 from memengine._torch_private.modules import BatchOrInstanceNorm, own_buffers
 from memengine._torch_private.ops import (
-    CHECKPOINT_SHOWS_KEPT,
+    CHECKPOINT_HEEDS_HOOKS,
     compiled_checkpoints_write_twice,
     pytree,
 )
@@ -106,7 +106,7 @@ class CheckpointedForward(WrappedForward):
                 forward, repeated = create_selective_checkpoint_contexts(KeepCalls(kept))
                 again = _RepeatContext(state, self.module, repeated)
                 options = dict(context_fn=lambda: (forward, again))
-                if CHECKPOINT_SHOWS_KEPT:
+                if CHECKPOINT_HEEDS_HOOKS:
                     options['respect_saved_tensors_hooks'] = True
                 # A weight that is cast already would be cast again, and the calls not be paired.
                 stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())

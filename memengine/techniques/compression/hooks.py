@@ -33,7 +33,7 @@ from memengine.memory.ledger import owned_by, tensors_in
 from memengine.techniques.compression.backward_needs import IN_PLACE_FORMS, needs_of, operation_name
 from memengine.techniques.compression.recomputable_ops import Source, recomputation_of
 from memengine.techniques.compression.rules import EXACT, KeptBytes, Rule
-from memengine.techniques.compression.saved_storage import SavedStorage, SavedTensor
+from memengine.techniques.compression.saved_storage import SavedStorage, SavedTensor, still_alive
 from memengine.techniques.modules.blocks import Selector, select_modules
 from memengine.techniques.modules.saved_tensors import (
     KeptAsIs,
@@ -297,19 +297,16 @@ class _ForwardHooks(saved_tensors_hooks):
 
     def _examine_node(self, node: Any, numbers: Sequence[int]) -> list[SavedTensor]:
         """Learn what a node has saved under these numbers, of which the first is its own."""
-        waiting = [n for n in numbers if n in self._unexamined]
         found: list[SavedTensor] = []
-        for field, need in needs_of(node).items() if waiting else ():
+        has_saved_here = any(number in self._unexamined for number in numbers)
+        for field, need in needs_of(node).items() if has_saved_here else ():
             saved = _held_in_field(node, field)
             if isinstance(saved, SavedTensor):
                 find = partial(recomputation_of, node, field, saved.content, self._find_source)
                 saved.choose_codec(need, node, find)
                 found.append(saved)
-        for number in waiting:
-            kept = [one for one in (reference() for reference in self._unexamined[number]) if one]
-            if number == numbers[0]:  # all of it is this node's
-                del self._unexamined[number]
-                found += [one for one in kept if one not in found]
+        kept = still_alive(self._unexamined.pop(numbers[0], []))  # all of it is this node's
+        found += [saved for saved in kept if saved not in found]
         for saved in found:
             saved.is_examined = True
         return found
@@ -322,7 +319,7 @@ class _ForwardHooks(saved_tensors_hooks):
     def finish(self) -> None:
         """What no output depends on is kept as it is, if it is kept at all."""
         for references in self._unexamined.values():
-            for saved in filter(None, (reference() for reference in references)):
+            for saved in still_alive(references):
                 saved.is_examined = True
         for memory in self._storages.values():
             memory.code_or_keep()

@@ -23,7 +23,7 @@ from memengine.techniques.compression.rules import FindRecomputation, Rule
 from memengine.techniques.modules.saved_tensors import KeptAsIs, current_backward, is_in_backward
 from memengine.techniques.offload import is_offloading, offload_tensor
 
-__all__ = ['SavedStorage', 'SavedTensor']
+__all__ = ['SavedStorage', 'SavedTensor', 'still_alive']
 
 _MOST = 0.75  # of a storage: from here on it is coded whole, else each view of it
 _Layout = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape and strides, in elements
@@ -196,7 +196,7 @@ class SavedStorage:
             alive: Addresses of storages that somebody else holds now, so that it is no price that
                 they are here until they are coded.
         """
-        new = _still_alive(self._undecided)
+        new = still_alive(self._undecided)
         if not new:
             return
         content = new[0].content
@@ -206,7 +206,7 @@ class SavedStorage:
         if not all(one.is_examined for one in new):
             return  # until the others' operations are looked at
         if any(one.codec is None for one in new) or self._is_kept():
-            stays = [*new, *_still_alive(self._coded)]
+            stays = [*new, *still_alive(self._coded)]
             self._coded = []
             self._parts.clear()
         else:
@@ -256,7 +256,8 @@ class SavedStorage:
         return part
 
 
-def _still_alive(references: _References) -> list[SavedTensor]:
+def still_alive(references: _References) -> list[SavedTensor]:
+    """Those that autograd has not let go of."""
     return [one for one in (reference() for reference in references) if one is not None]
 
 
