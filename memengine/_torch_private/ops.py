@@ -107,8 +107,7 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: A
 
 
 FLOPS_OF: Mapping[OpOverloadPacket, Callable[..., int]] = ChainMap(
-    flop_registry,
-    {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops},
+    flop_registry, {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 )
 """What products of matrices, convolutions and attentions cost: ``FLOPS_OF[op](*args, out_val=x)``.
 

@@ -53,10 +53,7 @@ def pairwise_logits(
 
 
 def untiled_losses(
-    images: Tensor,
-    texts: Tensor,
-    scale: Tensor | float,
-    group: dist.ProcessGroup | None = None,
+    images: Tensor, texts: Tensor, scale: Tensor | float, group: dist.ProcessGroup | None = None
 ) -> Tensor:
     """The reference of :func:`tiled_losses`."""
     if group is None:

@@ -32,7 +32,7 @@ __all__ = [
 AUTO_TILE_BYTES = {'cpu': 2**20}  # half of a core's second-level cache
 AUTO_TILE_BYTES_ELSEWHERE = 2**26  # large enough to keep a GPU busy
 
-Visits = Iterable[tuple[slice, list[slice]]]
+Visits = Iterable[tuple[slice, list[slice]]]  # rows, and the columns that they meet
 
 
 def check_tile_size(tile_size: int | str | None) -> None:

@@ -72,10 +72,7 @@ class ShapeCode:
 
 @torch.no_grad()
 def bitmask(
-    tensor: Tensor,
-    test: Callable[[Tensor], Tensor] | None = None,
-    on: float = 1,
-    off: float = 0,
+    tensor: Tensor, test: Callable[[Tensor], Tensor] | None = None, on: float = 1, off: float = 0
 ) -> BitCode:
     """One bit for each element: what a test says of it.
 

@@ -147,7 +147,6 @@ class DropIT(RuleHandle):
 
     Attributes:
         schedule: Pairs of an iteration and the gamma from there on, linear in between.
-        kept: Bytes before and after, in all forward passes so far, and by module and need.
     """
 
     setting = _SETTING

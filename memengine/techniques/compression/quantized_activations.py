@@ -129,7 +129,6 @@ class QuantizedActivations(RuleHandle):
         bits_of: Bits by module's name and need, as allotted; empty until :meth:`allot`.
         average_bits: The mean to allot before the first step; None for bits as stated.
         allot_every: Iterations after which it is allotted again; 0 for once.
-        kept: Bytes before and after, in all forward passes so far, and by the same.
     """
 
     setting = _SETTING
@@ -257,15 +256,9 @@ class QuantizedActivationsSettings(Settings):
         None, help=f"GACT's name for bits and average_bits: one of {', '.join(_LEVELS)}"
     )
     average_bits: float | None = setting(
-        None,
-        help='mean to allot by sensitivity, measured before a step',
-        unit='bits',
-        low=1,
-        high=8,
+        None, help='mean to allot by measured sensitivity', unit='bits', low=1, high=8
     )
-    allot_every: int = setting(
-        0, help='when it is measured again; 0: never', unit='iterations', low=0
-    )
+    allot_every: int = setting(0, help='when to measure again; 0: never', unit='iterations', low=0)
     modules: Selector | Sequence[Selector] | None = setting(
         None, help='where, with all that is in them: names, globs, classes or blocks; None: all'
     )

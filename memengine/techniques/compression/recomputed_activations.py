@@ -82,11 +82,7 @@ def recompute_activations(
 
 
 class RecomputedActivations(RuleHandle):
-    """What is computed again; made by :func:`recompute_activations`.
-
-    Attributes:
-        kept: Bytes that were not kept, in all forward passes so far, and by module and need.
-    """
+    """What is computed again; made by :func:`recompute_activations`."""
 
     setting = _SETTING
     codes_each_view = False
@@ -100,11 +96,11 @@ class RecomputedActivations(RuleHandle):
     def codec(self, name: str, need: Need, tensor: Tensor, find: FindRecomputation) -> Codec | None:
         """Keep nothing of what can be computed again."""
         recomputation = find()
-        if recomputation is None or not self._gives(tensor, recomputation, name, need):
+        if recomputation is None or not self._serves(tensor, recomputation, name, need):
             return None
         return recomputation.code
 
-    def _gives(self, tensor: Tensor, recomputation: Recomputation, name: str, need: Need) -> bool:
+    def _serves(self, tensor: Tensor, recomputation: Recomputation, name: str, need: Need) -> bool:
         """Whether it gives the tensor, as far as can be told, now or by comparing before.
 
         Raises:

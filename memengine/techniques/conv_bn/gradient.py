@@ -17,7 +17,7 @@ from torch import Tensor
 __all__ = ['Geometry', 'conv_bn_eval', 'frozen_bn']
 
 
-def _each(value: int | Sequence[int], axes: int) -> list[int]:
+def _per_axis(value: int | Sequence[int], axes: int) -> list[int]:
     values = [value] if isinstance(value, int) else list(value)
     return values * axes if len(values) == 1 else values
 
@@ -37,15 +37,15 @@ class Geometry(NamedTuple):
         """From the arguments of ``F.conv2d``, ``F.conv_transpose2d`` or one of their kin."""
         axes = arguments['weight'].dim() - 2
         return cls(
-            _each(arguments.get('stride', 1), axes),
-            _each(arguments.get('padding', 0), axes),
-            _each(arguments.get('dilation', 1), axes),
+            _per_axis(arguments.get('stride', 1), axes),
+            _per_axis(arguments.get('padding', 0), axes),
+            _per_axis(arguments.get('dilation', 1), axes),
             transposed,
-            _each(arguments.get('output_padding', 0), axes),
+            _per_axis(arguments.get('output_padding', 0), axes),
             arguments.get('groups', 1),
         )
 
-    def scaled(self, weight: Tensor, scale: Tensor) -> Tensor:
+    def scaled_weight(self, weight: Tensor, scale: Tensor) -> Tensor:
         """``weight``, [K, C/G, R] or transposed [C, K/G, R], times ``scale`` [K]."""
         kernel = [1] * (weight.dim() - 2)
         if not self.transposed:
@@ -53,7 +53,7 @@ class Geometry(NamedTuple):
         grouped = weight.unflatten(0, (self.groups, -1))  # [G, C/G, K/G, R]
         return (grouped * scale.view(self.groups, 1, -1, *kernel)).flatten(0, 1)
 
-    def products(self, one: Tensor, other: Tensor) -> Tensor:
+    def channel_products(self, one: Tensor, other: Tensor) -> Tensor:
         """Scalar products of the output channels of two tensors like the weight, [K]."""
         if not self.transposed:
             return torch.linalg.vecdot(one.flatten(1), other.flatten(1))
@@ -102,7 +102,7 @@ class _ConvBNEval(torch.autograd.Function):
         inv_std = torch.rsqrt(var + ctx.eps)  # [K]
         scale = inv_std if gamma is None else inv_std * gamma
         # The fused weight is made anew: kept, it would cost more than it saves on small inputs.
-        fused = geometry.scaled(weight, scale).to(x.dtype) if needs_x else weight.to(x.dtype)
+        fused = geometry.scaled_weight(weight, scale).to(x.dtype) if needs_x else weight.to(x.dtype)
         grad_x, grad_fused, _ = torch.ops.aten.convolution_backward(
             grad, x, fused, None, *geometry, [needs_x, needs_weight or needs_gamma, False]
         )
@@ -113,10 +113,10 @@ class _ConvBNEval(torch.autograd.Function):
             grad_bias = scale * total
         if needs_gamma:
             offset = -mean if bias is None else bias - mean
-            along = geometry.products(grad_fused.to(weight.dtype), weight)
+            along = geometry.channel_products(grad_fused.to(weight.dtype), weight)
             grad_gamma = inv_std * (along + offset * total)
         if needs_weight:
-            grad_weight = geometry.scaled(grad_fused.to(weight.dtype), scale)
+            grad_weight = geometry.scaled_weight(grad_fused.to(weight.dtype), scale)
         grad_beta = total if needs_beta else None
         return grad_x, grad_weight, grad_bias, grad_gamma, grad_beta, *[None] * 8
 

@@ -314,9 +314,7 @@ class _WithCachedGradients(torch.autograd.Function):
 
 
 def _run_backward(
-    pairs: Sequence[tuple[Tensor, Tensor]],
-    loss: Tensor | None,
-    backward: Callable[[Tensor], Any],
+    pairs: Sequence[tuple[Tensor, Tensor]], loss: Tensor | None, backward: Callable[[Tensor], Any]
 ) -> None:
     """One backward from a slice's loss, if it has one, and with given gradients from tensors."""
     roots, gradients = [root for root, _ in pairs], [gradient for _, gradient in pairs]
