@@ -137,7 +137,7 @@ class SavedTensor:
         Args:
             need: What the derivative needs of it.
             node: The node that saved it.
-            repeat: As rules take it.
+            find: As rules take it.
         """
         assert self._kept is not None
         if self._kept().is_modified:
@@ -223,16 +223,16 @@ class SavedStorage:
         return any(reference() is not None for reference in reversed(self._kept_whole))
 
     def _code(self, new: list[SavedTensor]) -> None:
-        values = [one for one in new if one.rule is not None]
+        of_values = [one for one in new if one.rule is not None]
         for one in new:
             if one.rule is None:
                 assert one.codec is not None
                 one.replace_by(_coded_part(one.codec, one.content))
-        for one in values:
-            if (part := self._part_for(one, values)) is not None:
+        for one in of_values:
+            if (part := self._part_for(one, of_values)) is not None:
                 one.replace_by(part)
 
-    def _part_for(self, one: SavedTensor, values: list[SavedTensor]) -> _CodedPart | None:
+    def _part_for(self, one: SavedTensor, others: list[SavedTensor]) -> _CodedPart | None:
         """A part that serves: one that is there, or a new one by the codec of most fidelity."""
         content = one.content
         layout = _layout_of(content)
@@ -240,13 +240,13 @@ class SavedStorage:
             part = self._parts[key]() if key in self._parts else None
             if part is not None and part.can_serve(content):
                 return part
-        best = max(values, key=lambda other: other.fidelity)
+        best = max(others, key=lambda other: other.fidelity)
         assert best.rule is not None and best.codec is not None
         by_view = best.rule.codes_each_view
         codec = one.codec if by_view and one.rule is best.rule else best.codec
         assert codec is not None
-        views = [other.content for other in values if other.is_here]
-        base = content if by_view else _base(content, views)
+        views = [other.content for other in others if other.is_here]
+        base = content if by_view else _base_for(content, views)
         part = _coded_part(codec, base)
         whole = content.untyped_storage().nbytes()
         if part.nbytes >= whole:
@@ -261,7 +261,7 @@ def still_alive(references: _References) -> list[SavedTensor]:
     return [one for one in (reference() for reference in references) if one is not None]
 
 
-def _base(view: Tensor, views: list[Tensor]) -> Tensor:
+def _base_for(view: Tensor, views: list[Tensor]) -> Tensor:
     """What to code for a view: all of its storage, if views of that are most of it, or itself."""
     storage = view.untyped_storage()
     for other in views:
