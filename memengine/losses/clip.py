@@ -19,7 +19,7 @@ from memengine.losses.global_batch import (
     own_rows,
     ranks_of,
 )
-from memengine.losses.logsumexp import RunningLogSumExp, softmax
+from memengine.losses.logsumexp import RunningLogSumExp, weighted_softmax
 from memengine.losses.tiles import (
     add_product,
     choose_tile_size,
@@ -143,8 +143,8 @@ class _TiledLosses(torch.autograd.Function):
         visits = grid(len(images), len(texts), ctx.tile_size)
         for tile in tiles(images, texts, scale, visits, ctx.tile_size):
             rows, cols = tile.rows, tile.cols
-            slope = softmax(tile.logits, row_lse[rows], half[rows], 1, tile.spare)
-            slope += softmax(tile.logits, col_lse[cols], of_columns[cols], 0, tile.logits)
+            slope = weighted_softmax(tile.logits, row_lse[rows], half[rows], 1, tile.spare)
+            slope += weighted_softmax(tile.logits, col_lse[cols], of_columns[cols], 0, tile.logits)
             on_diagonal, true_rows = diagonal(tile._replace(logits=slope), ctx.first)
             on_diagonal -= grad[true_rows]
             if for_images or for_scale:

@@ -15,7 +15,15 @@ from torch import Tensor
 from memengine.techniques.codecs.bit_packing import pack_bits, unpack_bits
 from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_order
 
-__all__ = ['bitmask', 'narrow', 'positive', 'shape_only', 'sign', 'two_valued', 'within']
+__all__ = [
+    'between',
+    'bitmask',
+    'narrow_ints',
+    'positive_mask',
+    'shape_only',
+    'sign_mask',
+    'two_valued',
+]
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NARROW_DTYPES = (torch.uint8, torch.int16, torch.int32)
@@ -90,7 +98,7 @@ def bitmask(
     """
     if test is None and tensor.dtype != torch.bool:
         raise TypeError(
-            f'bitmask takes booleans, got {tensor.dtype}; give it a test, as in positive()'
+            f'bitmask takes booleans, got {tensor.dtype}; give it a test, as in positive_mask()'
         )
     flat, order = in_memory_order(tensor)
     mask = flat if test is None else test(flat)
@@ -98,7 +106,7 @@ def bitmask(
     return BitCode(pack_bits(mask, 1), _as_integers(values), order)
 
 
-def positive(tensor: Tensor) -> BitCode:
+def positive_mask(tensor: Tensor) -> BitCode:
     """1 where a ReLU's result is above zero: all that its derivative needs.
 
     NaN counts as above, as in torch's derivative of ReLU, so that nothing is hidden. Bytes: 1/32
@@ -107,12 +115,12 @@ def positive(tensor: Tensor) -> BitCode:
     return bitmask(tensor, lambda elements: (elements <= 0).logical_not_())
 
 
-def sign(tensor: Tensor) -> BitCode:
+def sign_mask(tensor: Tensor) -> BitCode:
     """1 where a LeakyReLU's input is above zero, -1 elsewhere: all that its derivative needs."""
     return bitmask(tensor, lambda elements: elements > 0, off=-1)
 
 
-def within(tensor: Tensor, low: float, high: float, inside: float, outside: float) -> BitCode:
+def between(tensor: Tensor, low: float, high: float, inside: float, outside: float) -> BitCode:
     """`inside` where the input of hardtanh or ReLU6 lies between its bounds, `outside` elsewhere.
 
     The bounds themselves are outside, as in torch's derivatives of hardtanh and hardsigmoid (not
@@ -161,7 +169,7 @@ def two_valued(tensor: Tensor) -> BitCode | None:
 
 
 @torch.no_grad()
-def narrow(tensor: Tensor) -> NarrowCode | None:
+def narrow_ints(tensor: Tensor) -> NarrowCode | None:
     """Integers in the smallest of uint8, int16 and int32 that holds them all.
 
     Such are the indices of a max-pool (within a plane: int16 up to 181 x 181) and of an embedding.
@@ -175,7 +183,7 @@ def narrow(tensor: Tensor) -> NarrowCode | None:
     Bytes: 1/8, 1/4 or 1/2 of int64. Cost: two passes, one to decode. Waits for an accelerator.
     """
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
-        raise TypeError(f'narrow takes integers, got {tensor.dtype}')
+        raise TypeError(f'narrow_ints takes integers, got {tensor.dtype}')
     flat, order = in_memory_order(tensor)
     if not flat.numel():
         return None

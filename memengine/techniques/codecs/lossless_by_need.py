@@ -12,13 +12,13 @@ from torch import Tensor
 from memengine._torch_private.autograd import saved_by
 from memengine.techniques.codecs.codec import Code, Codec
 from memengine.techniques.codecs.lossless import (
+    between,
     bitmask,
-    narrow,
-    positive,
+    narrow_ints,
+    positive_mask,
     shape_only,
-    sign,
+    sign_mask,
     two_valued,
-    within,
 )
 from memengine.techniques.compression.backward_needs import Need
 
@@ -38,14 +38,16 @@ def lossless_codec_for(need: Need, tensor: Tensor, node: Any) -> Codec | None:
     """
     if need is Need.WITHIN:
         low, high = saved_by(node, 'min_val'), saved_by(node, 'max_val')
-        return partial(within, low=low, high=high, inside=_between(low, high), outside=math.inf)
+        return partial(
+            between, low=low, high=high, inside=_number_between(low, high), outside=math.inf
+        )
     if need in _BY_VALUES:
         code = _BY_VALUES[need](tensor)
         return None if code is None else lambda _: code
     return _BY_NEED.get(need)
 
 
-def _between(low: float, high: float) -> float:
+def _number_between(low: float, high: float) -> float:
     if low < 0 < high:
         return 0.0
     if math.isinf(high):
@@ -54,13 +56,13 @@ def _between(low: float, high: float) -> float:
 
 
 _BY_NEED: dict[Need, Codec] = {
-    Need.POSITIVE: positive,
-    Need.SIGN: sign,
+    Need.POSITIVE: positive_mask,
+    Need.SIGN: sign_mask,
     Need.BOOL: bitmask,
     Need.SHAPE: shape_only,
 }
 # Which only the values tell: dropout's mask among the factors, indices that fewer bytes hold.
 _BY_VALUES: dict[Need, Callable[[Tensor], Code | None]] = {
     Need.PRODUCT: two_valued,
-    Need.INDICES: narrow,
+    Need.INDICES: narrow_ints,
 }
