@@ -143,7 +143,7 @@ class _Step:
                 with torch.no_grad(), self._context():
                     run.embed_without_graph(group)
             for piece in run.kept:
-                with self._sync.graph(run.module), self._context():
+                with self._sync.next_graph(run.module), self._context():
                     outputs = run.embed_and_keep(piece)
                     if self._slice_loss is not None:
                         kept.append(self._slice_loss(outputs, piece))
@@ -161,7 +161,7 @@ class _Step:
             loss = total_loss(losses)
             if not loss.requires_grad:
                 raise ValueError('the loss depends neither on the embeddings nor on any parameter')
-            with self._sync.loss(), _without_autocast(loss):
+            with self._sync.shared_backward(), _without_autocast(loss):
                 self._backward(sum(map(total_loss, kept), start=loss))
         _check_dependence(self._runs)
         return _detached(losses)
@@ -176,7 +176,7 @@ class _Step:
                 is_last = number == len(later)
                 if is_last:
                     before_the_last()
-                with self._sync.graph(run.module) as synchronises:
+                with self._sync.next_graph(run.module) as synchronises:
                     zeros = _zero_gradients(run.module) if synchronises and coupled else []
                     exchange = self._exchange if synchronises or is_last else nullcontext
                     losses = self._second_pass_of(run, piece, state, zeros, exchange)
@@ -276,7 +276,7 @@ class SyncOnce:
         self._left = Counter(member for graph in graphs for member in synchronising(graph))
 
     @contextmanager
-    def graph(self, module: nn.Module) -> Iterator[bool]:
+    def next_graph(self, module: nn.Module) -> Iterator[bool]:
         """Around the forward (and backward) of the module's next graph.
 
         Yields:
@@ -291,7 +291,7 @@ class SyncOnce:
             yield any(self._left[member] == 0 for member in members)
 
     @contextmanager
-    def loss(self) -> Iterator[None]:
+    def shared_backward(self) -> Iterator[None]:
         """Around a backward through graphs of any of the modules."""
         with ExitStack() as stack:
             for module, left in self._left.items():
