@@ -30,7 +30,7 @@ from memengine.engine.checkpoint.state import (
     samples_per_step,
     whole,
 )
-from memengine.engine.config.schema import DEFAULT_HOOK_TYPES
+from memengine.engine.config.runner_schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
 from memengine.engine.distributed.processes import init_process_group, local_device_ids
 from memengine.engine.hooks import AlgorithmHook, CheckpointHook, FiniteLossHook, RandomStateHook

@@ -12,7 +12,7 @@ from mmengine.config import Config
 from memengine.engine.checkpoint.files import find_latest
 from memengine.engine.checkpoint.sharded import is_sharded
 from memengine.engine.config.check import ConfigError, check_config
-from memengine.engine.config.file import load_config, near_files
+from memengine.engine.config.file import load_config, similar_files
 from memengine.engine.config.types import arguments_of, find_type
 from memengine.engine.distributed.threads import set_threads
 from memengine.registry import RUNNERS
@@ -81,7 +81,7 @@ def _build(cfg: Config, loader: str) -> Any:
 def _must_exist(checkpoint: str, option: str) -> None:
     is_there = os.path.isfile(checkpoint) or is_sharded(checkpoint) and os.path.isdir(checkpoint)
     if '://' not in checkpoint and not is_there:
-        like = near_files(checkpoint, ('*.pth', '*.dcp', '*.safetensors'))
+        like = similar_files(checkpoint, ('*.pth', '*.dcp', '*.safetensors'))
         raise ConfigError(f'{option}: there is no checkpoint {checkpoint}{like}')
 
 
