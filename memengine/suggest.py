@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ['STRICTER', 'LOOSE', 'ONE_LETTER', 'STRICT', 'did_you_mean', 'similar']
+__all__ = ['LOOSE', 'ONE_LETTER', 'STRICT', 'STRICTER', 'did_you_mean', 'similar']
 
 # How similar, from 0 to 1: worth a suggestion; taken for a misspelling, of an argument and of a
 # type where there may be none; one letter off.

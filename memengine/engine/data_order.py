@@ -23,7 +23,7 @@ from mmengine.registry import DATA_SAMPLERS, DATASETS
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 __all__ = [
-    'Draw',
+    'DrawnIndex',
     'ResumableSampler',
     'SeededDataset',
     'batches_from',
@@ -57,7 +57,7 @@ def _device_in_use() -> bool:
     return is_initialized is None or bool(is_initialized())
 
 
-class Draw(int):
+class DrawnIndex(int):
     """A sample's index that remembers when it was drawn.
 
     Attributes:
@@ -69,7 +69,7 @@ class Draw(int):
     epoch: int
     repetition: int
 
-    def __new__(cls, index: int, epoch: int, repetition: int = 0) -> Draw:  # noqa: D102
+    def __new__(cls, index: int, epoch: int, repetition: int = 0) -> DrawnIndex:  # noqa: D102
         draw = super().__new__(cls, index)
         draw.epoch, draw.repetition = epoch, repetition
         return draw
@@ -108,7 +108,7 @@ class ResumableSampler(Sampler[int]):
         world_size = get_world_size()
         for position, index in enumerate(islice(iter(self.sampler), start, self.limit), start):
             epoch = self.epoch + position * world_size // self.dataset_size
-            yield Draw(int(index), epoch, getattr(index, 'repetition', 0))
+            yield DrawnIndex(int(index), epoch, getattr(index, 'repetition', 0))
 
     def __len__(self) -> int:
         length = len(cast(Sized, self.sampler))

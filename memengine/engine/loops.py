@@ -26,7 +26,7 @@ from memengine.registry import LOOPS
 __all__ = ['EpochBasedTrainLoop', 'IterBasedTrainLoop']
 
 # A launcher may send a Ctrl-C again that the terminal has sent to all: no second one until then.
-SAME_SIGNAL_S = 3.0
+DUPLICATE_SIGNAL_S = 3.0
 
 
 class _StopRequest:
@@ -62,16 +62,16 @@ class _StopRequest:
         now = time.monotonic()
         if self._received_at is None:
             self._received_at = now
-        elif not is_distributed() or now - self._received_at > SAME_SIGNAL_S:
+        elif not is_distributed() or now - self._received_at > DUPLICATE_SIGNAL_S:
             raise KeyboardInterrupt
 
     def after(self, iterations: int) -> bool:
         """Whether to stop, ``iterations`` iterations having been done."""
-        self.interrupted = self._asked()
+        self.interrupted = self._poll_ranks()
         stop_at = self._stop_at_iter
         return self.interrupted or (stop_at is not None and iterations >= stop_at)
 
-    def _asked(self) -> bool:
+    def _poll_ranks(self) -> bool:
         asked = self._received_at is not None
         if not is_distributed():
             return asked
@@ -93,7 +93,7 @@ def _save_and_stop(loop: EpochBasedTrainLoop | IterBasedTrainLoop) -> None:
     name = f'iter_{loop.iter}{runner.checkpoint_suffix}'
     meta = dict(epoch=loop.epoch, iter=loop.iter)
     mark = partial(runner.mark_last_checkpoint, Path(runner.work_dir) / name)
-    runner.save_checkpoint(runner.work_dir, name, meta=meta, then=mark)
+    runner.save_checkpoint(runner.work_dir, name, meta=meta, on_complete=mark)
     runner.logger.info(f'Stopped after iteration {loop.iter}; saved {name}, go on with --resume.')
 
 

@@ -36,9 +36,9 @@ __all__ = [
     'DEFAULT_HOOK_TYPES',
     'FREE_KEYS',
     'PARAMETERS',
+    'TOP_CONSTRAINTS',
     'TOP_KEYS',
     'TOP_SCHEMAS',
-    'TOP_CONSTRAINTS',
     'TRIPLETS',
 ]
 

@@ -21,9 +21,9 @@ __all__ = [
     'POSITIVE_NUMBER',
     'SEED',
     'Config',
+    'Constraint',
     'Schema',
     'SchemaChoice',
-    'Constraint',
     'one_of',
 ]
 

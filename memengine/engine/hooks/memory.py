@@ -9,8 +9,8 @@ import torch
 from mmengine import dist
 from mmengine.hooks import Hook, LoggerHook
 
-from memengine.engine.hooks.around import around_next_call
 from memengine.engine.hooks.batches import count_images
+from memengine.engine.hooks.next_call import wrap_next_call
 from memengine.engine.step import unwrap
 from memengine.memory import SavedBytes, cuda_peak_mib, rss_mib
 from memengine.registry import HOOKS
@@ -72,7 +72,7 @@ class MemoryHook(Hook):
         """Meter the step if it is to be logged."""
         if self._is_due(runner, batch_idx) and not self._on_cuda:
             self._meter = SavedBytes(unwrap(runner.model))
-            around_next_call(runner.model, 'train_step', self._meter)
+            wrap_next_call(runner.model, 'train_step', self._meter)
 
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None

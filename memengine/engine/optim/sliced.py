@@ -64,7 +64,7 @@ def _sliced_model(model: nn.Module, wrapper: OptimWrapper) -> SlicedModel:
     return module
 
 
-def _tell_of_batch_statistics(module: nn.Module) -> None:
+def _warn_of_batch_statistics(module: nn.Module) -> None:
     layers = layers_with_batch_statistics(module)
     if layers:
         MMLogger.get_current_instance().warning(
@@ -90,7 +90,7 @@ class _SlicedOptimWrapper(OptimWrapper):
         module: Any = _sliced_model(model, self)
         self._check(module)
         if self._is_first_step:
-            _tell_of_batch_statistics(module)
+            _warn_of_batch_statistics(module)
             self._is_first_step = False
         with self.sync_context(model):
             losses = self._add_gradient_of(model, module, **module.data_preprocessor(data, True))

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from memengine.models.algorithms.base import Algorithm, feature_moments, feature_std, rows_of
-from memengine.models.parts import build_head, build_loss, freeze, unit
+from memengine.models.parts import build_head, build_loss, freeze, l2_normalize
 from memengine.registry import MODELS
 
 __all__ = ['SimCLR', 'SupCon', 'labels_of']
@@ -28,7 +28,7 @@ def labels_of(data_samples: Any, name: str) -> Tensor:
     return data_samples['label']
 
 
-class _Projected(Algorithm):
+class _ContrastiveAlgorithm(Algorithm):
     """A backbone and a projection head, on views of one size."""
 
     def __init__(
@@ -46,7 +46,7 @@ class _Projected(Algorithm):
         if freeze_backbone:
             freeze(self.backbone)
 
-    def train(self, mode: bool = True) -> _Projected:
+    def train(self, mode: bool = True) -> _ContrastiveAlgorithm:
         """Switch training mode; a frozen backbone stays out of it."""
         super().train(mode)
         if self.freeze_backbone:
@@ -76,7 +76,7 @@ class _Projected(Algorithm):
 
 
 @MODELS.register_module()
-class SimCLR(_Projected):
+class SimCLR(_ContrastiveAlgorithm):
     """Contrast of two views of an image with all other images of the batch; no labels.
 
     Args:
@@ -127,7 +127,7 @@ class SimCLR(_Projected):
 
 
 @MODELS.register_module()
-class SupCon(_Projected):
+class SupCon(_ContrastiveAlgorithm):
     """Supervised contrast: images of one class attract each other, those of others repel.
 
     Args:
@@ -174,7 +174,7 @@ class SupCon(_Projected):
         self, embeddings: Tensor, targets: int, data_samples: Any = None
     ) -> dict[str, Tensor]:
         """The loss of embeddings [V * B, D], and their spread."""
-        features = unit(embeddings).unflatten(0, (targets, -1)).transpose(0, 1)  # [B, V, D]
+        features = l2_normalize(embeddings).unflatten(0, (targets, -1)).transpose(0, 1)  # [B, V, D]
         labels = labels_of(data_samples, 'SupCon') if self.use_labels else None
         return {
             'loss': self.loss(features, labels=labels),
