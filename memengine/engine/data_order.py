@@ -201,10 +201,10 @@ def train_loader(runner: Any, dataloader: DataLoader | dict[str, Any]) -> DataLo
         dataloader = runner.build_dataloader(dataloader, runner.seed, differs)
     loader = cast(DataLoader, dataloader)
     sampler, ranks = loader.sampler, get_world_size()
-    shares = isinstance(sampler, ResumableSampler) and isinstance(
+    splits_samples = isinstance(sampler, ResumableSampler) and isinstance(
         sampler.sampler, (DefaultSampler, DistributedSampler)
     )
-    if shares:
+    if splits_samples:
         sampler = cast(ResumableSampler, sampler)
         sampler.limit = sampler.dataset_size // ranks
         if not sampler.limit:

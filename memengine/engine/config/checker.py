@@ -30,9 +30,9 @@ _RESERVED = frozenset({'type', '_scope_', '_delete_'})
 class Checker:
     """Collects what is wrong with a config.
 
-    Two kinds of schemas differ in strictness. Where the table states one, every type
-    and key that is not known is wrong. Where it is inferred (an argument of some constructor),
-    only what looks like a misspelling is, and the rest is left to the build.
+    Where the table states a schema, every type and key that is not known is wrong. Where it is
+    inferred (an argument of some constructor), only what looks like a misspelling is, and the rest
+    is left to the build.
 
     Args:
         scope: The scope in which names are looked up first.

@@ -6,7 +6,6 @@ import os
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 from mmengine.config import Config
@@ -79,15 +78,11 @@ def _explain_error(error: Exception, path: str) -> str:
     if isinstance(error, (FileNotFoundError, ConfigParsingError)):
         for file, by in files.items():
             if by is not None and not file.exists():
-                base = _relative(file)
-                return (
-                    f'{_relative(by)}: its base config {base} does not exist{similar_files(base)}'
-                )
+                base, near = _relative(file), similar_files(_relative(file))
+                return f'{_relative(by)}: its base config {base} does not exist{near}'
     steps = [(f.f_code, line) for f, line in traceback.walk_tb(error.__traceback__)]
-    own = [
-        (_relative(code.co_filename), line) for code, line in steps if _is_config_file(code, files)
-    ]
-    place = f'{own[-1][0]}, line {own[-1][1]}' if own else _relative(path)
+    own = [step for step in steps if Path(step[0].co_filename).resolve() in files]
+    place = f'{_relative(own[-1][0].co_filename)}, line {own[-1][1]}' if own else _relative(path)
     innermost = steps[-1][0]
     if innermost.co_name == '__call__' and innermost.co_filename.endswith('lazy.py'):
         return (
@@ -95,10 +90,6 @@ def _explain_error(error: Exception, path: str) -> str:
             'called here; name it in a type, or compute the value yourself'
         )
     return f'{place}: {type(error).__name__}: {_message(error)}'
-
-
-def _is_config_file(code: CodeType, files: Mapping[Path, Any]) -> bool:
-    return Path(code.co_filename).resolve() in files
 
 
 def _relative(path: str | Path) -> str:

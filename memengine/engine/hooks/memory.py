@@ -61,12 +61,10 @@ class MemoryHook(Hook):
         self._last_s = time.perf_counter()
 
     def before_train_epoch(self, runner: Any) -> None:
-        """What happened between two epochs is no part of a step."""
+        """What happened between two epochs is no part of a step; neither is validation."""
         self._last_s = time.perf_counter()
 
-    def after_val(self, runner: Any) -> None:
-        """Neither is validation."""
-        self._last_s = time.perf_counter()
+    after_val = before_train_epoch
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Meter the step if it is to be logged."""

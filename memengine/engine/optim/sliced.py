@@ -248,13 +248,13 @@ class GradCacheOptimWrapper(_SlicedOptimWrapper):
         _check_size('chunk_size', chunk_size)
         if forward_chunk_size is not None:
             _check_size('forward_chunk_size', forward_chunk_size)
-            largest = max(chunk_size.values()) if isinstance(chunk_size, Mapping) else chunk_size
+            sizes = chunk_size.values() if isinstance(chunk_size, Mapping) else [chunk_size]
+            smallest, largest = min(sizes), max(sizes)
             if forward_chunk_size < largest:
                 raise ValueError(
                     f'forward_chunk_size={forward_chunk_size} is less than chunk_size={largest}; '
                     'leave it out, or set it to a multiple of chunk_size'
                 )
-            smallest = min(chunk_size.values()) if isinstance(chunk_size, Mapping) else chunk_size
             if largest < forward_chunk_size < 2 * smallest:
                 raise ValueError(
                     f'forward_chunk_size={forward_chunk_size} does not hold two chunks of '

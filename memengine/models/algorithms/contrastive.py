@@ -35,13 +35,15 @@ class _ContrastiveAlgorithm(Algorithm):
         self,
         backbone: dict[str, Any],
         head: dict[str, Any],
-        freeze_backbone: bool,
-        data_preprocessor: dict[str, Any] | nn.Module | None,
-        init_cfg: dict[str, Any] | None,
+        loss: dict[str, Any] | str = 'NTXentLoss',
+        freeze_backbone: bool = False,
+        data_preprocessor: dict[str, Any] | nn.Module | None = None,
+        init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(data_preprocessor, init_cfg)
         self.backbone = MODELS.build(backbone)
         self.head = build_head(head, self.backbone.num_features)
+        self.loss = build_loss(loss)
         self.freeze_backbone = freeze_backbone
         if freeze_backbone:
             freeze(self.backbone)
@@ -97,18 +99,6 @@ class SimCLR(_ContrastiveAlgorithm):
     Source: Chen et al., A Simple Framework for Contrastive Learning (2020).
     """
 
-    def __init__(
-        self,
-        backbone: dict[str, Any],
-        head: dict[str, Any],
-        loss: dict[str, Any] | str = 'NTXentLoss',
-        freeze_backbone: bool = False,
-        data_preprocessor: dict[str, Any] | nn.Module | None = None,
-        init_cfg: dict[str, Any] | None = None,
-    ) -> None:
-        super().__init__(backbone, head, freeze_backbone, data_preprocessor, init_cfg)
-        self.loss = build_loss(loss)
-
     def _check_views(self, views: int) -> None:
         if views != 2:
             raise ValueError(
@@ -159,8 +149,7 @@ class SupCon(_ContrastiveAlgorithm):
         data_preprocessor: dict[str, Any] | nn.Module | None = None,
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(backbone, head, freeze_backbone, data_preprocessor, init_cfg)
-        self.loss = build_loss(loss)
+        super().__init__(backbone, head, loss, freeze_backbone, data_preprocessor, init_cfg)
         self.use_labels = use_labels
 
     def _check_views(self, views: int) -> None:
