@@ -133,10 +133,10 @@ class SeededDataset(Dataset[Any]):
         self.size = len(dataset) if size is None else min(size, len(dataset))
 
     def __getitem__(self, index: int) -> Any:
-        place = [getattr(index, 'epoch', 0), int(index)]
+        seed_parts = [getattr(index, 'epoch', 0), int(index)]
         if repetition := getattr(index, 'repetition', 0):
-            place.append(repetition)
-        seed_generators(derive_seed(self.seed, *place))
+            seed_parts.append(repetition)
+        seed_generators(derive_seed(self.seed, *seed_parts))
         return self.dataset[int(index)]
 
     def __len__(self) -> int:

@@ -30,12 +30,12 @@ def zero_shot_accuracy(images: Tensor, texts: Tensor, labels: Tensor) -> float:
         texts: [N, D]; text i is a caption of label i.
         labels: Long[N].
     """
-    classes, place = labels.unique(return_inverse=True)
+    classes, class_index = labels.unique(return_inverse=True)
     sums = torch.zeros(len(classes), texts.shape[1])
-    sums.index_add_(0, place, unit_rows(texts.float()))
+    sums.index_add_(0, class_index, unit_rows(texts.float()))
     prototypes = unit_rows(sums)  # [K, D]
     nearest = (unit_rows(images.float()) @ prototypes.T).argmax(dim=1)
-    return 100.0 * (nearest == place).float().mean().item()
+    return 100.0 * (nearest == class_index).float().mean().item()
 
 
 def recall_at(queries: Tensor, candidates: Tensor, match: Tensor, k: int) -> float:
@@ -49,8 +49,8 @@ def recall_at(queries: Tensor, candidates: Tensor, match: Tensor, k: int) -> flo
     """
     queries, candidates = unit_rows(queries.float()), unit_rows(candidates.float())
     right = 0
-    for some, wanted in zip(queries.split(_CHUNK), match.split(_CHUNK), strict=True):
-        found = match[(some @ candidates.T).topk(k, dim=1).indices]  # [n, k]
+    for chunk, wanted in zip(queries.split(_CHUNK), match.split(_CHUNK), strict=True):
+        found = match[(chunk @ candidates.T).topk(k, dim=1).indices]  # [n, k]
         right += int((found == wanted[:, None]).any(dim=1).sum())
     return 100.0 * right / len(queries)
 

@@ -243,7 +243,7 @@ class KNNMetric(BaseMetric):
         self._check_finite(features, samples.index)
         features, is_bank = unit_rows(features), samples.bank
         bank, bank_labels = features[is_bank], samples.labels[is_bank]
-        places = samples.index[is_bank]
+        tie_breaks = samples.index[is_bank]
         query, labels = features[~is_bank], samples.labels[~is_bank]
         totals = torch.tensor([len(bank), len(query)])
         dist.all_reduce(totals)
@@ -261,7 +261,7 @@ class KNNMetric(BaseMetric):
         for start in range(0, longest, step):
             chunks = _gather_rows(query[start : start + step])
             candidates = nearest(
-                torch.cat(chunks).to(self._device), bank, bank_labels, places, self.k
+                torch.cat(chunks).to(self._device), bank, bank_labels, tie_breaks, self.k
             )
             sizes = [len(chunk) for chunk in chunks]
             keys, found = self._merged(candidates, sizes)

@@ -82,14 +82,14 @@ def _explain_error(error: Exception, path: str) -> str:
                 return f'{_relative(by)}: its base config {base} does not exist{near}'
     steps = [(f.f_code, line) for f, line in traceback.walk_tb(error.__traceback__)]
     own = [step for step in steps if Path(step[0].co_filename).resolve() in files]
-    place = f'{_relative(own[-1][0].co_filename)}, line {own[-1][1]}' if own else _relative(path)
+    location = f'{_relative(own[-1][0].co_filename)}, line {own[-1][1]}' if own else _relative(path)
     innermost = steps[-1][0]
     if innermost.co_name == '__call__' and innermost.co_filename.endswith('lazy.py'):
         return (
-            f'{place}: what a config imports is imported only when it is built, so it cannot be '
+            f'{location}: what a config imports is imported only when it is built, so it cannot be '
             'called here; name it in a type, or compute the value yourself'
         )
-    return f'{place}: {type(error).__name__}: {_message(error)}'
+    return f'{location}: {type(error).__name__}: {_message(error)}'
 
 
 def _relative(path: str | Path) -> str:

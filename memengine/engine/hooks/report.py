@@ -90,8 +90,8 @@ class ReportHook(Hook):
         loader = runner.val_loop.dataloader
         held_out = len(getattr(loader.dataset, 'queries', loader.dataset))
         first = len(loader.dataset) - held_out
-        places = torch.linspace(first, len(loader.dataset) - 1, min(self.num_images, held_out))
-        batch = loader.collate_fn([loader.dataset[int(place)] for place in places.round()])
+        positions = torch.linspace(first, len(loader.dataset) - 1, min(self.num_images, held_out))
+        batch = loader.collate_fn([loader.dataset[int(position)] for position in positions.round()])
         model: Any = unwrap(runner.model)
         return model.data_preprocessor(batch, False)['inputs']
 
