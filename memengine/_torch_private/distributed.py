@@ -12,8 +12,8 @@ __all__ = [
     'METADATA_GLOBALS',
     'METADATA_MODULES',
     'gather_on_compute_stream',
-    'process_group_of',
     'mark_as_root',
+    'process_group_of',
 ]
 
 CAN_SHARD_ON_CPU = hasattr(torch.cpu.Stream, 'record_event')

@@ -34,10 +34,10 @@ from memengine.losses.tiles import check_tile_size, first_derivative_only
 
 __all__ = [
     'BatchLoss',
-    'own_rows',
     'combine_logsumexp',
     'log_partition',
     'mean_over_ranks',
+    'own_rows',
     'ranks_of',
     'sum_over_ranks',
 ]

@@ -34,8 +34,8 @@ from memengine.techniques.slices.slicing import split_batch
 from memengine.techniques.slices.tower import Tower
 
 __all__ = [
-    'AdamWBf16',
     'ActivationOffload',
+    'AdamWBf16',
     'Cast',
     'Checkpointing',
     'CompiledBlocks',
@@ -48,8 +48,8 @@ __all__ = [
     'RandomState',
     'RecomputedActivations',
     'ShardedModel',
-    'StepLosses',
     'Sparsifier',
+    'StepLosses',
     'Tower',
     'WeightNormLinear',
     'additive_step',
