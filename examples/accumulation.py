@@ -16,10 +16,10 @@ def main() -> None:
     """Train for three steps in slices of 16, beside a plain step of the same batch."""
     torch.manual_seed(0)
     digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32)[:128, None] / 16  # [128, 1, 8, 8]
-    batch = {'images': images, 'labels': torch.tensor(digits.target)[:128]}
+    images = torch.tensor(digits.images, dtype=torch.float32)[:64, None] / 16  # [64, 1, 8, 8]
+    batch = {'images': images, 'labels': torch.tensor(digits.target)[:64]}
     model = timm.create_model(
-        'vit_tiny_patch16_224', img_size=8, patch_size=2, depth=4, in_chans=1, num_classes=10
+        'vit_tiny_patch16_224', img_size=8, patch_size=2, depth=2, in_chans=1, num_classes=10
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 

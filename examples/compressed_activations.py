@@ -21,7 +21,7 @@ def main() -> None:
     images = torch.tensor(digits.images, dtype=torch.float32)[:64, None] / 16  # [64, 1, 8, 8]
     labels = torch.tensor(digits.target)[:64]
     model = timm.create_model(
-        'vit_tiny_patch16_224', img_size=8, patch_size=2, depth=4, in_chans=1, num_classes=10
+        'vit_tiny_patch16_224', img_size=8, patch_size=2, depth=2, in_chans=1, num_classes=10
     )
 
     def gradient() -> tuple[float, torch.Tensor]:

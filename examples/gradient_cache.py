@@ -1,4 +1,4 @@
-"""The gradient cache: SimCLR's loss over 128 samples in the memory of a chunk of 16 images.
+"""The gradient cache: SimCLR's loss over 64 samples in the memory of a chunk of 16 images.
 
 python examples/gradient_cache.py
 """
@@ -18,9 +18,9 @@ def two_views(images: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     """Train for three steps; the plain step's bytes beside them."""
     torch.manual_seed(0)
-    images = torch.tensor(load_digits().images, dtype=torch.float32)[:128, None] / 16
+    images = torch.tensor(load_digits().images, dtype=torch.float32)[:64, None] / 16
     model = timm.create_model(
-        'vit_tiny_patch16_224', img_size=8, patch_size=2, depth=4, in_chans=1, num_classes=32
+        'vit_tiny_patch16_224', img_size=8, patch_size=2, depth=2, in_chans=1, num_classes=32
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     contrast = SupConLoss(temperature=0.5, base_temperature=0.5)

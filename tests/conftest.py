@@ -7,7 +7,11 @@ them imports no torch.
 """
 
 import ast
+import atexit
+import functools
+import gc
 import os
+import pkgutil
 import sys
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # before torch is imported
@@ -42,16 +46,39 @@ def _no_scope_is_left():
         scopes.DefaultScope._instance_dict.clear()
 
 
-@pytest.fixture(autouse=True)
-def _configs_are_laid_out_fast(monkeypatch):
-    """Laying out the config that a run writes and logs takes longer than its few iterations."""
-    config = sys.modules.get('mmengine.config.config')
-    if config is not None:
-        monkeypatch.setattr(config, 'FormatCode', _plainly_laid_out)
+def pytest_collection_finish():
+    gc.freeze()  # modules stay: collecting need not look through them each time
+    atexit.register(gc.unfreeze)  # at the end it counts what is left
+
+
+@pytest.fixture(autouse=True, scope='session')
+def _what_each_run_repeats_is_done_once():
+    """Laying out the config, asking compiler and git for versions and making figures that nobody
+    draws in take MMEngine longer, whenever a run starts, than a test's few iterations."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, changed in (
+            ('mmengine.config.config.FormatCode', lambda _: _plainly_laid_out),
+            ('mmengine.hooks.runtime_info_hook.get_git_hash', functools.cache),
+            ('mmengine.runner.runner.collect_env', functools.cache),
+            ('mmengine.visualization.visualizer.Visualizer._initialize_fig', _of_the_first_call),
+        ):
+            if 'mmengine.runner' in sys.modules:  # imported by a test that is to run
+                patch.setattr(name, changed(pkgutil.resolve_name(name)))
+        yield
 
 
 def _plainly_laid_out(text, **style):
     return ast.unparse(ast.parse(text)), True
+
+
+def _of_the_first_call(make):
+    made = []
+
+    def shared(*args):
+        made[:] = made or [make(*args)]
+        return made[0]
+
+    return shared
 
 
 @pytest.fixture

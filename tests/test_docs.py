@@ -39,7 +39,9 @@ QUICK_START = 'configs/dino_vit.py'
 DIRECTIVES = ('{toctree}', '{eval-rst}', '{include}')
 
 # Settings that make a run quick, and independent of the ones before it in this process.
-FEW = ['--max-iters', '10']
+FEW = ['--max-iters', '2']
+EACH = ['default_hooks.logger.interval=1', 'default_hooks.report.num_images=1']
+TEN = ['--max-iters', '10']  # where the page shows a line of the log, by its number
 WORKERS = ['{}_dataloader.num_workers=0', '{}_dataloader.persistent_workers=False']
 BATCH = 'train_dataloader.batch_size=24'  # where a page tells nothing that depends on it
 SMALL = {  # images that are evaluated, by the type of the data set
@@ -213,7 +215,7 @@ def check_pip(words):
 
 def check_console(text):
     """Run each command of a block, and compare what it prints with the lines below it."""
-    settings = [] if re.search(r'batch_size|\[\d+/\d+\]', text) else [BATCH]
+    settings = [] if re.search(r'batch_size|\[\d+/\d+\]', text) else [BATCH, *EACH]
     for part in re.split(r'^\$ ', text, flags=re.M)[1:]:
         command, expected = part.split('\n', 1)
         output = ''.join(run_command(words, expected, settings) for words in commands_of(command))
@@ -232,7 +234,8 @@ def run_command(words, expected='', settings=()):
         settings += [f'val_dataloader.dataset.{setting}' for setting in SMALL[evaluated]]
     runs = arguments[0] in ('train', 'test')
     options = ['--cfg-options', *settings] if runs else []
-    few = FEW if arguments[0] == 'train' and '--max-iters' not in arguments else []
+    few = FEW if BATCH in settings else TEN
+    few = few if arguments[0] == 'train' and '--max-iters' not in arguments else []
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         try:

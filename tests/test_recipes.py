@@ -11,6 +11,8 @@ from memengine.engine.config.check import check_config
 from tests import recipes
 from tests.test_configs import ROOT
 
+pytestmark = pytest.mark.usefixtures('undrawn')
+
 
 def run(name, monkeypatch, folder, settings):
     """A recipe in small, with some settings; every figure of its validations by name."""

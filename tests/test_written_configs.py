@@ -15,13 +15,14 @@ from tests.test_configs import CONFIGS, ROOT, shrink
 # Each file is checked in a process of its own, whose registries nothing has been imported into;
 # what they import from other packages is there already, so that it takes no time.
 CHECK_EACH_ALONE = """
-import os, sys
+import gc, os, sys
 import timm, torchvision.transforms.v2, sklearn.datasets, mmengine.runner
 from memengine.engine.config.check import check_config
 from memengine.engine.config.file import load_config
 
 assert not {'memengine.datasets', 'memengine.models'} & set(sys.modules)
 failed = 0
+gc.freeze()  # the collector would copy all that is there into each process
 for path in sys.argv[1:]:
     child = os.fork()
     if not child:
@@ -65,7 +66,7 @@ def run_of(file, work_dir, world_size=1, seed=3):
 
 
 @pytest.mark.parametrize(('name', 'seed'), [('classify_vit', None), ('dino_vit', 3)])
-def test_a_run_from_a_written_config_takes_the_same_steps(name, seed, tmp_path):
+def test_a_run_from_a_written_config_takes_the_same_steps(name, seed, tmp_path, undrawn):
     state, written = run_of(ROOT / f'configs/{name}.py', tmp_path / f'first_{name}', seed=seed)
     again, _ = run_of(written, tmp_path / f'again_{name}')
     assert state.keys() == again.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import weakref
@@ -63,8 +64,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             pending.extend(item)
         elif not isinstance(item, (nn.Module, type)) and not callable(item):
             pending.extend(getattr(item, '__dict__', {}).values())
-            slots = itertools.chain(*(getattr(c, '__slots__', ()) for c in type(item).__mro__))
-            pending.extend(getattr(item, slot, None) for slot in slots)
+            pending.extend(getattr(item, slot, None) for slot in _slots_of(type(item)))
+
+
+@functools.cache
+def _slots_of(kind: type) -> tuple[str, ...]:
+    return tuple(itertools.chain(*(getattr(c, '__slots__', ()) for c in kind.__mro__)))
 
 
 def owned_by(owners: Iterable[nn.Module | Tensor]) -> dict[int, Any]:

@@ -9,11 +9,12 @@ import torch
 from mmengine.config import Config
 
 from memengine.engine.apply import refusals
+from memengine.engine.cli.main import main
 from memengine.engine.cli.techniques import describe, list_techniques
 from memengine.engine.config.check import ConfigError, check_config
 from memengine.engine.hooks import register_hooks
 from memengine.memory import SavedBytes
-from memengine.techniques.technique import in_order, techniques
+from memengine.techniques.technique import _find, in_order, techniques
 from tests.composition import outcome, rows
 from tests.docs_pages import ROOT
 from tests.engine.config_shapes import base
@@ -176,29 +177,42 @@ def test_in_plain_pytorch(outside):
     assert 'forward' not in vars(model)
 
 
-def test_by_an_entry_point(tmp_path):
-    (tmp_path / 'my_bf16.py').write_text(SOURCE)
-    info = tmp_path / 'my_bf16-1.0.dist-info'
+TWO_COMMANDS = """
+from memengine.engine.cli.main import main
+assert not main(['techniques', 'keep_in_bf16'])
+wrong = ['keep_in_bf16.min_nume=3', 'dropit=2']
+assert main(['train', 'configs/dino_vit.py', '--cfg-options', *wrong])
+"""
+
+
+def write_entry_point(folder, module):
+    info = folder / 'my_bf16-1.0.dist-info'
     info.mkdir()
     (info / 'METADATA').write_text('Metadata-Version: 2.1\nName: my-bf16\nVersion: 1.0\n')
-    (info / 'entry_points.txt').write_text('[memengine.techniques]\nkeep = my_bf16:TECHNIQUE\n')
+    (info / 'entry_points.txt').write_text(f'[memengine.techniques]\nkeep = {module}:TECHNIQUE\n')
 
-    def memengine(*arguments):
-        path = os.pathsep.join([str(tmp_path), str(ROOT)])
-        return subprocess.run(
-            [sys.executable, '-m', 'memengine', *arguments],
-            env={**os.environ, 'PYTHONPATH': path, 'OMP_NUM_THREADS': '1'},
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-        )
 
-    said = memengine('techniques', 'keep_in_bf16')
-    assert 'keep_in_bf16.min_numel: a whole number' in said.stdout, said.stderr
-    options = ['--cfg-options', 'keep_in_bf16.min_nume=3', 'dropit=2']
-    refused = memengine('train', 'configs/dino_vit.py', *options)
-    assert "keep_in_bf16.min_nume: there is no such setting: did you mean 'min" in refused.stderr
-    assert 'dropit: gamma is a number' in refused.stderr
-    (info / 'entry_points.txt').write_text('[memengine.techniques]\nkeep = my_bf17:TECHNIQUE\n')
-    failed = memengine('techniques')
-    assert "entry point keep of memengine.techniques: No module named 'my_bf17'" in failed.stderr
+def test_by_an_entry_point(tmp_path):
+    (tmp_path / 'my_bf16.py').write_text(SOURCE)
+    write_entry_point(tmp_path, 'my_bf16')
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    ran = subprocess.run(
+        [sys.executable, '-c', TWO_COMMANDS],
+        env={**os.environ, 'PYTHONPATH': path, 'OMP_NUM_THREADS': '1'},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert 'keep_in_bf16.min_numel: a whole number' in ran.stdout
+    assert "keep_in_bf16.min_nume: there is no such setting: did you mean 'min" in ran.stderr
+    assert 'dropit: gamma is a number' in ran.stderr
+
+
+def test_an_entry_point_that_cannot_be_imported(tmp_path, monkeypatch, capsys):
+    write_entry_point(tmp_path, 'my_bf17')
+    monkeypatch.syspath_prepend(tmp_path)
+    _find.cache_clear()
+    assert main(['techniques'])
+    said = "entry point keep of memengine.techniques: No module named 'my_bf17'"
+    assert said in capsys.readouterr().err

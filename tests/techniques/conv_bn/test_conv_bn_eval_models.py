@@ -98,7 +98,7 @@ def test_mmengine_beside(name):
     """What MMEngine's own finds, so that the page's comparison stays true."""
     model = built_on_meta(name)
     x = torch.empty(8, 3, 128, 128, device='meta')
-    before = saved_bytes(lambda: model(x), model)
+    before = saved_bytes(lambda: model(x), model) if name == 'resnet18' else None
     if MODELS[name][1] is None:
         with pytest.raises(TraceError):
             turn_on_efficient_conv_bn_eval_for_single_model(model)
@@ -110,7 +110,7 @@ def test_mmengine_beside(name):
     ours = built_on_meta(name)
     efficient_conv_bn_eval(ours)
     assert saved_bytes(lambda: ours(x), ours) < after
-    if name == 'resnet18':
+    if before is not None:
         assert after > 1.3 * before
 
 
