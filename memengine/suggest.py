@@ -5,14 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ['ALIKE', 'LOOSE', 'ONE_SLIP', 'STRICT', 'did_you_mean', 'near']
+__all__ = ['LOOSE', 'ONE_LETTER', 'STRICT', 'STRICTER', 'did_you_mean', 'similar']
 
 # How similar, from 0 to 1: worth a suggestion; taken for a misspelling, of an argument and of a
 # type where there may be none; one letter off.
-LOOSE, STRICT, ALIKE, ONE_SLIP = 0.6, 0.8, 0.85, 0.99
+LOOSE, STRICT, STRICTER, ONE_LETTER = 0.6, 0.8, 0.85, 0.99
 
 
-def near(name: str, names: Iterable[str], cutoff: float = LOOSE, limit: int = 3) -> list[str]:
+def similar(name: str, names: Iterable[str], cutoff: float = LOOSE, limit: int = 3) -> list[str]:
     """The names that ``name`` may be a misspelling of, nearest first.
 
     Case is ignored, and so are a scope or library in front (``mmengine.``, ``torchvision/``).
@@ -23,7 +23,7 @@ def near(name: str, names: Iterable[str], cutoff: float = LOOSE, limit: int = 3)
         cutoff: Similarity from 0 to 1 that is near enough.
         limit: How many to return at most.
     """
-    scored = {other: _similarity(_tail(name), _tail(other)) for other in names}
+    scored = {other: _similarity(_bare_name(name), _bare_name(other)) for other in names}
     ranked = sorted(scored, key=lambda o: (-scored[o], _is_class(o) != _is_class(name), o))
     # A name that is one letter off leaves no room for those that are merely similar.
     least = (
@@ -41,7 +41,7 @@ def did_you_mean(name: str, names: Iterable[str], cutoff: float = LOOSE, after: 
         cutoff: Similarity from 0 to 1 that is near enough.
         after: What parts it from the sentence that it ends.
     """
-    found = near(name, names, cutoff)
+    found = similar(name, names, cutoff)
     return f'{after} did you mean {" or ".join(map(repr, found))}?' if found else ''
 
 
@@ -50,19 +50,19 @@ def _is_class(name: str) -> bool:
     return name[:1].isupper()
 
 
-def _tail(name: str) -> str:
+def _bare_name(name: str) -> str:
     return name.rpartition('/')[2].rpartition('.')[2].lower()
 
 
 def _similarity(written: str, real: str) -> float:
-    if written == real or _one_slip(written, real):
-        return ONE_SLIP
+    if written == real or _is_one_letter_off(written, real):
+        return ONE_LETTER
     ratio = difflib.SequenceMatcher(None, written, real).ratio()
     begins = len(written) > 2 and real.startswith(written)
     return max(ratio, LOOSE) if begins else ratio
 
 
-def _one_slip(written: str, real: str) -> bool:
+def _is_one_letter_off(written: str, real: str) -> bool:
     """Whether one letter is missing, too many or changed, or two neighbours are swapped."""
     if abs(len(written) - len(real)) > 1 or min(len(written), len(real)) < 1 or len(real) < 2:
         return False

@@ -107,6 +107,16 @@ def undrawn(monkeypatch):
 
 
 @pytest.fixture
+def techniques_of_its_own(monkeypatch):
+    """What a test makes known, by a module that registers it, is unknown after it."""
+    from memengine.engine.cli.techniques import all_techniques
+    from memengine.registry import HOOKS
+
+    monkeypatch.setattr('memengine.techniques.technique._known', all_techniques())
+    monkeypatch.setattr(HOOKS, '_module_dict', dict(HOOKS.module_dict))
+
+
+@pytest.fixture
 def without_gpus(monkeypatch):
     """As on a machine that has none: what is counted is counted on the CPU."""
     import torch

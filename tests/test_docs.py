@@ -55,7 +55,7 @@ _count = itertools.count()
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch, undrawn):
+def workplace(tmp_path, monkeypatch, undrawn, techniques_of_its_own):
     """A folder with what a checkout has, as the current folder."""
     shutil.copytree(
         ROOT / 'configs', tmp_path / 'configs', ignore=shutil.ignore_patterns('__pycache__')

@@ -41,6 +41,14 @@ def test_links(page):
             assert fragment in map(anchor, headings), f'{linked.name} has no heading {fragment}'
 
 
+def test_pages_of_techniques_open_with_four_answers():
+    questions = ('What is it?', 'When do I use it?', 'How?', 'What does it cost?')
+    pages = {*(ROOT / 'docs/techniques').glob('*.md')}
+    for page in pages - {ROOT / f'docs/techniques/{name}.md' for name in ('index', 'composition')}:
+        opening = page.read_text().split('\n\n')[1]
+        assert tuple(re.findall(r'^- \*\*(.*?)\*\* \S', opening, re.M)) == questions, page.name
+
+
 @parametrize_pages(ALL)
 def test_files_in_the_text(page):
     rooms = [p.name for p in ROOT.iterdir() if p.is_dir() and p.name not in ('work_dirs', 'build')]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import sdpa_flop_count
 
 from memengine._torch_private import autograd, distributed, modules, ops
-from memengine.techniques.compression.backward_needs import _NEEDS, IN_PLACE, operation
+from memengine.techniques.compression.backward_needs import _NEEDS, IN_PLACE_FORMS, operation_name
 
 
 def relies_on(what):
@@ -52,6 +52,9 @@ def test_version_of():
     assert autograd.version_of(x) == 0
     x[0] = 1
     assert autograd.version_of(x) == autograd.version_of(x.detach()) == 1
+    autograd.check_unmodified(x, 1)
+    with pytest.raises(RuntimeError, match='at version 1; expected version 0'):
+        autograd.check_unmodified(x, 0)
 
 
 @relies_on('names in _base what a tensor is a view of')
@@ -122,7 +125,7 @@ def test_numbers_in_place():
     x = leaf(2) * 1
     with saved_tensors_hooks(pack, lambda t: t):
         y = F.silu(x, inplace=True)
-    assert operation(y.grad_fn) in IN_PLACE
+    assert operation_name(y.grad_fn) in IN_PLACE_FORMS
     number = autograd.node_number(y.grad_fn)
     assert saving and set(saving) <= {number, number + 1}
 
@@ -140,7 +143,7 @@ def test_saved_by():
 
 @relies_on("knows a result's shape, dtype and device in _input_metadata")
 def test_result_of():
-    result = autograd.result_of(leaf(2, 3).double().grad_fn)
+    result = autograd.result_metadata_of(leaf(2, 3).double().grad_fn)
     assert tuple(result.shape) == (2, 3)
     assert result.dtype == torch.float64 and result.device.type == 'cpu'
 
@@ -212,7 +215,7 @@ def test_every_operation_of_the_table_has_a_test():
 @relies_on('names this operation and its fields as it did')
 def test_nodes(name):
     node = NODES[name]().grad_fn
-    assert operation(node) == name, f'the node is {node.name()}'
+    assert operation_name(node) == name, f'the node is {node.name()}'
     for field in _NEEDS[name]:
         assert autograd.has_saved(node, field) or (name, field) in OF_OTHER_FORMS, field
 
@@ -278,7 +281,7 @@ def test_hooks_noted_for_a_torch_that_does_not_tell(monkeypatch):
     monkeypatch.setattr(saved_tensors_hooks, '__exit__', saved_tensors_hooks.__exit__)
     hooks = saved_tensors_hooks(same, as_saved)
     with hooks:  # that nobody has noted: they were entered before
-        noted = autograd._Entered()
+        noted = autograd._EnteredHooks()
     assert noted(False) is None
     with hooks, saved_tensors_hooks(print, print):
         assert noted(False) == (print, print)
@@ -467,8 +470,8 @@ def test_sharding(group):
     def shard():
         for part in (*model, model):
             fully_shard(part, mesh=mesh)
-        distributed.make_root(model)
-        distributed.gather_where_computed(model)
+        distributed.mark_as_root(model)
+        distributed.gather_on_compute_stream(model)
         model[0](leaf(2, 4))
         model(leaf(2, 4)).sum().backward()
 

@@ -16,6 +16,7 @@ __all__ = [
     'SavedTensorHooks',
     'after_backward',
     'base_of',
+    'check_unmodified',
     'current_backward',
     'gradient_hooks_of',
     'has_saved',
@@ -24,7 +25,7 @@ __all__ = [
     'is_under_functorch',
     'next_node_number',
     'node_number',
-    'result_of',
+    'result_metadata_of',
     'saved_by',
     'saved_tensor_hooks_in_force',
     'storage_key',
@@ -37,6 +38,17 @@ SavedTensorHooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Ten
 
 version_of: Callable[[Tensor], int] = attrgetter('_version')
 """How often a tensor was written to in place, which hooks have to check themselves."""
+
+
+def check_unmodified(tensor: Tensor, version: int) -> None:
+    """Raise autograd's RuntimeError when a tensor was written to since it had this version."""
+    if version_of(tensor) != version:
+        raise RuntimeError(
+            'one of the variables needed for gradient computation has been modified by an inplace '
+            f'operation: {tensor.type()} of shape {tuple(tensor.shape)} is at version '
+            f'{version_of(tensor)}; expected version {version} instead'
+        )
+
 
 base_of: Callable[[Tensor], Tensor | None] = attrgetter('_base')
 """The tensor that this one is a view of. FSDP hands out views of what it has gathered."""
@@ -83,7 +95,7 @@ def saved_by(node: Any, field: str) -> Any:
     return getattr(node, f'_saved_{field}')
 
 
-def result_of(node: Any) -> Any:
+def result_metadata_of(node: Any) -> Any:
     """Shape, dtype and device of the (first) result of a node's operation.
 
     As backward checks gradients by: the only record of a result that nobody has kept.
@@ -106,7 +118,7 @@ def after_backward(call: Callable[[], None]) -> None:
 # --- saved-tensor hooks ---
 
 
-class _Entered:
+class _EnteredHooks:
     """The saved-tensor hooks that are entered, for a torch that does not tell (before 2.8).
 
     It notes them in ``saved_tensors_hooks``' own methods, from the import on.
@@ -138,7 +150,7 @@ class _Entered:
 
 
 _top_hooks: Callable[[bool], SavedTensorHooks | None] = (
-    getattr(torch._C._autograd, '_top_saved_tensors_default_hooks', None) or _Entered()
+    getattr(torch._C._autograd, '_top_saved_tensors_default_hooks', None) or _EnteredHooks()
 )
 
 

@@ -11,9 +11,9 @@ __all__ = [
     'CAN_SHARD_ON_CPU',
     'METADATA_GLOBALS',
     'METADATA_MODULES',
-    'gather_where_computed',
+    'gather_on_compute_stream',
+    'mark_as_root',
     'process_group_of',
-    'make_root',
 ]
 
 CAN_SHARD_ON_CPU = hasattr(torch.cpu.Stream, 'record_event')
@@ -44,7 +44,7 @@ def process_group_of(group: Any) -> dist.ProcessGroup:
     return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
 
-def make_root(model: Any) -> None:
+def mark_as_root(model: Any) -> None:
     """Tell a model that ``fully_shard`` was applied to that it is the outermost.
 
     It would learn so in its first forward; a unit that is called before takes itself for it.
@@ -52,7 +52,7 @@ def make_root(model: Any) -> None:
     model._get_fsdp_state()._lazy_init()
 
 
-def gather_where_computed(model: Any) -> None:
+def gather_on_compute_stream(model: Any) -> None:
     """Have ``fully_shard`` gather on the stream that computes, so that it can free what it gathered
     from at once."""
     model._set_unshard_async_op(True)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 __all__ = [
-    'CHECKPOINT_SHOWS_KEPT',
+    'CHECKPOINT_HEEDS_HOOKS',
     'FLOPS_OF',
     'OpOverload',
     'OpOverloadPacket',
@@ -47,7 +47,7 @@ foreach_mul_ = torch._foreach_mul_
 foreach_lerp_ = torch._foreach_lerp_
 """Many moving averages in few kernels, in place."""
 
-CHECKPOINT_SHOWS_KEPT = 'respect_saved_tensors_hooks' in inspect.signature(checkpoint).parameters
+CHECKPOINT_HEEDS_HOOKS = 'respect_saved_tensors_hooks' in inspect.signature(checkpoint).parameters
 """Whether what selective checkpointing keeps may pass through the saved-tensor hooks around it, a
 meter's or those of offloading; not in 2.6, where it is kept past them."""
 
@@ -107,8 +107,7 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: A
 
 
 FLOPS_OF: Mapping[OpOverloadPacket, Callable[..., int]] = ChainMap(
-    flop_registry,
-    {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops},
+    flop_registry, {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 )
 """What products of matrices, convolutions and attentions cost: ``FLOPS_OF[op](*args, out_val=x)``.
 

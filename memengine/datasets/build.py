@@ -16,11 +16,8 @@ __all__ = ['build', 'one_line']
 def one_line(error: BaseException) -> str:
     """What ``error`` says, on one line, so that it can end the sentence of another error."""
     text = ' '.join(str(error).split())
-    return (
-        text
-        if text and not isinstance(error, KeyError)
-        else f'{type(error).__name__} {text}'.strip()
-    )
+    says_what = text and not isinstance(error, KeyError)
+    return text if says_what else f'{type(error).__name__} {text}'.strip()
 
 
 def build(

@@ -60,10 +60,8 @@ def _check_same_shapes(item: Mapping[str, Any], first: Mapping[str, Any]) -> Non
             continue
         which = f'view {position} of ' if len(views) > 1 else ''
         if view.shape[0] != wanted.shape[0]:
-            remedy = (
-                'bring all images to the same number of channels with torchvision/Grayscale or '
-            )
-            remedy += 'torchvision/RGB'
+            remedy = 'bring all images to the same number of channels with torchvision/Grayscale '
+            remedy += 'or torchvision/RGB'
         else:
             remedy = 'give the pipeline a crop or resize of fixed size, such as '
             remedy += 'torchvision/RandomResizedCrop(size=...) or torchvision/Resize(size=[H, W])'

@@ -72,7 +72,7 @@ class ImageDataset(Dataset):
         if not 0 <= index < len(self):
             raise IndexError(f'index {index} is outside the dataset of {len(self)} samples')
         for position in range(index, index + len(self)):
-            sample = self._read(position % len(self))
+            sample = self._load(position % len(self))
             if sample is not None:
                 return self._item(position % len(self), *sample)
         raise ValueError(f'none of the {len(self)} images of {self._source_name} can be read')
@@ -90,7 +90,7 @@ class ImageDataset(Dataset):
         file = f', {self._path(self.indices[index])!r}' if self._path is not None else ''
         return f'sample {index} of {self._source_name}{file}'
 
-    def _read(self, index: int) -> tuple[Image.Image, int] | None:
+    def _load(self, index: int) -> tuple[Image.Image, int] | None:
         """Image and label, or None where it is unreadable and to be skipped."""
         try:
             return self.source[self.indices[index]]

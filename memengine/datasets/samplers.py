@@ -13,7 +13,7 @@ from memengine.registry import DATA_SAMPLERS
 __all__ = ['RepeatedAugmentation']
 
 
-class _Repetition(int):
+class _RepeatedIndex(int):
     """A sample's index that remembers how often it came before in this pass.
 
     Augmentations are seeded by it, beside the epoch and the index.
@@ -84,7 +84,7 @@ class RepeatedAugmentation(Sampler[int]):
             order = list(range(self.size))
         for draw in range(self.rank, len(self) * self.world_size, self.world_size):
             position, repetition = divmod(draw, self.num_repeats)
-            index = _Repetition(order[position])
+            index = _RepeatedIndex(order[position])
             index.repetition = repetition
             yield index
 

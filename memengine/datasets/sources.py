@@ -151,7 +151,7 @@ class Photographs:
         self._halves: list[Image.Image] = []
         self._corners: list[tuple[int, int, int]] = []  # (photograph, left, top) in the half
         for label, name in enumerate(_PHOTOGRAPHS.values()):
-            half = _half(folder / name, split)
+            half = _crop_half(folder / name, split)
             room = (half.width - crop_size, half.height - crop_size)
             if min(room) < 0:
                 raise ValueError(
@@ -179,7 +179,7 @@ def _bundled_folder() -> Path:
     return Path(spec.submodule_search_locations[0]) / 'data'
 
 
-def _half(path: Path, split: str) -> Image.Image:
+def _crop_half(path: Path, split: str) -> Image.Image:
     """The left (train) or right (test) half of a photograph; a middle column belongs to neither."""
     if not path.is_file():
         raise ImportError(

@@ -6,7 +6,7 @@ What is named here is imported when it is used, so that the command line can ans
 from importlib import import_module
 from typing import Any
 
-_HOME = {
+_MODULES = {
     'EpochBasedTrainLoop': 'loops',
     'IterBasedTrainLoop': 'loops',
     'Progress': 'step',
@@ -14,10 +14,10 @@ _HOME = {
     'run_step': 'step',
 }
 
-__all__ = list(_HOME)
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'memengine.engine' has no attribute '{name}'")
-    return getattr(import_module(f'memengine.engine.{_HOME[name]}'), name)
+    return getattr(import_module(f'memengine.engine.{_MODULES[name]}'), name)

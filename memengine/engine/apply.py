@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mmengine.hooks import Hook
 from torch import nn
 
-from memengine.engine.hooks.technique import TechniqueHook, begin_in_order, register_hooks
+from memengine.engine.hooks.technique import TechniqueHook, apply_in_order, register_hooks
 from memengine.techniques.technique import Technique, in_order, settings_of, techniques
 
 __all__ = [
@@ -51,11 +51,11 @@ def apply_before_wrapping(model: nn.Module, cfg: Mapping[str, Any]) -> nn.Module
 
 def apply_to_model(model: nn.Module, logger: Logger, hooks: Iterable[Hook]) -> None:
     """Apply the techniques of hooks to the bare model, in order, and say so."""
-    if begun := begin_in_order(model, hooks):
-        logger.info(f'Techniques, in their order: {", ".join(map(_as_written, begun))}')
+    if begun := apply_in_order(model, hooks):
+        logger.info(f'Techniques, in their order: {", ".join(map(_description, begun))}')
 
 
-def _as_written(hook: TechniqueHook) -> str:
+def _description(hook: TechniqueHook) -> str:
     known = settings_of(hook.technique.settings)
     stated = [
         f'{name}={value!r}'
@@ -67,7 +67,7 @@ def _as_written(hook: TechniqueHook) -> str:
 
 # ------------------------------------------------------------------ what does not go together
 
-_NO_SETTINGS = ('type', '_scope_', 'priority')  # keys of a hook's config
+_HOOK_KEYS = ('type', '_scope_', 'priority')  # keys of a hook's config
 
 
 def refusals(cfg: Mapping[str, Any], hooks: Iterable[Any] | None = None) -> list[str]:
@@ -77,14 +77,14 @@ def refusals(cfg: Mapping[str, Any], hooks: Iterable[Any] | None = None) -> list
         cfg: The run's config.
         hooks: The run's hooks, if they are built; else the config's ``custom_hooks`` count.
     """
-    stated = _with_techniques(cfg, hooks)
+    stated = _with_settings(cfg, hooks)
     known = techniques()
     return [
         str(technique.refusal(other))
         for technique in known.values()
         if is_on(technique, stated)
         for other in technique.conflicts
-        if (is_on(known[other], stated) if other in known else _holds(stated, other))
+        if (is_on(known[other], stated) if other in known else _is_set(stated, other))
     ]
 
 
@@ -104,15 +104,15 @@ def is_on(technique: Technique[Any], cfg: Mapping[str, Any]) -> bool:
         return False
     if technique.apply:
         return cfg.get(technique.key) not in (None, False)
-    place = technique.switch.split()[0]
-    path = place.partition('=')[0].split('.')
+    setting = technique.switch.split()[0]
+    path = setting.partition('=')[0].split('.')
     if path[-1] == 'type':
-        return _holds(cfg, place)
+        return _is_set(cfg, setting)
     default = settings_of(technique.settings)[path[-1]].field.default
-    return any(value not in (None, default) for value in _values(cfg, path))
+    return any(value not in (None, default) for value in _values_at(cfg, path))
 
 
-def _with_techniques(cfg: Mapping[str, Any], hooks: Iterable[Any] | None) -> dict[str, Any]:
+def _with_settings(cfg: Mapping[str, Any], hooks: Iterable[Any] | None) -> dict[str, Any]:
     """The config with all settings of each technique that a key or a hook asks for, by its key.
 
     Hooks that are built hold what keys ask for.
@@ -129,31 +129,31 @@ def _with_techniques(cfg: Mapping[str, Any], hooks: Iterable[Any] | None) -> dic
         if isinstance(hook, TechniqueHook):
             stated[hook.technique.key] = vars(hook.settings)
         elif isinstance(hook, Mapping):
-            given = {name: hook[name] for name in hook if name not in _NO_SETTINGS}
-            for kind in _names(hook.get('type')) & by_hook.keys():
+            given = {name: hook[name] for name in hook if name not in _HOOK_KEYS}
+            for kind in _type_names(hook.get('type')) & by_hook.keys():
                 stated[by_hook[kind].key] = vars(by_hook[kind].set_to(given))
     return stated
 
 
-def _holds(cfg: Mapping[str, Any], place: str) -> bool:
+def _is_set(cfg: Mapping[str, Any], setting: str) -> bool:
     """Whether a place is set; or, if ``place`` ends in ``=x|y``, to one of these."""
-    path, _, wanted = place.partition('=')
-    values = _values(cfg, path.split('.'))
-    return any(_names(value) & {*wanted.split('|')} if wanted else value for value in values)
+    path, _, wanted = setting.partition('=')
+    values = _values_at(cfg, path.split('.'))
+    return any(_type_names(value) & {*wanted.split('|')} if wanted else value for value in values)
 
 
-def _values(node: Any, path: list[str]) -> list[Any]:
+def _values_at(node: Any, path: list[str]) -> list[Any]:
     """What stands at a path, in every entry of a list on the way; of an object its type."""
     if not path:
         return [node]
     if isinstance(node, (list, tuple)):
-        return [value for entry in node for value in _values(entry, path)]
+        return [value for entry in node for value in _values_at(entry, path)]
     if isinstance(node, Mapping):
-        return _values(node.get(path[0]), path[1:])
+        return _values_at(node.get(path[0]), path[1:])
     return [type(node)] if isinstance(node, Hook) and path == ['type'] else []
 
 
-def _names(value: Any) -> set[str]:
+def _type_names(value: Any) -> set[str]:
     """What a value may be called: a class also by its bases, a name also without its scope."""
     if isinstance(value, type):
         return {base.__name__ for base in value.__mro__}

@@ -23,7 +23,7 @@ from mmengine.registry import DATA_SAMPLERS, DATASETS
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 __all__ = [
-    'Draw',
+    'DrawnIndex',
     'ResumableSampler',
     'SeededDataset',
     'batches_from',
@@ -57,7 +57,7 @@ def _device_in_use() -> bool:
     return is_initialized is None or bool(is_initialized())
 
 
-class Draw(int):
+class DrawnIndex(int):
     """A sample's index that remembers when it was drawn.
 
     Attributes:
@@ -69,7 +69,7 @@ class Draw(int):
     epoch: int
     repetition: int
 
-    def __new__(cls, index: int, epoch: int, repetition: int = 0) -> Draw:  # noqa: D102
+    def __new__(cls, index: int, epoch: int, repetition: int = 0) -> DrawnIndex:  # noqa: D102
         draw = super().__new__(cls, index)
         draw.epoch, draw.repetition = epoch, repetition
         return draw
@@ -108,7 +108,7 @@ class ResumableSampler(Sampler[int]):
         world_size = get_world_size()
         for position, index in enumerate(islice(iter(self.sampler), start, self.limit), start):
             epoch = self.epoch + position * world_size // self.dataset_size
-            yield Draw(int(index), epoch, getattr(index, 'repetition', 0))
+            yield DrawnIndex(int(index), epoch, getattr(index, 'repetition', 0))
 
     def __len__(self) -> int:
         length = len(cast(Sized, self.sampler))
@@ -133,10 +133,10 @@ class SeededDataset(Dataset[Any]):
         self.size = len(dataset) if size is None else min(size, len(dataset))
 
     def __getitem__(self, index: int) -> Any:
-        place = [getattr(index, 'epoch', 0), int(index)]
+        seed_parts = [getattr(index, 'epoch', 0), int(index)]
         if repetition := getattr(index, 'repetition', 0):
-            place.append(repetition)
-        seed_generators(derive_seed(self.seed, *place))
+            seed_parts.append(repetition)
+        seed_generators(derive_seed(self.seed, *seed_parts))
         return self.dataset[int(index)]
 
     def __len__(self) -> int:
@@ -201,10 +201,10 @@ def train_loader(runner: Any, dataloader: DataLoader | dict[str, Any]) -> DataLo
         dataloader = runner.build_dataloader(dataloader, runner.seed, differs)
     loader = cast(DataLoader, dataloader)
     sampler, ranks = loader.sampler, get_world_size()
-    shares = isinstance(sampler, ResumableSampler) and isinstance(
+    splits_samples = isinstance(sampler, ResumableSampler) and isinstance(
         sampler.sampler, (DefaultSampler, DistributedSampler)
     )
-    if shares:
+    if splits_samples:
         sampler = cast(ResumableSampler, sampler)
         sampler.limit = sampler.dataset_size // ranks
         if not sampler.limit:

@@ -26,7 +26,7 @@ from memengine.registry import LOOPS
 __all__ = ['EpochBasedTrainLoop', 'IterBasedTrainLoop']
 
 # A launcher may send a Ctrl-C again that the terminal has sent to all: no second one until then.
-SAME_SIGNAL_S = 3.0
+DUPLICATE_SIGNAL_S = 3.0
 
 
 class _StopRequest:
@@ -62,16 +62,16 @@ class _StopRequest:
         now = time.monotonic()
         if self._received_at is None:
             self._received_at = now
-        elif not is_distributed() or now - self._received_at > SAME_SIGNAL_S:
+        elif not is_distributed() or now - self._received_at > DUPLICATE_SIGNAL_S:
             raise KeyboardInterrupt
 
     def after(self, iterations: int) -> bool:
         """Whether to stop, ``iterations`` iterations having been done."""
-        self.interrupted = self._asked()
+        self.interrupted = self._poll_ranks()
         stop_at = self._stop_at_iter
         return self.interrupted or (stop_at is not None and iterations >= stop_at)
 
-    def _asked(self) -> bool:
+    def _poll_ranks(self) -> bool:
         asked = self._received_at is not None
         if not is_distributed():
             return asked
@@ -93,8 +93,14 @@ def _save_and_stop(loop: EpochBasedTrainLoop | IterBasedTrainLoop) -> None:
     name = f'iter_{loop.iter}{runner.checkpoint_suffix}'
     meta = dict(epoch=loop.epoch, iter=loop.iter)
     mark = partial(runner.mark_last_checkpoint, Path(runner.work_dir) / name)
-    runner.save_checkpoint(runner.work_dir, name, meta=meta, then=mark)
+    runner.save_checkpoint(runner.work_dir, name, meta=meta, on_complete=mark)
     runner.logger.info(f'Stopped after iteration {loop.iter}; saved {name}, go on with --resume.')
+
+
+def _validate_if_due(loop: EpochBasedTrainLoop | IterBasedTrainLoop, done: int, last: int) -> None:
+    due = done >= loop.val_begin and (done % loop.val_interval == 0 or done == last)
+    if due and loop.runner.val_loop is not None:
+        loop.runner.val_loop.run()
 
 
 @LOOPS.register_module()
@@ -133,8 +139,9 @@ class EpochBasedTrainLoop(_EpochBasedTrainLoop):
             while self._epoch < self._max_epochs and not self.stop_training:
                 epoch = self._epoch
                 self.run_epoch()
-                if self._epoch > epoch and self._validates():
-                    self.runner.val_loop.run()
+                if self._epoch > epoch:
+                    self._decide_current_val_interval()
+                    _validate_if_due(self, self._epoch, self._max_epochs)
         self.runner.call_hook('after_train')
         if stop.interrupted:
             raise KeyboardInterrupt
@@ -152,11 +159,6 @@ class EpochBasedTrainLoop(_EpochBasedTrainLoop):
         self.runner.call_hook('after_train_epoch')
         self._epoch += 1
         return None
-
-    def _validates(self) -> bool:
-        self._decide_current_val_interval()
-        due = self._epoch % self.val_interval == 0 or self._epoch == self._max_epochs
-        return self.runner.val_loop is not None and self._epoch >= self.val_begin and due
 
 
 @LOOPS.register_module()
@@ -199,8 +201,7 @@ class IterBasedTrainLoop(_IterBasedTrainLoop):
                 self._decide_current_val_interval()
                 if stop.after(self._iter):
                     _save_and_stop(self)
-                if self._validates():
-                    self.runner.val_loop.run()
+                _validate_if_due(self, self._iter, self._max_iters)
                 if self._iter >= self._max_iters or self.stop_training:
                     break
         self.runner.call_hook('after_train_epoch')
@@ -223,7 +224,3 @@ class IterBasedTrainLoop(_IterBasedTrainLoop):
                 self.dataloader.sampler.set_epoch(passes)
             yield from batches_from(self.dataloader, start)
             passes, start = passes + 1, 0
-
-    def _validates(self) -> bool:
-        due = self._iter % self.val_interval == 0 or self._iter == self._max_iters
-        return self.runner.val_loop is not None and self._iter >= self.val_begin and due

@@ -18,19 +18,19 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from memengine.engine.apply import apply_before_wrapping, apply_to_model, hooks_of_keys, refuse
-from memengine.engine.checkpoint.files import find_latest, safe_loading, write_whole
+from memengine.engine.checkpoint.files import atomic_write, find_latest, safe_loading
 from memengine.engine.checkpoint.sharded import SUFFIX, ShardedWriter, is_sharded
 from memengine.engine.checkpoint.state import (
-    Layout,
-    by_name,
+    ShardLayout,
     check_samples_per_step,
-    is_spread,
+    gather_state,
+    is_sharded_model,
+    key_by_name,
     read_checkpoint,
     run_state,
     samples_per_step,
-    whole,
 )
-from memengine.engine.config.schema import DEFAULT_HOOK_TYPES
+from memengine.engine.config.runner_schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
 from memengine.engine.distributed.processes import init_process_group, local_device_ids
 from memengine.engine.hooks import AlgorithmHook, CheckpointHook, FiniteLossHook, RandomStateHook
@@ -148,7 +148,7 @@ class Runner(_Runner):
         is_ddp = issubclass(wrapper, nn.parallel.DistributedDataParallel)
         if not self.distributed:
             if model_wrapper_cfg is not None:
-                self._say_wrapper_has_no_effect(kind, wrapper, is_ddp, model)
+                self._warn_unused_wrapper(kind, wrapper, is_ddp, model)
             return super().wrap_model(None, model)
         if issubclass(wrapper, FullyShardedDataParallel):
             wrapped = self._shard_model(config, wrapper, model)
@@ -164,9 +164,7 @@ class Runner(_Runner):
         self._warn_of_local_losses(unwrap(wrapped))
         return wrapped
 
-    def _say_wrapper_has_no_effect(
-        self, kind: Any, wrapper: Any, is_ddp: bool, model: nn.Module
-    ) -> None:
+    def _warn_unused_wrapper(self, kind: Any, wrapper: Any, is_ddp: bool, model: nn.Module) -> None:
         """Warn of a wrapper in one process, or refuse one whose effect is missed there."""
         if not is_ddp:
             raise ValueError(
@@ -311,12 +309,12 @@ class Runner(_Runner):
         strict = strict or self._resume
         trusted = self.cfg.get('trusted_globals', ())
         kind = Path(filename).suffix
-        if not is_spread(self.model) and not is_sharded(filename) and kind != '.safetensors':
+        if not is_sharded_model(self.model) and not is_sharded(filename) and kind != '.safetensors':
             with safe_loading(filename, trusted):
                 checkpoint = super().load_checkpoint(filename, map_location, strict, revise_keys)
         else:
             optim_wrapper = self.optim_wrapper if self._resume else None
-            layout = Layout(self.model, optim_wrapper, revise_keys)
+            layout = ShardLayout(self.model, optim_wrapper, revise_keys)
             checkpoint = read_checkpoint(filename, trusted, layout, with_optimizer=self._resume)
             self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
             _load_checkpoint_to_model(
@@ -339,7 +337,7 @@ class Runner(_Runner):
         by_epoch: bool = True,
         backend_args: dict[str, Any] | None = None,
         asynchronous: bool = False,
-        then: Callable[[], None] | None = None,
+        on_complete: Callable[[], None] | None = None,
     ) -> None:
         """Save a checkpoint, whole or not at all (in local folders). Every rank must call it.
 
@@ -365,21 +363,21 @@ class Runner(_Runner):
                 raise ValueError(f'sharded checkpoints need a folder to write to, got {out_dir}')
             state = run_state(self, meta, save_optimizer, save_param_scheduler)
             if save_optimizer:
-                state['optimizer'] = by_name(state['optimizer'], self.model, self.optim_wrapper)
-            self._sharded_writer.save(path, state, asynchronous, then)
+                state['optimizer'] = key_by_name(state['optimizer'], self.model, self.optim_wrapper)
+            self._sharded_writer.save(path, state, asynchronous, on_complete)
             return
-        if self.rank == 0 or is_spread(self.model):  # whose shards all ranks put together
-            state = whole(run_state(self, meta, save_optimizer, save_param_scheduler))
+        if self.rank == 0 or is_sharded_model(self.model):  # whose shards all ranks put together
+            state = gather_state(run_state(self, meta, save_optimizer, save_param_scheduler))
         if self.rank == 0:
             arguments = dict(file_client_args=file_client_args, backend_args=backend_args)
             if remote:
                 url = join_path(out_dir, filename, backend_args=backend_args)
                 save_checkpoint(state, url, **arguments)
             else:
-                with write_whole(path) as unfinished:
+                with atomic_write(path) as unfinished:
                     save_checkpoint(state, str(unfinished), **arguments)
-            if then is not None:
-                then()
+            if on_complete is not None:
+                on_complete()
 
     def wait_for_checkpoint(self) -> None:
         """Wait until a checkpoint that is written in the background is whole."""
@@ -395,5 +393,5 @@ class Runner(_Runner):
     def mark_last_checkpoint(self, path: str | Path) -> None:
         """Make ``path`` what ``--resume`` goes on from."""
         if self.rank == 0:
-            with write_whole(Path(self.work_dir) / 'last_checkpoint') as unfinished:
+            with atomic_write(Path(self.work_dir) / 'last_checkpoint') as unfinished:
                 unfinished.write_text(str(path))

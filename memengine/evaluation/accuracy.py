@@ -70,10 +70,10 @@ class AccuracyMetric(BaseMetric):
             results: For each sample the place of the right guess, if any; None where the sample
                 does not count.
         """
-        places = [sample for sample in results if sample is not None]
-        if not places:
+        counted = [sample for sample in results if sample is not None]
+        if not counted:
             raise ValueError('AccuracyMetric: there are no samples but those of the bank')
         return {
-            f'top{k}': 100.0 * sum(bool(p) and p[0] < k for p in places) / len(places)
+            f'top{k}': 100.0 * sum(bool(p) and p[0] < k for p in counted) / len(counted)
             for k in self.topk
         }

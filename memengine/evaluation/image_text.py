@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from mmengine.evaluator import BaseMetric
 from torch import Tensor
-from torch.nn import functional as F
 
+from memengine.evaluation.knn import unit_rows
 from memengine.registry import METRICS
 
 __all__ = ['RetrievalMetric', 'ZeroShotMetric', 'recall_at', 'zero_shot_accuracy']
@@ -30,12 +30,12 @@ def zero_shot_accuracy(images: Tensor, texts: Tensor, labels: Tensor) -> float:
         texts: [N, D]; text i is a caption of label i.
         labels: Long[N].
     """
-    classes, place = labels.unique(return_inverse=True)
+    classes, class_index = labels.unique(return_inverse=True)
     sums = torch.zeros(len(classes), texts.shape[1])
-    sums.index_add_(0, place, F.normalize(texts.float(), dim=1))
-    prototypes = F.normalize(sums, dim=1)  # [K, D]
-    nearest = (F.normalize(images.float(), dim=1) @ prototypes.T).argmax(dim=1)
-    return 100.0 * (nearest == place).float().mean().item()
+    sums.index_add_(0, class_index, unit_rows(texts.float()))
+    prototypes = unit_rows(sums)  # [K, D]
+    nearest = (unit_rows(images.float()) @ prototypes.T).argmax(dim=1)
+    return 100.0 * (nearest == class_index).float().mean().item()
 
 
 def recall_at(queries: Tensor, candidates: Tensor, match: Tensor, k: int) -> float:
@@ -47,13 +47,10 @@ def recall_at(queries: Tensor, candidates: Tensor, match: Tensor, k: int) -> flo
         match: Long[N]; candidate j matches query i where ``match[i] == match[j]``.
         k: Number of candidates that are looked at.
     """
-    queries, candidates = (
-        F.normalize(queries.float(), dim=1),
-        F.normalize(candidates.float(), dim=1),
-    )
+    queries, candidates = unit_rows(queries.float()), unit_rows(candidates.float())
     right = 0
-    for some, wanted in zip(queries.split(_CHUNK), match.split(_CHUNK), strict=True):
-        found = match[(some @ candidates.T).topk(k, dim=1).indices]  # [n, k]
+    for chunk, wanted in zip(queries.split(_CHUNK), match.split(_CHUNK), strict=True):
+        found = match[(chunk @ candidates.T).topk(k, dim=1).indices]  # [n, k]
         right += int((found == wanted[:, None]).any(dim=1).sum())
     return 100.0 * right / len(queries)
 

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 __all__ = ['merge', 'nearest', 'unit_rows', 'vote', 'weighted_knn']
 
-_STEPS = 2**24  # similarities are told apart to 1/2**24, which is what float32 has at 1
-_PLACES = 2**32
+_SIMILARITY_STEPS = 2**24  # similarities are told apart to 1/2**24, which is what float32 has at 1
+_MAX_INDEX = 2**32
 _TILE = 16384  # samples of the bank that are compared at a time
 
 
@@ -41,7 +41,7 @@ def merge(keys: Tensor, labels: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def nearest(
-    query: Tensor, bank: Tensor, labels: Tensor, places: Tensor, k: int
+    query: Tensor, bank: Tensor, labels: Tensor, tie_breaks: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
     """The k nearest samples of the bank, or all of a smaller one.
 
@@ -49,7 +49,7 @@ def nearest(
         query: Unit rows, [Q, D].
         bank: Unit rows, [N, D]; moved to the queries' device piece by piece.
         labels: Long[N].
-        places: Long[N], what decides between equals: unique, in [0, 2**32).
+        tie_breaks: Long[N], what decides between equals: unique, in [0, 2**32).
         k: Number of neighbours.
 
     Returns:
@@ -62,8 +62,8 @@ def nearest(
     for start in range(0, len(bank), _TILE):
         tile = slice(start, start + _TILE)
         similarity = query @ bank[tile].to(query.device).T  # [Q, tile]
-        tie = (_PLACES - 1 - places[tile]).to(query.device)
-        new = (similarity.mul_(_STEPS).round_().long() << 32).add_(tie)
+        tie = (_MAX_INDEX - 1 - tie_breaks[tile]).to(query.device)
+        new = (similarity.mul_(_SIMILARITY_STEPS).round_().long() << 32).add_(tie)
         new, order = new.topk(min(k, new.shape[1]), dim=1)
         keys, found = merge(
             torch.cat([keys, new], dim=1),
@@ -85,7 +85,7 @@ def vote(keys: Tensor, labels: Tensor, temperature: float, num_classes: int) -> 
     Returns:
         Votes [Q, C] in float64, relative to the weight of the nearest neighbour.
     """
-    similarity = (keys >> 32).double() / _STEPS
+    similarity = (keys >> 32).double() / _SIMILARITY_STEPS
     weights = ((similarity - similarity[:, :1]) / temperature).exp()
     votes = weights.new_zeros(len(keys), num_classes)
     return votes.scatter_add_(1, labels, weights)
@@ -138,10 +138,10 @@ def weighted_knn(
     check_k(k, len(bank))
     if num_classes is None:
         num_classes = int(bank_labels.max()) + 1
-    bank, places = unit_rows(bank), torch.arange(len(bank), device=bank.device)
+    bank, tie_breaks = unit_rows(bank), torch.arange(len(bank), device=bank.device)
     predictions = [
         vote(
-            *nearest(unit_rows(chunk), bank, bank_labels, places, k), temperature, num_classes
+            *nearest(unit_rows(chunk), bank, bank_labels, tie_breaks, k), temperature, num_classes
         ).argmax(dim=1)
         for chunk in query.split(chunk_size)
     ]

@@ -22,7 +22,7 @@ from memengine.registry import METRICS
 __all__ = ['KNNMetric']
 
 _PIXEL_LIMIT_BYTES = 2 * 2**30
-_LOWEST = torch.iinfo(torch.long).min
+_LOWEST_KEY = torch.iinfo(torch.long).min
 
 
 @dataclass
@@ -35,7 +35,7 @@ class _Samples:
     bank: Tensor  # Bool[n]
     pixels: Tensor | None  # [n, C * H * W]
 
-    def where(self, keep: Tensor) -> _Samples:
+    def select(self, keep: Tensor) -> _Samples:
         kept: dict[str, Any] = {k: None if v is None else v[keep] for k, v in vars(self).items()}
         return _Samples(**kept)
 
@@ -115,7 +115,7 @@ class KNNMetric(BaseMetric):
             )
         features = torch.stack([sample['feature'].flatten() for sample in data_samples])
         self._device = features.device
-        wanted = self.raw_pixels and self._recall('knn_top1_raw_pixels') is None
+        wanted = self.raw_pixels and self._cached('knn_top1_raw_pixels') is None
         self.results.append(
             _Samples(
                 features.float().cpu(),
@@ -169,21 +169,21 @@ class KNNMetric(BaseMetric):
         Returns:
             Percentages by name.
         """
-        mine = self._own_share(results)
-        now = self._accuracy(mine.features, mine)
-        if self._in_training('before_training', False):
-            self._remember('knn_top1_untrained', now)
-        pixels = self._recall('knn_top1_raw_pixels')
+        own = self._unique_samples(results)
+        current = self._accuracy(own.features, own)
+        if self._hub_entry('before_training', False):
+            self._cache('knn_top1_untrained', current)
+        pixels = self._cached('knn_top1_raw_pixels')
         if pixels is None and self.raw_pixels:
-            assert mine.pixels is not None
-            pixels = self._accuracy(mine.pixels, mine)
-            self._remember('knn_top1_raw_pixels', pixels)
-        untrained = self._recall('knn_top1_untrained')
-        shown = {'raw pixels': pixels, 'untrained': untrained, 'now': now}
+            assert own.pixels is not None
+            pixels = self._accuracy(own.pixels, own)
+            self._cache('knn_top1_raw_pixels', pixels)
+        untrained = self._cached('knn_top1_untrained')
+        shown = {'raw pixels': pixels, 'untrained': untrained, 'now': current}
         text = ' | '.join(f'{name} {v:.1f} %' for name, v in shown.items() if v is not None)
         print_log(f'{self.k}-NN top-1: {text}', logger='current')
         metrics = {
-            'knn_top1': now,
+            'knn_top1': current,
             'knn_top1_untrained': untrained,
             'knn_top1_raw_pixels': pixels,
         }
@@ -191,39 +191,39 @@ class KNNMetric(BaseMetric):
 
     # -------------------------------------------------------------- what is remembered
 
-    def _in_training(self, name: str, default: Any = None) -> Any:
+    def _hub_entry(self, name: str, default: Any = None) -> Any:
         """An entry of the message hub; the default outside of a runner, where it is nobody's."""
         hub = MessageHub.get_current_instance()
         return default if hub.get_info('loop_stage') is None else hub.get_info(name, default)
 
-    def _key(self, name: str) -> str:
+    def _cache_key(self, name: str) -> str:
         stage = MessageHub.get_current_instance().get_info('loop_stage')
         settings = f'k={self.k},temperature={self.temperature},raw_pixels={self.raw_pixels}'
         return f'evaluation/{stage}/{self.prefix}/{name}({settings})'
 
-    def _recall(self, name: str) -> float | None:
-        return self._in_training(self._key(name))
+    def _cached(self, name: str) -> float | None:
+        return self._hub_entry(self._cache_key(name))
 
-    def _remember(self, name: str, value: float) -> None:
+    def _cache(self, name: str, value: float) -> None:
         hub = MessageHub.get_current_instance()
         if hub.get_info('loop_stage') is not None:
-            hub.update_info(self._key(name), value)
+            hub.update_info(self._cache_key(name), value)
 
     # -------------------------------------------------------------- across ranks
 
-    def _own_share(self, results: list[_Samples]) -> _Samples:
+    def _unique_samples(self, results: list[_Samples]) -> _Samples:
         """This rank's samples without those that it, or a lower rank, has already."""
-        width = _shape_on_all_ranks([(r.features, r.pixels) for r in results])
-        mine = _Samples(
-            _cat([r.features for r in results], torch.empty(0, width[0])),
-            _cat([r.labels for r in results], torch.empty(0, dtype=torch.long)),
-            _cat([r.index for r in results], torch.empty(0, dtype=torch.long)),
-            _cat([r.bank for r in results], torch.empty(0, dtype=torch.bool)),
-            _cat([r.pixels for r in results if r.pixels is not None], torch.empty(0, width[1]))
+        width = _widths_on_all_ranks([(r.features, r.pixels) for r in results])
+        own = _Samples(
+            _concat([r.features for r in results], torch.empty(0, width[0])),
+            _concat([r.labels for r in results], torch.empty(0, dtype=torch.long)),
+            _concat([r.index for r in results], torch.empty(0, dtype=torch.long)),
+            _concat([r.bank for r in results], torch.empty(0, dtype=torch.bool)),
+            _concat([r.pixels for r in results if r.pixels is not None], torch.empty(0, width[1]))
             if width[1] >= 0
             else None,
         )
-        index, bank = _gather_rows(mine.index), _gather_rows(mine.bank.long())
+        index, bank = _gather_rows(own.index), _gather_rows(own.bank.long())
         ordered, order = torch.cat(index).sort(stable=True)  # lower ranks first among equals
         repeated = torch.zeros_like(ordered, dtype=torch.bool)
         repeated[1:] = ordered[1:] == ordered[:-1]
@@ -236,14 +236,14 @@ class KNNMetric(BaseMetric):
             )
         first = torch.empty_like(repeated)
         first[order] = ~repeated
-        return mine.where(first.split([len(i) for i in index])[dist.get_rank()])
+        return own.select(first.split([len(i) for i in index])[dist.get_rank()])
 
     def _accuracy(self, features: Tensor, samples: _Samples) -> float:
         """Percent of all ranks' queries that all ranks' bank classifies rightly."""
         self._check_finite(features, samples.index)
         features, is_bank = unit_rows(features), samples.bank
         bank, bank_labels = features[is_bank], samples.labels[is_bank]
-        places = samples.index[is_bank]
+        tie_breaks = samples.index[is_bank]
         query, labels = features[~is_bank], samples.labels[~is_bank]
         totals = torch.tensor([len(bank), len(query)])
         dist.all_reduce(totals)
@@ -261,7 +261,7 @@ class KNNMetric(BaseMetric):
         for start in range(0, longest, step):
             chunks = _gather_rows(query[start : start + step])
             candidates = nearest(
-                torch.cat(chunks).to(self._device), bank, bank_labels, places, self.k
+                torch.cat(chunks).to(self._device), bank, bank_labels, tie_breaks, self.k
             )
             sizes = [len(chunk) for chunk in chunks]
             keys, found = self._merged(candidates, sizes)
@@ -273,7 +273,7 @@ class KNNMetric(BaseMetric):
     def _merged(self, candidates: tuple[Tensor, Tensor], sizes: list[int]) -> tuple[Tensor, Tensor]:
         """The nearest of this rank's own queries, from all ranks' candidates for all queries."""
         missing = (0, self.k - candidates[0].shape[1])
-        keys = dist.all_gather(F.pad(candidates[0].cpu(), missing, value=_LOWEST))
+        keys = dist.all_gather(F.pad(candidates[0].cpu(), missing, value=_LOWEST_KEY))
         labels = dist.all_gather(F.pad(candidates[1].cpu(), missing))
         rank = dist.get_rank()
         own = [
@@ -297,11 +297,11 @@ class KNNMetric(BaseMetric):
             )
 
 
-def _cat(parts: list[Tensor], empty: Tensor) -> Tensor:
+def _concat(parts: list[Tensor], empty: Tensor) -> Tensor:
     return torch.cat(parts) if parts else empty
 
 
-def _shape_on_all_ranks(results: list[tuple[Tensor, Tensor | None]]) -> tuple[int, int]:
+def _widths_on_all_ranks(results: list[tuple[Tensor, Tensor | None]]) -> tuple[int, int]:
     """Widths of features and pixels, known even on a rank without samples; -1 for none."""
     widths = torch.tensor([-1, -1])
     for features, pixels in results[:1]:

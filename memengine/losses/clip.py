@@ -19,14 +19,14 @@ from memengine.losses.global_batch import (
     own_rows,
     ranks_of,
 )
-from memengine.losses.logsumexp import RunningLogSumExp, softmax
+from memengine.losses.logsumexp import RunningLogSumExp, weighted_softmax
 from memengine.losses.tiles import (
-    accumulator,
     add_product,
     choose_tile_size,
     diagonal,
     first_derivative_only,
     grid,
+    sum_dtype,
     tiles,
 )
 from memengine.precision import at_least_fp32, autocast_off
@@ -53,10 +53,7 @@ def pairwise_logits(
 
 
 def untiled_losses(
-    images: Tensor,
-    texts: Tensor,
-    scale: Tensor | float,
-    group: dist.ProcessGroup | None = None,
+    images: Tensor, texts: Tensor, scale: Tensor | float, group: dist.ProcessGroup | None = None
 ) -> Tensor:
     """The reference of :func:`tiled_losses`."""
     if group is None:
@@ -96,7 +93,7 @@ def tiled_losses(
     """
     if images.dtype != texts.dtype:
         images, texts = at_least_fp32(images, texts)
-    scale = torch.as_tensor(scale, dtype=accumulator(images), device=images.device).reshape(())
+    scale = torch.as_tensor(scale, dtype=sum_dtype(images), device=images.device).reshape(())
     ranks = None if group is None else rows_per_rank(texts, group)
     size = choose_tile_size(tile_size, len(images), images)
     return _TiledLosses.apply(images, texts, scale, size, ranks, group)
@@ -146,8 +143,8 @@ class _TiledLosses(torch.autograd.Function):
         visits = grid(len(images), len(texts), ctx.tile_size)
         for tile in tiles(images, texts, scale, visits, ctx.tile_size):
             rows, cols = tile.rows, tile.cols
-            slope = softmax(tile.logits, row_lse[rows], half[rows], 1, tile.spare)
-            slope += softmax(tile.logits, col_lse[cols], of_columns[cols], 0, tile.logits)
+            slope = weighted_softmax(tile.logits, row_lse[rows], half[rows], 1, tile.spare)
+            slope += weighted_softmax(tile.logits, col_lse[cols], of_columns[cols], 0, tile.logits)
             on_diagonal, true_rows = diagonal(tile._replace(logits=slope), ctx.first)
             on_diagonal -= grad[true_rows]
             if for_images or for_scale:

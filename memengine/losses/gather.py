@@ -21,7 +21,7 @@ __all__ = [
     'needs_grad',
     'rows_per_rank',
     'sum_to_owners',
-    'tell_ranks',
+    'compare_ranks',
 ]
 
 
@@ -108,7 +108,7 @@ def rows_per_rank(tensor: Tensor, group: dist.ProcessGroup | None = None) -> lis
     kind = f'{tensor.dtype} requires_grad={needs_grad(tensor)}'
     count = tensor.shape[0] if tensor.dim() else -1
     said = f'{tuple(tensor.shape)} {kind}'
-    rows, differing = tell_ranks(
+    rows, differing = compare_ranks(
         count, f'{tuple(tensor.shape[1:])} {kind}', said, tensor.device, group
     )
     if min(rows) < 0 or differing:
@@ -124,7 +124,7 @@ def needs_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
-def tell_ranks(
+def compare_ranks(
     number: int, kind: str, said: str, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> tuple[list[int], list[str]]:
     """Every rank's number, and, if they are not all of one kind, what every rank says of its own.

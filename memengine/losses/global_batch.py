@@ -28,16 +28,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from memengine.losses.gather import Gather, by_rank, needs_grad, rows_per_rank, tell_ranks
+from memengine.losses.gather import Gather, by_rank, compare_ranks, needs_grad, rows_per_rank
 from memengine.losses.logsumexp import others_logsumexp
 from memengine.losses.tiles import check_tile_size, first_derivative_only
 
 __all__ = [
     'BatchLoss',
-    'own_rows',
     'combine_logsumexp',
     'log_partition',
     'mean_over_ranks',
+    'own_rows',
     'ranks_of',
     'sum_over_ranks',
 ]
@@ -90,7 +90,7 @@ class BatchLoss(nn.Module):
         settings |= {'tiled': self.tile_size is not None, 'require gradients': learned}
         said = ', '.join(f'{name}: {value}' for name, value in settings.items())
         kind = str(problem) if problem else said
-        refused, differing = tell_ranks(bool(problem), kind, kind, embeddings.device, group)
+        refused, differing = compare_ranks(bool(problem), kind, kind, embeddings.device, group)
         if any(refused) and differing:
             raise ValueError(f'refused on all ranks: {by_rank(differing, refused)}') from problem
         if differing:
@@ -118,7 +118,7 @@ def own_rows(tensor: Tensor, group: dist.ProcessGroup | None) -> slice:
 
 def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The sum of all ranks' tensors; its gradient is the sum of all ranks' gradients."""
-    return tensor if group is None else _Sum.apply(tensor, group)
+    return tensor if group is None else _SumOverRanks.apply(tensor, group)
 
 
 def mean_over_ranks(losses: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -172,7 +172,7 @@ def log_partition(
     return logits.logsumexp(dim=1)
 
 
-class _Sum(torch.autograd.Function):
+class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group

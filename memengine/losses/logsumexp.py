@@ -16,18 +16,18 @@ from torch import Tensor
 
 from memengine.losses.gather import all_gather_rows, rows_per_rank
 from memengine.losses.tiles import (
-    accumulator,
     add_product,
     choose_tile_size,
     diagonal,
     first_derivative_only,
     grid,
     least_exponent,
+    sum_dtype,
     tiles,
-    triangle,
+    upper_tiles,
 )
 
-__all__ = ['RunningLogSumExp', 'others_logsumexp', 'softmax']
+__all__ = ['RunningLogSumExp', 'others_logsumexp', 'weighted_softmax']
 
 
 def exp_of_difference(logits: Tensor, shift: Tensor, out: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class RunningLogSumExp:
     """Running log-sum-exp of many rows: a maximum and a sum of each, so that nothing overflows."""
 
     def __init__(self, rows: int, like: Tensor) -> None:
-        dtype = accumulator(like)
+        dtype = sum_dtype(like)
         self._largest = torch.full((rows,), torch.finfo(dtype).min, dtype=dtype, device=like.device)
         self._sum = torch.zeros_like(self._largest)
 
@@ -57,8 +57,8 @@ class RunningLogSumExp:
         return self._largest + self._sum.log_()
 
 
-def softmax(logits: Tensor, lse: Tensor, grad: Tensor, dim: int, out: Tensor) -> Tensor:
-    """Gradient of a log-sum-exp over ``dim`` with respect to the logits."""
+def weighted_softmax(logits: Tensor, lse: Tensor, grad: Tensor, dim: int, out: Tensor) -> Tensor:
+    """Gradient of a log-sum-exp over ``dim`` with respect to the logits: softmax times ``grad``."""
     return exp_of_difference(logits, lse.unsqueeze(dim), out).mul_(grad.unsqueeze(dim))
 
 
@@ -102,7 +102,7 @@ class _OthersLogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, z: Tensor, anchors: int, scale: float, tile_size: int) -> Tensor:
         total = RunningLogSumExp(anchors, z)
-        for tile in tiles(z, z, scale, triangle(anchors, len(z), tile_size), tile_size):
+        for tile in tiles(z, z, scale, upper_tiles(anchors, len(z), tile_size), tile_size):
             if tile.rows == tile.cols:
                 diagonal(tile)[0].fill_(torch.finfo(tile.logits.dtype).min)
             total.add(tile.rows, tile.logits, 1, tile.spare)
@@ -119,14 +119,14 @@ class _OthersLogSumExp(torch.autograd.Function):
         z, lse = ctx.saved_tensors
         anchors = len(lse)
         grad_z = torch.zeros(z.shape, dtype=lse.dtype, device=z.device)
-        visits = triangle(anchors, len(z), ctx.tile_size)
+        visits = upper_tiles(anchors, len(z), ctx.tile_size)
         for tile in tiles(z, z, ctx.scale, visits, ctx.tile_size):
             rows, cols = tile.rows, tile.cols
-            slope = softmax(tile.logits, lse[rows], grad[rows], 1, tile.spare)
+            slope = weighted_softmax(tile.logits, lse[rows], grad[rows], 1, tile.spare)
             if rows == cols:
                 slope.diagonal().zero_()
             elif cols.start < anchors:
-                slope += softmax(tile.logits, lse[cols], grad[cols], 0, tile.logits)
+                slope += weighted_softmax(tile.logits, lse[cols], grad[cols], 0, tile.logits)
             add_product(grad_z[rows], slope, tile.others.mul(ctx.scale))
             add_product(grad_z[cols], slope.T, tile.scaled)
         return grad_z.to(z.dtype), None, None, None
@@ -173,8 +173,8 @@ class _OthersOnRanks(torch.autograd.Function):
         visits = grid(mine, len(everything), ctx.tile_size)
         for tile in tiles(z, everything, ctx.scale, visits, ctx.tile_size):
             rows, cols = tile.rows, tile.cols
-            as_anchor = softmax(tile.logits, own_lse[rows], own_grad[rows], 1, tile.spare)
-            as_other = softmax(tile.logits, all_lse[cols], all_grad[cols], 0, tile.logits)
+            as_anchor = weighted_softmax(tile.logits, own_lse[rows], own_grad[rows], 1, tile.spare)
+            as_other = weighted_softmax(tile.logits, all_lse[cols], all_grad[cols], 0, tile.logits)
             slope = as_other.add_(as_anchor)
             diagonal(tile, first)[0].zero_()
             add_product(grad_z[rows], slope, tile.others)

@@ -7,12 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from memengine.losses.supcon import (
-    SupConLoss,
-    check_positives,
-    given_positives,
-    views_first,
-)
+from memengine.losses.supcon import SupConLoss, check_positives, given_positives, views_first
 
 __all__ = ['ConLoss']
 

@@ -18,13 +18,13 @@ from memengine.losses.gather import Gather, all_gather_rows, rows_per_rank, sum_
 from memengine.losses.global_batch import BatchLoss, mean_over_ranks, own_rows, ranks_of
 from memengine.losses.tiles import (
     Tile,
-    accumulator,
     add_product,
     choose_tile_size,
     diagonal,
     first_derivative_only,
     grid,
     least_exponent,
+    sum_dtype,
     tiles,
 )
 from memengine.precision import at_least_fp32, autocast_off
@@ -73,7 +73,7 @@ def tiled_losses(
     """
     if a.dtype != b.dtype:
         a, b = at_least_fp32(a, b)
-    dtype = accumulator(a)
+    dtype = sum_dtype(a)
     scale, bias = (
         torch.as_tensor(value, dtype=dtype, device=a.device).reshape(()) for value in (scale, bias)
     )
@@ -82,7 +82,7 @@ def tiled_losses(
     return _TiledLosses.apply(a, b, scale, bias, size, ranks, group)
 
 
-def wrongness(tile: Tile, bias: Tensor, first: int) -> Tensor:
+def negated_agreement(tile: Tile, bias: Tensor, first: int) -> Tensor:
     """``-z * (logits + bias)``, in place of the tile's logits."""
     tile.logits.add_(bias)
     diagonal(tile, first)[0].neg_()
@@ -108,7 +108,7 @@ class _TiledLosses(torch.autograd.Function):
         ctx.first, ctx.tile_size, ctx.ranks, ctx.group = first, tile_size, ranks, group
         losses = torch.zeros(len(a), dtype=scale.dtype, device=a.device)
         for tile in tiles(a, b, scale, grid(len(a), len(b), tile_size), tile_size):
-            wrong = wrongness(tile, bias, first)
+            wrong = negated_agreement(tile, bias, first)
             softplus(wrong, 1, 40, out=tile.spare)  # type: ignore[call-arg]
             losses[tile.rows] += tile.spare.sum(dim=1)
         return losses
@@ -123,7 +123,7 @@ class _TiledLosses(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias)
         visits = grid(len(a), len(b), ctx.tile_size)
         for tile in tiles(a, b, scale, visits, ctx.tile_size):
-            slope = wrongness(tile, bias, ctx.first).sigmoid_()
+            slope = negated_agreement(tile, bias, ctx.first).sigmoid_()
             slope *= grad[tile.rows].unsqueeze(1)
             diagonal(tile, ctx.first)[0].neg_()
             grad_bias += slope.sum()

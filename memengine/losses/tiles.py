@@ -17,7 +17,7 @@ from torch import Tensor
 
 __all__ = [
     'Tile',
-    'accumulator',
+    'sum_dtype',
     'add_product',
     'check_tile_size',
     'choose_tile_size',
@@ -26,13 +26,13 @@ __all__ = [
     'grid',
     'least_exponent',
     'tiles',
-    'triangle',
+    'upper_tiles',
 ]
 
 AUTO_TILE_BYTES = {'cpu': 2**20}  # half of a core's second-level cache
 AUTO_TILE_BYTES_ELSEWHERE = 2**26  # large enough to keep a GPU busy
 
-Visits = Iterable[tuple[slice, list[slice]]]
+Visits = Iterable[tuple[slice, list[slice]]]  # rows, and the columns that they meet
 
 
 def check_tile_size(tile_size: int | str | None) -> None:
@@ -53,11 +53,11 @@ def choose_tile_size(tile_size: int | str, rows: int, like: Tensor) -> int:
     if tile_size != 'auto':
         return int(tile_size)
     budget = AUTO_TILE_BYTES.get(like.device.type, AUTO_TILE_BYTES_ELSEWHERE)
-    side = math.isqrt(budget // accumulator(like).itemsize)
+    side = math.isqrt(budget // sum_dtype(like).itemsize)
     return min(rows, side)
 
 
-def accumulator(tensor: Tensor) -> torch.dtype:
+def sum_dtype(tensor: Tensor) -> torch.dtype:
     """The type in which the sums of such rows are taken."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
@@ -81,7 +81,7 @@ class Tile(NamedTuple):
     spare: Tensor  # [t, t], room for another
 
 
-def cuts(start: int, stop: int, tile_size: int) -> list[slice]:
+def even_slices(start: int, stop: int, tile_size: int) -> list[slice]:
     """A range in even parts of at most ``tile_size``."""
     count = max(1, -(-(stop - start) // tile_size))
     size = -(-(stop - start) // count)
@@ -90,20 +90,20 @@ def cuts(start: int, stop: int, tile_size: int) -> list[slice]:
 
 def grid(rows: int, cols: int, tile_size: int) -> Visits:
     """Every tile of ``rows x cols``."""
-    columns = cuts(0, cols, tile_size)
-    return [(part, columns) for part in cuts(0, rows, tile_size)]
+    columns = even_slices(0, cols, tile_size)
+    return [(part, columns) for part in even_slices(0, rows, tile_size)]
 
 
-def triangle(anchors: int, rows: int, tile_size: int) -> Visits:
+def upper_tiles(anchors: int, rows: int, tile_size: int) -> Visits:
     """The tiles of ``anchors x rows`` on and right of the diagonal; each pair is met once."""
-    parts = cuts(0, anchors, tile_size)
-    rest = cuts(anchors, rows, tile_size) if rows > anchors else []
+    parts = even_slices(0, anchors, tile_size)
+    rest = even_slices(anchors, rows, tile_size) if rows > anchors else []
     return [(part, parts[number:] + rest) for number, part in enumerate(parts)]
 
 
 def tiles(a: Tensor, b: Tensor, scale: Tensor | float, visits: Visits, size: int) -> Iterator[Tile]:
     """``scale * a @ b.T`` tile by tile, in the same two buffers."""
-    dtype = accumulator(a)
+    dtype = sum_dtype(a)
     side = min(size, len(a)) * min(size, len(b))
     room = torch.empty(2, side, dtype=dtype, device=a.device)
     for rows, columns in visits:
@@ -129,7 +129,7 @@ def diagonal(tile: Tile, offset: int = 0) -> tuple[Tensor, slice]:
     return logits, slice(start, start + len(logits))
 
 
-class _Refusing(torch.autograd.Function):
+class _FirstOnly(torch.autograd.Function):
     """A gradient, tied to what it was made from, so that whoever differentiates it is told."""
 
     @staticmethod
@@ -159,6 +159,6 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
             return found
         sources = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]
         gradients = found if isinstance(found, tuple) else (found,)
-        return tuple(None if g is None else _Refusing.apply(g, *sources) for g in gradients)
+        return tuple(None if g is None else _FirstOnly.apply(g, *sources) for g in gradients)
 
     return wrapped

@@ -109,12 +109,12 @@ class Ledger:
         """Leave out from now on what the owners have, and nothing else."""
         self._owners, self.excluded = owners, owned_by(owners)
 
-    def see_parameter(self, parameter: nn.Parameter) -> None:
+    def look_again_at_owners(self, parameter: nn.Parameter) -> None:
         """Look again at what the owners have if this is not known to be theirs."""
         if self._owners and any(b.key not in self.excluded for b in blocks_of(parameter)):
             self.excluded.update(owned_by(self._owners))
 
-    def _settle(self) -> None:
+    def _release_freed(self) -> None:
         while self.freed:
             for key in self.freed.popleft():
                 self._holders[key] -= 1
@@ -122,7 +122,7 @@ class Ledger:
                     del self._holders[key]
                     self._live -= self._nbytes.pop(key)
 
-    def _hold(self, block: Block) -> None:
+    def _count_block(self, block: Block) -> None:
         if block.key not in self._holders:
             self._holders[block.key] = 0
             self._nbytes[block.key] = block.nbytes
@@ -131,27 +131,27 @@ class Ledger:
             self._peak = max(self._peak, self._live)
         self._holders[block.key] += 1
 
-    def hold(self, blocks: Iterable[Block]) -> tuple[int, ...]:
+    def count(self, blocks: Iterable[Block]) -> tuple[int, ...]:
         """Count the blocks; their holder appends the returned keys to ``freed`` at its end."""
         with self._lock:
-            self._settle()
+            self._release_freed()
             held = [block for block in blocks if block.key not in self.excluded]
             for block in held:
-                self._hold(block)
+                self._count_block(block)
             return tuple(block.key for block in held)
 
-    def hold_with(self, owner: Any, blocks: Iterable[Block]) -> None:
+    def count_until_freed(self, owner: Any, blocks: Iterable[Block]) -> None:
         """Count the blocks until ``owner`` is freed, whoever holds it."""
-        weakref.finalize(owner, self.freed.append, self.hold(blocks)).atexit = False
+        weakref.finalize(owner, self.freed.append, self.count(blocks)).atexit = False
 
     def figures(self) -> tuple[int, int, int]:
         """Live, peak and total bytes."""
         with self._lock:
-            self._settle()
+            self._release_freed()
             return self._live, self._peak, self._total
 
-    def known(self) -> set[int]:
+    def known_keys(self) -> set[int]:
         """Keys of all blocks that are counted now or excluded."""
         with self._lock:
-            self._settle()
+            self._release_freed()
             return {*self._holders, *self.excluded}

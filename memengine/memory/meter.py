@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memengine._torch_private.autograd import (
     SavedTensorHooks,
     base_of,
+    check_unmodified,
     saved_tensor_hooks_in_force,
     version_of,
 )
@@ -27,18 +28,18 @@ from memengine.memory.ledger import Block, Ledger, blocks_of, owned_by, tensors_
 __all__ = ['SavedBytes', 'count_kept', 'hidden_bytes', 'saved_bytes']
 
 
-def _blocks(tensor: Tensor, ledgers: Iterable[Ledger]) -> list[Block]:
+def _owned_blocks(tensor: Tensor, ledgers: Iterable[Ledger]) -> list[Block]:
     """The memory behind a saved tensor, of which the ledgers know whether a model owns it: sharding
     gathers parameters after a meter was entered, into memory that was not the model's then."""
     whole = base_of(tensor)
     base = tensor if whole is None else whole
     if isinstance(base, nn.Parameter):
         for ledger in ledgers:
-            ledger.see_parameter(base)
+            ledger.look_again_at_owners(base)
     return list(blocks_of(tensor))
 
 
-class _Kept:
+class _CountedTensor:
     """What autograd holds in place of a saved tensor; its end is the end of the saving.
 
     The tensor is detached, as a saved output would otherwise hold its own graph in a cycle that
@@ -50,17 +51,12 @@ class _Kept:
     def __init__(self, tensor: Tensor, ledgers: tuple[Ledger, ...]) -> None:
         self.holdings: list[tuple[deque[tuple[int, ...]], tuple[int, ...]]] = []
         self.tensor, self.version = tensor.detach(), version_of(tensor)
-        blocks = _blocks(tensor, ledgers)
+        blocks = _owned_blocks(tensor, ledgers)
         for ledger in ledgers:
-            self.holdings.append((ledger.freed, ledger.hold(blocks)))
+            self.holdings.append((ledger.freed, ledger.count(blocks)))
 
     def unpack(self) -> Tensor:
-        if version_of(self.tensor) != self.version:
-            raise RuntimeError(
-                'one of the variables needed for gradient computation has been modified by an '
-                f'inplace operation: {self.tensor.type()} of shape {tuple(self.tensor.shape)} is '
-                f'at version {version_of(self.tensor)}; expected version {self.version} instead'
-            )
+        check_unmodified(self.tensor, self.version)
         return self.tensor
 
     def __del__(self) -> None:
@@ -68,12 +64,12 @@ class _Kept:
             freed.append(keys)
 
 
-def _count(ledgers: Iterable[Ledger], owner: Any, blocks: list[Block]) -> None:
+def _count_blocks(ledgers: Iterable[Ledger], owner: Any, blocks: list[Block]) -> None:
     for ledger in ledgers:
-        ledger.hold_with(owner, blocks)
+        ledger.count_until_freed(owner, blocks)
 
 
-class _Watch:
+class _OthersHook:
     """Somebody else's pack hook, with what it keeps counted.
 
     Where it keeps a tensor is its own affair, so the tensor counts until it is freed. Attributes
@@ -90,49 +86,49 @@ class _Watch:
             packed = self.pack(tensor)
         except Exception:  # checkpointing ends its recomputation so, keeping the tensor's memory
             for block in blocks_of(tensor):
-                _count(self.ledgers, block.owner, [block])
+                _count_blocks(self.ledgers, block.owner, [block])
             raise
         for kept in tensors_in(packed):
-            _count(self.ledgers, kept, _blocks(kept, self.ledgers))
+            _count_blocks(self.ledgers, kept, _owned_blocks(kept, self.ledgers))
         return packed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__['pack'], name)
 
 
-class _Pack:
+class _CountingHook:
     """The pack hook of meters that are entered where no other hooks are in force."""
 
     def __init__(self, ledgers: tuple[Ledger, ...]) -> None:
         self.ledgers = ledgers
 
-    def __call__(self, tensor: Tensor) -> _Kept:
-        return _Kept(tensor, self.ledgers)
+    def __call__(self, tensor: Tensor) -> _CountedTensor:
+        return _CountedTensor(tensor, self.ledgers)
 
 
-def _counting(hooks: SavedTensorHooks | None) -> tuple[Ledger, ...]:
+def _ledgers_of(hooks: SavedTensorHooks | None) -> tuple[Ledger, ...]:
     """The ledgers of the meters in these hooks, outermost first."""
-    return hooks[0].ledgers if hooks and isinstance(hooks[0], (_Pack, _Watch)) else ()
+    return hooks[0].ledgers if hooks and isinstance(hooks[0], (_CountingHook, _OthersHook)) else ()
 
 
-def _counting_here() -> tuple[Ledger, ...]:
+def _ledgers_in_force() -> tuple[Ledger, ...]:
     """Those of the meters that are entered around this, in this thread.
 
     torch keeps the hooks in force for each thread, and takes them along where a backward runs in
     threads of its own; so it knows the meters, and they need no account of threads.
     """
-    return _counting(saved_tensor_hooks_in_force())
+    return _ledgers_of(saved_tensor_hooks_in_force())
 
 
 _enter_hooks = saved_tensors_hooks.__enter__
 
 
-def _enter_watched(hooks: saved_tensors_hooks) -> None:
+def _enter_inside_meters(hooks: saved_tensors_hooks) -> None:
     """``saved_tensors_hooks.__enter__`` while there is a meter: only the innermost hooks see a
     tensor, so those entered inside a meter are watched by it. Elsewhere nothing is changed."""
-    ledgers = _counting_here()
+    ledgers = _ledgers_in_force()
     pack = hooks.pack_hook
-    hooks.pack_hook = _Watch(pack, ledgers) if ledgers else pack
+    hooks.pack_hook = _OthersHook(pack, ledgers) if ledgers else pack
     try:
         _enter_hooks(hooks)
     finally:
@@ -143,12 +139,12 @@ _lock = threading.Lock()
 _meters = 0  # that are entered, in all threads
 
 
-def _note_meters(number: int) -> None:
+def _add_meters(number: int) -> None:
     global _meters
     with _lock:
         _meters += number
         saved_tensors_hooks.__enter__ = (  # type: ignore[method-assign]
-            _enter_watched if _meters else _enter_hooks
+            _enter_inside_meters if _meters else _enter_hooks
         )
 
 
@@ -204,26 +200,26 @@ class SavedBytes:
     def __enter__(self) -> SavedBytes:
         self._ledger.exclude(self._exclude)
         around = saved_tensor_hooks_in_force()
-        ledgers = tuple(dict.fromkeys((*_counting(around), self._ledger)))
-        if around is None or isinstance(around[0], _Pack):
-            hooks = saved_tensors_hooks(_Pack(ledgers), _Kept.unpack)
+        ledgers = tuple(dict.fromkeys((*_ledgers_of(around), self._ledger)))
+        if around is None or isinstance(around[0], _CountingHook):
+            hooks = saved_tensors_hooks(_CountingHook(ledgers), _CountedTensor.unpack)
         else:
-            pack = around[0].pack if isinstance(around[0], _Watch) else around[0]
-            hooks = saved_tensors_hooks(_Watch(pack, ledgers), around[1])
-        _note_meters(1)
+            pack = around[0].pack if isinstance(around[0], _OthersHook) else around[0]
+            hooks = saved_tensors_hooks(_OthersHook(pack, ledgers), around[1])
+        _add_meters(1)
         _enter_hooks(hooks)
         self._entered.append(hooks)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._entered.pop().__exit__(*exception)
-        _note_meters(-1)
+        _add_meters(-1)
         if not self._entered:
             self._ledger.exclude(())
 
     def hidden_bytes(self, outputs: Tensor | Iterable[Tensor]) -> int:
         """As the function ``hidden_bytes``, without what this meter has counted or excludes."""
-        known = self._ledger.known() | set(owned_by(self._exclude))
+        known = self._ledger.known_keys() | set(owned_by(self._exclude))
         return _hidden_bytes(outputs, known)
 
 
@@ -236,9 +232,9 @@ def count_kept(value: Any) -> None:
     Args:
         value: Holds tensors, in containers or attributes. Each counts until it is freed.
     """
-    ledgers = _counting_here() if _meters else ()
+    ledgers = _ledgers_in_force() if _meters else ()
     for kept in tensors_in(value) if ledgers else ():
-        _count(ledgers, kept, list(blocks_of(kept)))
+        _count_blocks(ledgers, kept, list(blocks_of(kept)))
 
 
 def hidden_bytes(outputs: Tensor | Iterable[Tensor], *exclude: nn.Module | Tensor) -> int:

@@ -12,7 +12,7 @@ from memengine import losses
 from memengine.precision import at_least_fp32
 from memengine.registry import MODELS
 
-__all__ = ['build_head', 'build_loss', 'freeze', 'unit']
+__all__ = ['build_head', 'build_loss', 'freeze', 'l2_normalize']
 
 # The losses are plain torch; here they get names in configs.
 for _name in ('ClipLoss', 'ConLoss', 'KoLeoLoss', 'NTXentLoss', 'SigLipLoss', 'SupConLoss'):
@@ -37,6 +37,6 @@ def freeze(module: nn.Module) -> None:
     module.eval()
 
 
-def unit(embeddings: Tensor) -> Tensor:
+def l2_normalize(embeddings: Tensor) -> Tensor:
     """Rows of length 1, [..., D], in fp32 or wider."""
     return F.normalize(at_least_fp32(embeddings)[0], dim=-1)

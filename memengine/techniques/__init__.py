@@ -23,7 +23,7 @@ from memengine.techniques.modules.random_state import RandomState
 from memengine.techniques.offload import ActivationOffload, offload_activations
 from memengine.techniques.optimizer.adamw_bf16 import AdamWBf16
 from memengine.techniques.optimizer.in_backward import step_in_backward
-from memengine.techniques.sharding.gradients import clip_grad_norm_
+from memengine.techniques.sharding.clipping import clip_grad_norm_
 from memengine.techniques.sharding.shard_model import ShardedModel, shard_model
 from memengine.techniques.slices.accumulation import additive_step
 from memengine.techniques.slices.grad_cache import cached_step
@@ -34,8 +34,8 @@ from memengine.techniques.slices.slicing import split_batch
 from memengine.techniques.slices.tower import Tower
 
 __all__ = [
-    'AdamWBf16',
     'ActivationOffload',
+    'AdamWBf16',
     'Cast',
     'Checkpointing',
     'CompiledBlocks',
@@ -48,8 +48,8 @@ __all__ = [
     'RandomState',
     'RecomputedActivations',
     'ShardedModel',
-    'StepLosses',
     'Sparsifier',
+    'StepLosses',
     'Tower',
     'WeightNormLinear',
     'additive_step',

@@ -14,8 +14,8 @@ from memengine.techniques.checkpointing.checkpoint_activations import (
     TECHNIQUE as ACTIVATION_CHECKPOINTING,
 )
 from memengine.techniques.checkpointing.repeatable_forward import CheckpointedForward
-from memengine.techniques.compression.rules import WHEN_COMPILED
-from memengine.techniques.compression.scope import rules_of
+from memengine.techniques.compression.hooks import rules_of
+from memengine.techniques.compression.rules import COMPILE_CONFLICTS
 from memengine.techniques.modules.blocks import BLOCKS, Selector, select_modules
 from memengine.techniques.modules.wrapped_forward import wrapper_of
 from memengine.techniques.technique import Handle, Report, Settings, Technique, setting
@@ -24,7 +24,7 @@ __all__ = ['CompileBlocksSettings', 'CompiledBlocks', 'compile_blocks']
 
 _SETTING = 'compile_blocks'
 _BUDGET = 'activation_checkpointing.budget'
-_WITH_RULES = WHEN_COMPILED[_SETTING]
+_NOT_WITH_RULES = COMPILE_CONFLICTS[_SETTING]
 
 
 def compile_blocks(
@@ -62,7 +62,7 @@ def compile_blocks(
             raise ValueError(f'{_SETTING}: {name or "the model"} is compiled already')
         _refuse_checkpointed(module, options)
         for rule in rules_of(module):
-            raise ValueError(f'{_SETTING} and {rule.setting} do not go together: {_WITH_RULES}')
+            raise ValueError(f'{_SETTING} and {rule.setting} do not go together: {_NOT_WITH_RULES}')
     for module in chosen.values():
         module.compile(**options)
     return CompiledBlocks(chosen)
@@ -73,7 +73,7 @@ def _refuse_checkpointed(module: nn.Module, options: Mapping[str, Any]) -> None:
         checkpointed = wrapper_of(part, CheckpointedForward)
         if checkpointed is None:
             continue
-        if checkpointed.owner.budget is not None:
+        if checkpointed.planner.budget is not None:
             raise TECHNIQUE.refusal(_BUDGET, checkpointed.name)
         if not checkpointed.can_be_compiled:
             raise ValueError(

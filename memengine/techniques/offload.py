@@ -32,7 +32,7 @@ __all__ = [
     'ActivationOffloadSettings',
     'is_offloading',
     'offload_activations',
-    'offloaded',
+    'offload_tensor',
 ]
 
 _SETTING = 'activation_offload'
@@ -136,8 +136,8 @@ class ActivationOffload(WrappedForward, Handle):
             f'iteration, {self.peak_stored_bytes / 2**20:.1f} MiB of them at once'
         )
 
-    def count(self, stored: int = 0, out: int = 0, back: int = 0) -> None:
-        """Keep the books."""
+    def count_bytes(self, stored: int = 0, out: int = 0, back: int = 0) -> None:
+        """Note bytes that came into the store, moved out and came back."""
         self.stored_bytes += stored
         self.peak_stored_bytes = max(self.peak_stored_bytes, self.stored_bytes)
         self.moved_bytes = (self.moved_bytes[0] + out, self.moved_bytes[1] + back)
@@ -150,9 +150,9 @@ class _Offloading(saved_tensors_hooks):
         self._offload = offload
         module = offload.module
         live = itertools.chain(module.parameters(), module.buffers(), inputs)
-        self._stay = owned_by(tensor for tensor in live if is_plain(tensor))
-        self._pages: list[weakref.ref[_Page]] = []  # in the order of saving
-        self._page_of: dict[int, tuple[weakref.ref[Any], int, weakref.ref[_Page]]] = {}
+        self._stays = owned_by(tensor for tensor in live if is_plain(tensor))
+        self._storages: list[weakref.ref[_OffloadedStorage]] = []  # in the order of saving
+        self._latest: dict[int, tuple[weakref.ref[Any], int, weakref.ref[_OffloadedStorage]]] = {}
         self._outside: _Offloading | None = None
         super().__init__(self.pack, _unpack)
 
@@ -169,29 +169,29 @@ class _Offloading(saved_tensors_hooks):
         if not is_plain(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        stays = storage_key(storage) in self._stay or is_parameter(tensor)
+        stays = storage_key(storage) in self._stays or is_parameter(tensor)
         if stays or storage.nbytes() < self._offload.min_bytes:
             return KeptAsIs(tensor)
-        return _Place(self._page(tensor, storage), tensor)
+        return _OffloadedView(self._storage_of(tensor, storage), tensor)
 
-    def _page(self, tensor: Tensor, storage: Any) -> _Page:
-        """The page that holds the storage as it is now."""
-        known = self._page_of.get(storage_key(storage))
+    def _storage_of(self, tensor: Tensor, storage: Any) -> _OffloadedStorage:
+        """What holds the storage as it is now."""
+        known = self._latest.get(storage_key(storage))
         if known and known[0]() is not None and known[1] == version_of(tensor):
-            page = known[2]()
-            if page is not None:
-                return page
-        page = _Page(self._offload, storage, len(self._pages), self._pages)
-        self._pages.append(weakref.ref(page))
-        self._page_of[storage_key(storage)] = (
+            stored = known[2]()
+            if stored is not None:
+                return stored
+        stored = _OffloadedStorage(self._offload, storage, len(self._storages), self._storages)
+        self._storages.append(weakref.ref(stored))
+        self._latest[storage_key(storage)] = (
             weakref.ref(storage),  # an address is used again when its memory is free
             version_of(tensor),
-            self._pages[-1],
+            self._storages[-1],
         )
-        return page
+        return stored
 
 
-def offloaded(tensor: Tensor) -> Callable[[], Tensor]:
+def offload_tensor(tensor: Tensor) -> Callable[[], Tensor]:
     """Move a tensor out as the offload does that is active; for hooks inside that keep tensors.
 
     Returns:
@@ -213,20 +213,20 @@ def _unpack(packed: Any) -> Tensor:
     return packed if isinstance(packed, Tensor) else packed.tensor()
 
 
-class _Place:
-    """Where in a page a saved tensor is."""
+class _OffloadedView:
+    """A saved tensor whose storage moved out."""
 
-    def __init__(self, page: _Page, tensor: Tensor) -> None:
-        self._page, self._dtype = page, tensor.dtype
-        page.awaited.add(id(self))
+    def __init__(self, stored: _OffloadedStorage, tensor: Tensor) -> None:
+        self._storage, self._dtype = stored, tensor.dtype
+        stored.views.add(id(self))
         self._layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def tensor(self) -> Tensor:
-        base = self._page.fetch(id(self))
+        base = self._storage.fetch(id(self))
         return base.new_empty(0, dtype=self._dtype).set_(base.untyped_storage(), *self._layout)
 
 
-class _Page:
+class _OffloadedStorage:
     """A storage that moved out."""
 
     def __init__(
@@ -234,56 +234,57 @@ class _Page:
         offload: ActivationOffload,
         storage: Any,
         index: int,
-        pages: list[weakref.ref[_Page]],
+        storages: list[weakref.ref[_OffloadedStorage]],
     ) -> None:
-        self._offload, self._index, self._pages = offload, index, pages
+        self._offload, self._index, self._storages = offload, index, storages
         self._nbytes = storage.nbytes()
         content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        self._read = _write(offload, content)
-        self.awaited: set[int] = set()  # places that backward has not asked for
-        self._asked: set[int] = set()
-        self._arrival: Callable[[], Tensor] | None = None  # of a storage that is on its way
-        self._here: Tensor | None = None  # until backward has asked for all places
+        self._read = _store(offload, content)
+        self.views: set[int] = set()  # that were saved, by id
+        self._asked_views: set[int] = set()
+        self._arriving: Callable[[], Tensor] | None = None  # of a storage that is on its way
+        self._bytes: Tensor | None = None  # until backward has asked for all views
         self._is_done = False  # backward has; there may be another through the same graph
-        offload.count(stored=self._nbytes, out=self._nbytes)
-        weakref.finalize(self, offload.count, -self._nbytes).atexit = False
+        offload.count_bytes(stored=self._nbytes, out=self._nbytes)
+        weakref.finalize(self, offload.count_bytes, -self._nbytes).atexit = False
 
-    def fetch(self, place: int) -> Tensor:
+    def fetch(self, view: int) -> Tensor:
         """The storage as bytes on its device; those that are asked for next are on their way."""
-        if self._here is None:
-            self.bring()
-            assert self._arrival is not None
-            self._here, self._arrival = self._arrival(), None
-            following = self._pages[max(self._index - self._offload.look_ahead, 0) : self._index]
-            for page in filter(None, (reference() for reference in reversed(following))):
-                if not page._is_done:
-                    page.bring()
-        here = self._here
-        self._asked.add(place)
-        if self._asked >= self.awaited:
-            self._here, self._asked, self._is_done = None, set(), True
+        if self._bytes is None:
+            self.start_fetch()
+            assert self._arriving is not None
+            self._bytes, self._arriving = self._arriving(), None
+            first = max(self._index - self._offload.look_ahead, 0)
+            following = reversed(self._storages[first : self._index])
+            for stored in filter(None, (reference() for reference in following)):
+                if not stored._is_done:
+                    stored.start_fetch()
+        here = self._bytes
+        self._asked_views.add(view)
+        if self._asked_views >= self.views:
+            self._bytes, self._asked_views, self._is_done = None, set(), True
         return here
 
-    def bring(self) -> None:
+    def start_fetch(self) -> None:
         """Start to bring the storage back, unless it is here or on its way."""
-        if self._here is None and self._arrival is None:
-            self._arrival = self._read()
-            self._offload.count(back=self._nbytes)
+        if self._bytes is None and self._arriving is None:
+            self._arriving = self._read()
+            self._offload.count_bytes(back=self._nbytes)
 
 
 # A store writes bytes away and returns how to start reading them; what that returns waits for the
 # bytes. Functions, not objects, as the meter of saved bytes looks for tensors in objects.
-_Reader = Callable[[], Callable[[], Tensor]]
+_StartRead = Callable[[], Callable[[], Tensor]]
 
 
-def _write(offload: ActivationOffload, content: Tensor) -> _Reader:
+def _store(offload: ActivationOffload, content: Tensor) -> _StartRead:
     on_cpu = content.device.type == 'cpu'
     if offload.store == 'disk' or (offload.store == 'auto' and on_cpu):
         return _to_disk(content, offload.folder)
     return _to_memory(content) if on_cpu else _to_pinned_memory(content)
 
 
-def _to_memory(content: Tensor) -> _Reader:
+def _to_memory(content: Tensor) -> _StartRead:
     copy = content.clone()
 
     def read() -> Callable[[], Tensor]:
@@ -293,7 +294,7 @@ def _to_memory(content: Tensor) -> _Reader:
     return read
 
 
-def _to_disk(content: Tensor, folder: str | Path | None) -> _Reader:
+def _to_disk(content: Tensor, folder: str | Path | None) -> _StartRead:
     handle, path = tempfile.mkstemp(prefix='activation_', dir=folder)
     os.close(handle)
     size, device = content.numel(), content.device
@@ -311,7 +312,7 @@ def _to_disk(content: Tensor, folder: str | Path | None) -> _Reader:
 _streams: dict[torch.device, Any] = {}  # one for each device, for copies in both directions
 
 
-def _to_pinned_memory(content: Tensor) -> _Reader:
+def _to_pinned_memory(content: Tensor) -> _StartRead:
     device = content.device
     module = torch.get_device_module(device)
     stream = _streams.setdefault(device, module.Stream(device))
@@ -370,9 +371,7 @@ TECHNIQUE = Technique(
     apply=_apply,
     call='memengine.offload_activations',
     shorthand='store',
-    after=(
-        'activation_checkpointing',
-    ),  # what is left to save, and codes in place of tensors, move
+    after=('activation_checkpointing',),  # what is left to save moves, and codes for tensors
     use_when='what is left does not fit on the GPU, and host memory is free',
     saves='what is saved for backward, on the device',
     price='every byte to the host and back',

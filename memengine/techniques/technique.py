@@ -147,7 +147,7 @@ def _is_of(value: Any, hint: Any) -> bool:
     return isinstance(value, origin or hint)
 
 
-_WORDS = {
+_IN_WORDS = {
     bool: 'True or False',
     int: 'a whole number',
     float: 'a number',
@@ -172,7 +172,7 @@ def _in_words(hint: Any) -> str:
     if origin is not None:
         kind = 'dict' if issubclass(origin, Mapping) else 'list'
         return f'a {kind} of ({_in_words(parts[-1])})'
-    return _WORDS.get(hint) or hint.__name__
+    return _IN_WORDS.get(hint) or hint.__name__
 
 
 # ------------------------------------------------------------------ what it does
@@ -329,7 +329,7 @@ class Technique(Generic[S]):
         known = settings_of(self.settings)
         problems = [
             f'{self.key}.{name}: there is no such setting'
-            f'{did_you_mean(str(name), known) or f" (it takes {self._offers()})"}'
+            f'{did_you_mean(str(name), known) or f" (it takes {self._setting_names()})"}'
             for name in given
             if name not in known
         ]
@@ -355,10 +355,10 @@ class Technique(Generic[S]):
         said = [f'{known[name].wanted} for {name}' for name in dict.fromkeys(possible) if name]
         raise ValueError(
             f'{self.key}: got {value!r}, which is none of: {"; ".join(["True", *said])}; a dict of '
-            f'{self._offers()}'
+            f'{self._setting_names()}'
         )
 
-    def _offers(self) -> str:
+    def _setting_names(self) -> str:
         return ', '.join(settings_of(self.settings)) or 'none'
 
     def refusal(self, other: str, where: str = '') -> ValueError:

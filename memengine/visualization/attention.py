@@ -25,7 +25,7 @@ class NoAttentionError(TypeError):
     """The model has no attention over all patches of an image."""
 
 
-class _Recorder(TorchFunctionMode):
+class _AttentionRecorder(TorchFunctionMode):
     """Keeps what the last attention product was given, or its softmax where it is written out.
 
     This is what the block itself computes with: after normalisation of q and k, rotary
@@ -91,7 +91,7 @@ def attention_maps(backbone: nn.Module, images: Tensor) -> Tensor:
             f'attention_maps: {type(backbone).__name__} has no blocks with attention over patches; '
             'a Vision Transformer of timm is needed'
         )
-    recorder = _Recorder()
+    recorder = _AttentionRecorder()
     handles = [
         blocks[-1].register_forward_pre_hook(lambda *_: setattr(recorder, 'on', True)),
         blocks[-1].register_forward_hook(lambda *_: setattr(recorder, 'on', False)),
@@ -111,7 +111,7 @@ def attention_maps(backbone: nn.Module, images: Tensor) -> Tensor:
             f'attention_maps: the last block of {type(backbone).__name__} does not attend over all '
             'patches of an image; a Vision Transformer with global attention is needed'
         )
-    height, width = _grid(backbone, images)
+    height, width = _patch_grid(backbone, images)
     patches = attention.mean(dim=2)[..., prefix:]  # [B, heads, h * w]
     if patches.shape[-1] != height * width:
         raise ValueError(
@@ -122,7 +122,7 @@ def attention_maps(backbone: nn.Module, images: Tensor) -> Tensor:
     return patches.unflatten(-1, (height, width)).float()
 
 
-def _attention(recorder: _Recorder, rows: slice) -> Tensor | None:
+def _attention(recorder: _AttentionRecorder, rows: slice) -> Tensor | None:
     """Attention of the queries in ``rows``, [B, heads, queries, N]; None if there was none."""
     given = recorder.product
     if given is None:
@@ -141,7 +141,7 @@ def _attention(recorder: _Recorder, rows: slice) -> Tensor | None:
     return logits.softmax(dim=-1)
 
 
-def _grid(backbone: nn.Module, images: Tensor) -> tuple[int, int]:
+def _patch_grid(backbone: nn.Module, images: Tensor) -> tuple[int, int]:
     """Patches along the height and the width of the images."""
     size: Any = backbone.patch_embed.patch_size  # type: ignore[union-attr]
     along_height, along_width = (size, size) if isinstance(size, int) else size

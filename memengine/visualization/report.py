@@ -29,7 +29,7 @@ _PANELS = (  # title, unit, names
 )
 _PEAKS = ('memory_mib', 'saved_mib', 'rss_mib')
 _KNN = 'knn_top1'
-_YARDSTICKS = (('raw_pixels', 'raw pixels', ':'), ('untrained', 'untrained', '--'))
+_BASELINES = (('raw_pixels', 'raw pixels', ':'), ('untrained', 'untrained', '--'))
 
 
 def write_report(work_dir: str | Path) -> Path:
@@ -92,26 +92,26 @@ def _draw(history: History, path: Path) -> None:
     for title, unit, names in (('Loss', '', losses), *_PANELS):
         curves = {name: history.train[name] for name in names if name in history.train}
         if curves:
-            panels.append(partial(_lines, title=title, unit=unit, curves=curves))
+            panels.append(partial(_plot_curves, title=title, unit=unit, curves=curves))
         if title == 'Loss':
             metrics = [name for name in history.val if name.endswith(_KNN)]
-            panels += [partial(_knn, val=history.val, name=name) for name in metrics]
+            panels += [partial(_plot_knn, val=history.val, name=name) for name in metrics]
     columns = math.ceil(math.sqrt(len(panels)))
     rows = math.ceil(len(panels) / columns)
     figure, axes = figure_of(rows, columns, width=4.2 * columns, height=2.8 * rows)
-    places = [axis for row in axes for axis in row]
-    for draw, axis in zip(panels, places, strict=False):
+    flat_axes = [axis for row in axes for axis in row]
+    for draw, axis in zip(panels, flat_axes, strict=False):
         draw(axis)
         axis.set_xlabel('iteration', fontsize=8)
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.25)
         axis.spines[['top', 'right']].set_visible(False)
-    for axis in places[len(panels) :]:
+    for axis in flat_axes[len(panels) :]:
         axis.set_visible(False)
     save_figure(figure, path)
 
 
-def _lines(axis: Axes, title: str, unit: str, curves: dict[str, Curve]) -> None:
+def _plot_curves(axis: Axes, title: str, unit: str, curves: dict[str, Curve]) -> None:
     axis.set_title(f'{title} ({unit})' if unit else title, fontsize=10)
     for name, curve in curves.items():
         axis.plot(curve.iters, curve.values, linewidth=1.3, label=name)
@@ -121,11 +121,11 @@ def _lines(axis: Axes, title: str, unit: str, curves: dict[str, Curve]) -> None:
         axis.legend(fontsize=7, frameon=False)
 
 
-def _knn(axis: Axes, val: dict[str, Curve], name: str) -> None:
+def _plot_knn(axis: Axes, val: dict[str, Curve], name: str) -> None:
     curve = val[name]
     axis.set_title(f'k-NN top-1 (%): {curve.values[-1]:.1f}', fontsize=10)
     axis.plot(curve.iters, curve.values, marker='o', markersize=3, linewidth=1.3, label='trained')
-    for suffix, label, style in _YARDSTICKS:
+    for suffix, label, style in _BASELINES:
         if f'{name}_{suffix}' in val:
             value = val[f'{name}_{suffix}'].values[-1]
             axis.axhline(

@@ -70,7 +70,7 @@ def read_history(work_dir: str | Path) -> History:
         train=_curves(train),
         val=_curves([record for record in records if not record.is_train]),
         epochs=None if epochs is None else int(epochs),
-        train_time_s=_time_s(train),
+        train_time_s=_train_time_s(train),
         runs=runs,
     )
 
@@ -86,13 +86,14 @@ def _curves(records: list[_Record]) -> dict[str, Curve]:
     return curves
 
 
-def _time_s(train: list[_Record]) -> float | None:
+def _train_time_s(train: list[_Record]) -> float | None:
     """Seconds in training steps: each record gives the mean of the steps before it."""
     if any('time' not in record.values for record in train):
         return None
-    befores = [0, *(record.iter for record in train)]
+    starts_of_steps = [0, *(record.iter for record in train)]
     return sum(
-        r.values['time'] * (r.iter - before) for r, before in zip(train, befores, strict=False)
+        r.values['time'] * (r.iter - before)
+        for r, before in zip(train, starts_of_steps, strict=False)
     )
 
 
@@ -112,13 +113,13 @@ def _read_run(path: Path) -> list[_Record]:
         is_train = 'iter' in item
         if is_train:
             last_iter, last_epoch = int(item['iter']), int(item.get('epoch', -1))
-            place = last_iter
+            iteration = last_iter
         else:  # its step is the epoch, or with log_metric_by_epoch=False the iteration
             step = int(item['step'])
             by_epoch = step == last_epoch or step < last_iter
-            place = max(step * per_epoch if by_epoch else step, last_iter)
+            iteration = max(step * per_epoch if by_epoch else step, last_iter)
         values = {name: float(v) for name, v in item.items() if isinstance(v, (int, float))}
-        records.append(_Record(place, is_train, values))
+        records.append(_Record(iteration, is_train, values))
     return records
 
 

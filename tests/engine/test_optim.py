@@ -9,7 +9,7 @@ from torch import nn
 
 from memengine.engine.optim import CosineWeightDecay, DefaultOptimWrapperConstructor, OptimWrapper
 from memengine.registry import OPTIMIZERS
-from memengine.techniques.sharding.gradients import clip_each_grad_norm_
+from memengine.techniques.sharding.clipping import clip_each_grad_norm_
 
 
 def test_each_norm_clips_every_parameter_on_its_own():

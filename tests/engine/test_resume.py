@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from memengine.datasets import RepeatedAugmentation
 from memengine.engine import data_order
 from memengine.engine.data_order import (
-    Draw,
+    DrawnIndex,
     ResumableSampler,
     SeededDataset,
     derive_seed,
@@ -163,7 +163,7 @@ def test_sampler_starts_in_the_middle_and_tells_passes_apart():
 def test_draw_survives_the_way_to_a_worker():
     import pickle
 
-    draw = pickle.loads(pickle.dumps(Draw(4, 2, 1)))
+    draw = pickle.loads(pickle.dumps(DrawnIndex(4, 2, 1)))
     assert (draw, draw.epoch, draw.repetition) == (4, 2, 1)
 
 
@@ -174,8 +174,8 @@ def test_repetitions_of_a_sample_are_augmented_anew_and_alike_in_every_run():
     assert torch.equal(torch.stack(passes[0]), torch.stack(passes[1]))
     for sample in torch.stack(passes[0]).split(3):
         assert len(sample.unique(dim=0)) == 3
-    once = data[Draw(4, 0)]['x']
-    assert torch.equal(once, data[Draw(4, 0, 0)]['x']) and torch.equal(once, data[4]['x'])
+    once = data[DrawnIndex(4, 0)]['x']
+    assert torch.equal(once, data[DrawnIndex(4, 0, 0)]['x']) and torch.equal(once, data[4]['x'])
 
 
 def test_numbers_that_have_a_method_of_that_kind_are_plain_indices():

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from memengine._torch_private.distributed import CAN_SHARD_ON_CPU
 from memengine.engine.checkpoint.sharded import read_sharded
-from memengine.engine.checkpoint.state import run_state, whole
+from memengine.engine.checkpoint.state import gather_state, run_state
 from memengine.testing import assert_same_step, run_ranks
 from tests.engine.toy import Losses, ToyData, ToyModel, toy_runner
 
@@ -60,7 +60,7 @@ def runner_of(work_dir, world_size, wrapper, losses=None, stop=15, resume=True, 
 
 
 def state_of(runner):
-    state = whole(run_state(runner, {}, save_optimizer=True, save_param_scheduler=True))
+    state = gather_state(run_state(runner, {}, save_optimizer=True, save_param_scheduler=True))
     momenta = state['optimizer']['state']
     flat = {f'{i}.{key}': value for i, part in momenta.items() for key, value in part.items()}
     return {**state['state_dict'], **flat}

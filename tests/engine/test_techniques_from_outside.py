@@ -14,7 +14,6 @@ from memengine.engine.cli.techniques import describe, list_techniques
 from memengine.engine.config.check import ConfigError, check_config
 from memengine.engine.hooks import register_hooks
 from memengine.memory import SavedBytes
-from memengine.registry import HOOKS
 from memengine.techniques.technique import _find, in_order, techniques
 from tests.composition import outcome, rows
 from tests.docs_pages import ROOT
@@ -93,12 +92,10 @@ TECHNIQUE = register(Technique(
 
 
 @pytest.fixture
-def outside(tmp_path, monkeypatch):
+def outside(tmp_path, monkeypatch, techniques_of_its_own):
     """A module that a config names, and nothing left of it afterwards."""
     (tmp_path / 'my_bf16.py').write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr('memengine.techniques.technique._known', dict(techniques()))
-    monkeypatch.setattr(HOOKS, '_module_dict', dict(HOOKS.module_dict))
     yield Config(dict(custom_imports=dict(imports=['my_bf16'])))
     sys.modules.pop('my_bf16', None)
 

@@ -186,7 +186,7 @@ def offloading(monkeypatch):
     monkeypatch.setattr(cpu_offload, 'get_available_devices', lambda: ['cpu', 'cuda'])
 
     def make(params, **settings):
-        return torchao_optimizers._offloading()(
+        return torchao_optimizers._offload_class()(
             [dict(params=list(params))], torch.optim.AdamW, **settings
         )
 

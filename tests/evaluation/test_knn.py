@@ -63,10 +63,10 @@ def test_chunks_do_not_change_the_result(chunk_size, tile):
 def test_equals_are_decided_by_their_place(order):
     """Eight identical samples of different labels: the first two count, wherever they lie."""
     bank = torch.tensor([[2.0, 0.0]]).repeat(8, 1)
-    labels, places = torch.tensor([4, 2, 1, 0, 3, 3, 0, 1]), torch.arange(8)
+    labels, tie_breaks = torch.tensor([4, 2, 1, 0, 3, 3, 0, 1]), torch.arange(8)
     mixed = torch.randperm(8, generator=torch.Generator().manual_seed(order))
     keys, found = nearest(
-        unit_rows(bank[:1]), unit_rows(bank)[mixed], labels[mixed], places[mixed], 2
+        unit_rows(bank[:1]), unit_rows(bank)[mixed], labels[mixed], tie_breaks[mixed], 2
     )
     assert found.tolist() == [[4, 2]]
     assert (keys >> 32).tolist()[0] == [2**24] * 2
@@ -74,10 +74,10 @@ def test_equals_are_decided_by_their_place(order):
 
 def test_merge_of_shards_is_the_whole():
     query, bank, labels = sample(5)
-    query, bank, places = unit_rows(query), unit_rows(bank), torch.arange(90)
-    whole = nearest(query, bank, labels, places, 7)
+    query, bank, tie_breaks = unit_rows(query), unit_rows(bank), torch.arange(90)
+    whole = nearest(query, bank, labels, tie_breaks, 7)
     parts = [
-        nearest(query, bank[s], labels[s], places[s], 7)
+        nearest(query, bank[s], labels[s], tie_breaks[s], 7)
         for s in (slice(0, 4), slice(4, 50), slice(50, 90))
     ]
     assert parts[0][0].shape == (40, 4)  # a shard with fewer than k

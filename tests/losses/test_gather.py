@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from memengine.losses import Gather
-from memengine.memory.wire import ReceivedBytes
+from memengine.memory.received_bytes import ReceivedBytes
 from memengine.testing import relative_error, run_ranks
 
 D = 3

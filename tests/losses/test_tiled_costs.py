@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from memengine.losses import ClipLoss, ConLoss, NTXentLoss, SigLipLoss, SupConLoss
 from memengine.memory.allocated import allocated_peak_bytes
-from memengine.memory.wire import ReceivedBytes
+from memengine.memory.received_bytes import ReceivedBytes
 from memengine.testing import run_ranks, saved_bytes
 
 D = 64

@@ -34,7 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from memengine.losses import ClipLoss
 from memengine.memory.allocated import allocated_peak_bytes
-from memengine.memory.wire import ReceivedBytes
+from memengine.memory.received_bytes import ReceivedBytes
 from memengine.testing import run_ranks, saved_bytes
 
 FULL = dict(dim=512, sizes=[1024, 2048, 4096, 8192], large=[16384, 32768, 65536], repeats=5)

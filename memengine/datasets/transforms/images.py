@@ -16,7 +16,7 @@ from PIL import Image
 __all__ = ['describe', 'to_bgr_array', 'to_torchvision']
 
 
-def _flipped(array: np.ndarray) -> np.ndarray:
+def _swap_channels(array: np.ndarray) -> np.ndarray:
     """RGB to BGR and back; greyscale stays as it is."""
     return array[..., ::-1] if array.ndim == 3 and array.shape[-1] == 3 else array
 
@@ -39,16 +39,16 @@ def to_torchvision(image: Any, channel_order: str = 'bgr') -> Any:
     if image.ndim not in (2, 3) or (image.ndim == 3 and image.shape[2] not in (1, 3)):
         raise ValueError(f'an image array must be [H, W] or [H, W, 1 or 3], got {image.shape}')
     if channel_order == 'bgr':
-        image = _flipped(image)
+        image = _swap_channels(image)
     if image.dtype == np.uint8:
-        return Image.fromarray(np.ascontiguousarray(image.squeeze(2) if _one(image) else image))
+        return Image.fromarray(np.ascontiguousarray(image.squeeze(2) if _is_grey(image) else image))
     if image.dtype.kind != 'f':
         raise ValueError(f'an image array must be uint8 or float, got {image.dtype}')
     channels_last = image[..., None] if image.ndim == 2 else image
     return torch.from_numpy(np.ascontiguousarray(channels_last.transpose(2, 0, 1)))
 
 
-def _one(image: np.ndarray) -> bool:
+def _is_grey(image: np.ndarray) -> bool:
     return image.ndim == 3 and image.shape[2] == 1
 
 
@@ -66,15 +66,15 @@ def to_bgr_array(image: Any, channel_order: str = 'bgr') -> np.ndarray:
         TypeError: When ``image`` is something else, such as the list that MultiCrop makes.
     """
     if isinstance(image, np.ndarray):
-        return np.ascontiguousarray(image if channel_order == 'bgr' else _flipped(image))
+        return np.ascontiguousarray(image if channel_order == 'bgr' else _swap_channels(image))
     if isinstance(image, Image.Image):
         rgb = np.asarray(image if image.mode in ('L', 'RGB') else image.convert('RGB'))
     elif isinstance(image, torch.Tensor) and image.ndim == 3:
         rgb = image.as_subclass(torch.Tensor).permute(1, 2, 0).numpy()
-        rgb = rgb[..., 0] if _one(rgb) else rgb
+        rgb = rgb[..., 0] if _is_grey(rgb) else rgb
     else:
         raise TypeError(f"mmcv's transforms take one image, got {describe(image)}")
-    return np.array(_flipped(rgb), order='C')  # a copy: mmcv may write into it
+    return np.array(_swap_channels(rgb), order='C')  # a copy: mmcv may write into it
 
 
 def describe(image: Any) -> str:

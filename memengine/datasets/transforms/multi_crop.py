@@ -59,7 +59,7 @@ class MultiCrop:
         results['img'] = to_torchvision(results['img'], results.pop('channel_order', 'bgr'))
         views = []
         for num, pipeline in self.groups:
-            for view in pipeline.in_step([dict(results) for _ in range(num)]):
+            for view in pipeline.apply_to_all([dict(results) for _ in range(num)]):
                 views.append(to_torchvision(view['img'], view.get('channel_order', 'bgr')))
         results['img'] = views
         return results

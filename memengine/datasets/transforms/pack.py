@@ -37,9 +37,9 @@ class PackInputs:
         """The item that ``results`` amounts to."""
         image, order = results['img'], results.get('channel_order', 'bgr')
         inputs = (
-            [_checked(view, order) for view in image]
+            [_check_image(view, order) for view in image]
             if isinstance(image, list)
-            else _checked(image, order)
+            else _check_image(image, order)
         )
         for key in self.keys:
             if key not in results:
@@ -50,7 +50,7 @@ class PackInputs:
         return {'inputs': inputs, 'data_samples': {key: results[key] for key in self.keys}}
 
 
-def _checked(image: Any, channel_order: str) -> torch.Tensor:
+def _check_image(image: Any, channel_order: str) -> torch.Tensor:
     tensor = to_torchvision(image, channel_order)
     if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or tensor.ndim != 3:
         raise ValueError(

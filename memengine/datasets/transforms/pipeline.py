@@ -55,9 +55,9 @@ class Pipeline:
         Raises:
             ValueError: When a transform fails or returns no dict; names the transform.
         """
-        return self.in_step([results])[0]
+        return self.apply_to_all([results])[0]
 
-    def in_step(self, samples: list[Results]) -> list[Results]:
+    def apply_to_all(self, samples: list[Results]) -> list[Results]:
         """Transform several samples, each transform taking all of them before the next one does.
 
         At a few pixels a transform costs mostly the processor's cold caches, so that the views of

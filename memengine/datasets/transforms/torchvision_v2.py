@@ -62,7 +62,7 @@ class TorchvisionTransform:
             )
         bound = inspect.signature(cls).bind(*args, **kwargs)
         for name, value in bound.arguments.items():
-            bound.arguments[name] = _translated(name, value)
+            bound.arguments[name] = _parse_argument(name, value)
             _check(cls.__name__, name, bound.arguments[name])
         self.transform = cls(*bound.args, **bound.kwargs)
 
@@ -82,31 +82,31 @@ class TorchvisionTransform:
         return repr(self.transform)
 
 
-def _translated(name: str, value: Any) -> Any:
+def _parse_argument(name: str, value: Any) -> Any:
     """``value`` as torchvision takes it."""
     if isinstance(value, str):
         if name == 'interpolation':
-            return _member(v2.InterpolationMode, name, value.replace('_', '-'))
+            return _enum_member(v2.InterpolationMode, name, value.replace('_', '-'))
         if name == 'policy':
-            return _member(v2.AutoAugmentPolicy, name, value)
+            return _enum_member(v2.AutoAugmentPolicy, name, value)
         if name == 'dtype':
             dtype = getattr(torch, value, None)
             if not isinstance(dtype, torch.dtype):
                 raise ValueError(f"{name} must name a torch dtype such as 'float32', got {value!r}")
             return dtype
     if name == 'transforms' and isinstance(value, Sequence):
-        return [_inner(entry, f'{name}[{position}]') for position, entry in enumerate(value)]
+        return [_build_nested(entry, f'{name}[{position}]') for position, entry in enumerate(value)]
     return value
 
 
-def _member(enum: Any, name: str, value: str) -> Any:
+def _enum_member(enum: Any, name: str, value: str) -> Any:
     values = [member.value for member in enum]
     if value not in values:
         raise ValueError(f'{name} must be one of {", ".join(map(repr, values))}, got {value!r}')
     return enum(value)
 
 
-def _inner(cfg: Any, setting: str) -> Any:
+def _build_nested(cfg: Any, setting: str) -> Any:
     """A transform inside a torchvision transform, which calls it with the image alone."""
     built = build(TRANSFORMS, cfg, setting)
     if isinstance(built, TorchvisionTransform):

@@ -11,14 +11,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from memengine.engine.checkpoint.files import CheckpointError, safe_loading, write_whole
+from memengine.engine.checkpoint.files import CheckpointError, atomic_write, safe_loading
 from memengine.engine.checkpoint.sharded import SUFFIX, ShardedWriter, is_sharded, read_sharded
-from memengine.engine.checkpoint.state import by_index
+from memengine.engine.checkpoint.state import key_by_index
 
 __all__ = ['convert']
 
-_NOTED = ('epoch', 'iter', 'seed', 'cfg', 'experiment_name', 'time', 'samples_per_step')
-_KINDS = f'.safetensors (weights only), {SUFFIX} (sharded) or .pth (as MMEngine writes it)'
+_METADATA = ('epoch', 'iter', 'seed', 'cfg', 'experiment_name', 'time', 'samples_per_step')
+_FORMATS = f'.safetensors (weights only), {SUFFIX} (sharded) or .pth (as MMEngine writes it)'
 
 
 def convert(source: str | Path, target: str | Path) -> str:
@@ -41,7 +41,7 @@ def convert(source: str | Path, target: str | Path) -> str:
     """
     source, target = Path(source), Path(target)
     if target.suffix not in ('.safetensors', '.pth', SUFFIX):
-        raise CheckpointError(f'TARGET: {target} must end in {_KINDS}')
+        raise CheckpointError(f'TARGET: {target} must end in {_FORMATS}')
     if target.exists():
         raise CheckpointError(f'TARGET: there is {target} already')
     if not source.exists():
@@ -55,8 +55,8 @@ def convert(source: str | Path, target: str | Path) -> str:
         ShardedWriter().save(target, checkpoint)
     else:
         if 'optimizer' in checkpoint:
-            checkpoint['optimizer'] = by_index(checkpoint['optimizer'])
-        with write_whole(target) as partial:
+            checkpoint['optimizer'] = key_by_index(checkpoint['optimizer'])
+        with atomic_write(target) as partial:
             save_checkpoint(checkpoint, str(partial))
     what = f'{len(checkpoint["state_dict"])} tensor(s) of weights'
     if 'optimizer' in checkpoint and not weights_only:
@@ -84,12 +84,12 @@ def _write_safetensors(checkpoint: dict[str, Any], target: Path) -> None:
     if other:
         raise CheckpointError(f'safetensors holds tensors only, and {", ".join(other)} is none')
     meta = checkpoint.get('meta', {})
-    noted = {key: str(meta[key]) for key in _NOTED if meta.get(key) is not None}
+    noted = {key: str(meta[key]) for key in _METADATA if meta.get(key) is not None}
     held: set[int] = set()
     tensors = {}
     for name, tensor in state.items():  # safetensors wants no two tensors to share memory
         shared = tensor.untyped_storage().data_ptr() in held
         held.add(tensor.untyped_storage().data_ptr())
         tensors[name] = (tensor.clone() if shared else tensor).contiguous()
-    with write_whole(target) as partial:
+    with atomic_write(target) as partial:
         save_file(tensors, partial, metadata=noted)

@@ -23,7 +23,7 @@ import torch
 from mmengine.logging import HistoryBuffer
 from mmengine.runner import checkpoint as mm_checkpoint
 
-__all__ = ['CheckpointError', 'find_latest', 'previous', 'safe_loading', 'write_whole']
+__all__ = ['CheckpointError', 'atomic_write', 'backup_path', 'find_latest', 'safe_loading']
 
 
 class CheckpointError(ValueError):
@@ -37,7 +37,7 @@ def _log_buffer_method(owner: Any, name: str) -> Any:
     return getattr(HistoryBuffer, name)
 
 
-def _allowed() -> list[Any]:
+def _safe_globals() -> list[Any]:
     HistoryBuffer()  # fills in the names of its statistics
     dtypes = {type(np.dtype(code)) for code in np.typecodes['All']}
     # Modules are named otherwise in NumPy 1 than in NumPy 2.
@@ -52,7 +52,7 @@ def _allowed() -> list[Any]:
     return [HistoryBuffer, methods, np.ndarray, np.dtype, *dtypes, reconstruct, scalar, *moved]
 
 
-def _resolve(dotted: str) -> Any:
+def _import_name(dotted: str) -> Any:
     module, _, name = dotted.rpartition('.')
     try:
         return getattr(importlib.import_module(module), name)
@@ -84,7 +84,7 @@ def safe_loading(filename: str | Path, trusted: Iterable[str] = ()) -> Iterator[
     """
     try:
         with _safe_downloads():
-            with torch.serialization.safe_globals([*_allowed(), *map(_resolve, trusted)]):
+            with torch.serialization.safe_globals([*_safe_globals(), *map(_import_name, trusted)]):
                 yield
     except pickle.UnpicklingError as error:
         wanted = re.search(r'GLOBAL ([\w.]+)', str(error))
@@ -105,7 +105,7 @@ def safe_loading(filename: str | Path, trusted: Iterable[str] = ()) -> Iterator[
 
 
 @contextmanager
-def write_whole(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Give a path to write to, and move it to ``path`` when all is written.
 
     A process that dies in between leaves the previous file as it was.
@@ -118,7 +118,7 @@ def write_whole(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def previous(path: Path) -> Path:
+def backup_path(path: Path) -> Path:
     """Where a folder lies while another one takes its place."""
     return path.with_name(f'.{path.name}.previous')
 
@@ -137,7 +137,7 @@ def find_latest(work_dir: str | Path) -> str | Path | None:
         return text
     named = Path(text)
     for path in (named, Path(work_dir) / named.name):
-        for found in (path, previous(path)):  # the latter, of a job killed while it replaced it
+        for found in (path, backup_path(path)):  # the latter, of a job killed while it replaced it
             if found.exists():
                 return found
     raise CheckpointError(

@@ -6,7 +6,7 @@ with all the rest of what MMEngine puts into a checkpoint::
     epoch_3.dcp/
         .metadata          which part of which tensor lies in which file
         __0_0.distcp ...   tensors: each rank writes what it holds
-        run.pth            iteration, schedules, logged curves, config; and the tensors' places
+        run.pth            iteration, schedules, logged curves, config; and the tensors' paths
 
 Each rank reads only what it holds, so the number of ranks may differ between saving and loading.
 """
@@ -32,24 +32,24 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from memengine._torch_private.distributed import METADATA_GLOBALS, METADATA_MODULES
-from memengine.engine.checkpoint.files import CheckpointError, previous, safe_loading
+from memengine.engine.checkpoint.files import CheckpointError, backup_path, safe_loading
 from memengine.engine.distributed.processes import cpu_group
 
 __all__ = [
     'SUFFIX',
-    'Place',
+    'KeyPath',
     'ShardedWriter',
     'is_sharded',
-    'put_tensors',
+    'merge_tensors',
     'read_sharded',
-    'take_tensors',
+    'split_tensors',
 ]
 
 SUFFIX = '.dcp'
-_RUN = 'run.pth'
-_SMALL = ('meta', 'message_hub', 'param_schedulers')  # of rank 0 only
+_RUN_FILE = 'run.pth'
+_RANK_0_ENTRIES = ('meta', 'message_hub', 'param_schedulers')  # of rank 0 only
 
-Place = tuple[Any, ...]  # keys from the checkpoint's root to a tensor
+KeyPath = tuple[Any, ...]  # keys from the checkpoint's root to a tensor
 
 # torch's answer to a process without a group, which is all right here
 warnings.filterwarnings('ignore', 'torch.distributed is .*single process', UserWarning)
@@ -60,41 +60,41 @@ def is_sharded(path: str | Path) -> bool:
     return str(path).endswith(SUFFIX) or (Path(path) / '.metadata').is_file()
 
 
-def take_tensors(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, Tensor]]:
-    """Split a checkpoint into what is not a tensor, and its tensors by their places, in order."""
+def split_tensors(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[KeyPath, Tensor]]:
+    """Split a checkpoint into what is not a tensor, and its tensors by their paths, in order."""
     rest = dict(checkpoint)
-    tensors: dict[Place, Tensor] = {}
+    tensors: dict[KeyPath, Tensor] = {}
     for entry in checkpoint:  # in the same order on every rank
-        if entry not in _SMALL:
-            rest[entry] = _without_tensors(rest[entry], (entry,), tensors)
+        if entry not in _RANK_0_ENTRIES:
+            rest[entry] = _strip_tensors(rest[entry], (entry,), tensors)
     return rest, tensors
 
 
-def _without_tensors(tree: Any, place: Place, tensors: dict[Place, Tensor]) -> Any:
+def _strip_tensors(tree: Any, path: KeyPath, tensors: dict[KeyPath, Tensor]) -> Any:
     if not isinstance(tree, dict):
         return tree
     left = copy.copy(tree)  # keeps what else an OrderedDict carries
     for key, value in tree.items():
-        here = (*place, key)
+        here = (*path, key)
         if isinstance(value, Tensor):
             tensors[here] = left.pop(key)
         else:
-            left[key] = _without_tensors(value, here, tensors)
+            left[key] = _strip_tensors(value, here, tensors)
     return left
 
 
-def put_tensors(rest: dict[str, Any], tensors: Mapping[Place, Tensor]) -> dict[str, Any]:
-    """Undo :func:`take_tensors`, in place."""
-    for place, tensor in tensors.items():
+def merge_tensors(rest: dict[str, Any], tensors: Mapping[KeyPath, Tensor]) -> dict[str, Any]:
+    """Undo :func:`split_tensors`, in place."""
+    for path, tensor in tensors.items():
         tree = rest
-        for key in place[:-1]:
+        for key in path[:-1]:
             tree = tree[key]
-        tree[place[-1]] = tensor
+        tree[path[-1]] = tensor
     return rest
 
 
-def _name(place: Place) -> str:
-    return '/'.join(map(str, place))
+def _joined(path: KeyPath) -> str:
+    return '/'.join(map(str, path))
 
 
 class ShardedWriter:
@@ -113,7 +113,7 @@ class ShardedWriter:
         folder: Path,
         checkpoint: Mapping[str, Any],
         asynchronous: bool = False,
-        then: Callable[[], None] | None = None,
+        on_complete: Callable[[], None] | None = None,
     ) -> None:
         """Write a checkpoint.
 
@@ -124,7 +124,7 @@ class ShardedWriter:
                 them, of DTensors each rank writes its shard.
             asynchronous: Return once the tensors are copied to host memory, and write in the
                 background.
-            then: Called on rank 0 once the checkpoint is whole.
+            on_complete: Called on rank 0 once the checkpoint is whole.
 
         Raises:
             CheckpointError: When a rank cannot write; also for the checkpoint before, if that
@@ -133,25 +133,27 @@ class ShardedWriter:
         Cost: asynchronous, host memory for all that the rank holds, until it is written.
         """
         self.wait()
-        rest, tensors = take_tensors(checkpoint)
+        rest, tensors = split_tensors(checkpoint)
         partial = folder.with_name(f'.{folder.name}.partial')
         writer = dcp.FileSystemWriter(partial)
         if _rank() == 0:  # the others write once they have heard from rank 0, in _write
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True, exist_ok=True)  # another rank may have made it again
-            places = {_name(place): place for place in tensors}
-            torch.save({**rest, 'tensors': places}, partial / _RUN)
-        named = {_name(place): tensor for place, tensor in tensors.items()}
+            paths = {_joined(path): path for path in tensors}
+            torch.save({**rest, 'tensors': paths}, partial / _RUN_FILE)
+        named = {_joined(path): tensor for path, tensor in tensors.items()}
         group = cpu_group('checkpoint')
         if not asynchronous:
-            _write(writer, named, group, partial, folder, then)
+            _write(writer, named, group, partial, folder, on_complete)
             return
         # torch's own staging leaves CPU tensors uncopied in some versions, in training's hands.
         on_cpu = {name: t.detach().clone() for name, t in named.items() if t.device.type == 'cpu'}
         others = {name: t for name, t in named.items() if name not in on_cpu}
         staged = {**on_cpu, **writer.stage(others)}
         self._thread = self._thread or ThreadPoolExecutor(1, 'checkpoint')
-        self._pending = self._thread.submit(_write, writer, staged, group, partial, folder, then)
+        self._pending = self._thread.submit(
+            _write, writer, staged, group, partial, folder, on_complete
+        )
 
     def wait(self) -> None:
         """Wait until what is being written is whole, and raise what went wrong with it."""
@@ -170,19 +172,19 @@ def _write(
     group: dist.ProcessGroup | None,
     partial: Path,
     folder: Path,
-    then: Callable[[], None] | None,
+    on_complete: Callable[[], None] | None,
 ) -> None:
     """Write tensors on all ranks; on rank 0, where that ends last, put the folder in its place."""
-    with _saying(f'{folder} could not be written, the checkpoint before is whole'):
+    with _torch_error_as(f'{folder} could not be written, the checkpoint before is whole'):
         dcp.save(tensors, storage_writer=writer, process_group=group)
     if _rank() == 0:
-        _publish(partial, folder)
-        if then is not None:
-            then()
+        _replace_folder(partial, folder)
+        if on_complete is not None:
+            on_complete()
 
 
 @contextmanager
-def _saying(what: str) -> Iterator[None]:
+def _torch_error_as(what: str) -> Iterator[None]:
     """Turn torch's error, which is none of Python's ``Exception``, into a sentence."""
     try:
         yield
@@ -191,20 +193,20 @@ def _saying(what: str) -> Iterator[None]:
         raise CheckpointError(f'{what}: {"; ".join(causes)}') from error
 
 
-def _publish(partial: Path, folder: Path) -> None:
-    """Move a folder that is whole to its place; in between, the old one is :func:`previous`."""
-    shutil.rmtree(previous(folder), ignore_errors=True)
+def _replace_folder(partial: Path, folder: Path) -> None:
+    """Move a folder that is whole to its place; in between, the old one is :func:`backup_path`."""
+    shutil.rmtree(backup_path(folder), ignore_errors=True)
     if folder.exists():
-        os.replace(folder, previous(folder))
+        os.replace(folder, backup_path(folder))
     os.replace(partial, folder)
-    shutil.rmtree(previous(folder), ignore_errors=True)
+    shutil.rmtree(backup_path(folder), ignore_errors=True)
 
 
 def read_sharded(
     folder: Path,
     trusted: Sequence[str] = (),
     entries: Callable[[str], bool] = lambda entry: True,
-    like: Callable[[Place, torch.Size], Tensor | None] = lambda place, size: None,
+    template: Callable[[KeyPath, torch.Size], Tensor | None] = lambda path, size: None,
 ) -> dict[str, Any]:
     """Read a sharded checkpoint as the nested dict that was saved.
 
@@ -212,38 +214,38 @@ def read_sharded(
         folder: The checkpoint.
         trusted: See :func:`memengine.engine.checkpoint.files.safe_loading`.
         entries: Which entries of the checkpoint are read.
-        like: A tensor that is laid out as the one at this place shall be (a DTensor, of which
+        template: A tensor that is laid out as the one at this path shall be (a DTensor, of which
             only this rank's shard is read), or None for a whole tensor on the CPU.
 
     Raises:
         CheckpointError: When it is incomplete, damaged or not safe to read.
     """
     known = _read_metadata(folder)
-    with safe_loading(folder / _RUN, trusted):
-        rest = torch.load(folder / _RUN, map_location='cpu')
-    places = {name: place for name, place in rest.pop('tensors').items() if entries(place[0])}
+    with safe_loading(folder / _RUN_FILE, trusted):
+        rest = torch.load(folder / _RUN_FILE, map_location='cpu')
+    paths = {name: path for name, path in rest.pop('tensors').items() if entries(path[0])}
     tensors = {}
-    for name, place in places.items():
+    for name, path in paths.items():
         if name not in known:
             raise CheckpointError(f'{folder} is incomplete: there is no {name} in it')
         kind: TensorStorageMetadata = known[name]
-        as_held = like(place, kind.size)
+        as_held = template(path, kind.size)
         tensors[name] = (
             torch.empty(kind.size, dtype=kind.properties.dtype)
             if as_held is None
             else torch.empty_like(as_held, dtype=kind.properties.dtype)
         )
-    with _saying(f'{folder} is damaged or incomplete'):
+    with _torch_error_as(f'{folder} is damaged or incomplete'):
         dcp.load(
             tensors,
             storage_reader=dcp.FileSystemReader(folder),
             process_group=cpu_group('checkpoint'),
         )
     rest = {entry: value for entry, value in rest.items() if entries(entry)}
-    return put_tensors(rest, {places[name]: tensor for name, tensor in tensors.items()})
+    return merge_tensors(rest, {paths[name]: tensor for name, tensor in tensors.items()})
 
 
-class _MetadataReader(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     """Reads a ``.metadata`` file, which torch unpickles without looking what is in it."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -264,13 +266,13 @@ def _is_record(cls: Any, module: str) -> bool:
 
 
 def _read_metadata(folder: Path) -> dict[str, Any]:
-    if not (folder / '.metadata').is_file() or not (folder / _RUN).is_file():
+    if not (folder / '.metadata').is_file() or not (folder / _RUN_FILE).is_file():
         raise CheckpointError(
             f'{folder} is no sharded checkpoint, or not a whole one: '
-            f'there has to be a .metadata and a {_RUN} in it'
+            f'there has to be a .metadata and a {_RUN_FILE} in it'
         )
     with open(folder / '.metadata', 'rb') as file:
         try:
-            return _MetadataReader(file).load().state_dict_metadata
+            return _MetadataUnpickler(file).load().state_dict_metadata
         except (pickle.UnpicklingError, EOFError, AttributeError, IndexError) as error:
             raise CheckpointError(f'{folder}/.metadata is damaged: {error}') from error

@@ -25,28 +25,28 @@ from torch.optim import Optimizer
 
 from memengine.engine.checkpoint.files import safe_loading
 from memengine.engine.checkpoint.sharded import (
-    Place,
+    KeyPath,
     is_sharded,
-    put_tensors,
+    merge_tensors,
     read_sharded,
-    take_tensors,
+    split_tensors,
 )
 from memengine.engine.step import unwrap
 
 __all__ = [
-    'Layout',
-    'by_index',
-    'by_name',
+    'ShardLayout',
     'check_samples_per_step',
-    'is_spread',
+    'gather_state',
+    'is_sharded_model',
+    'key_by_index',
+    'key_by_name',
     'read_checkpoint',
     'run_state',
     'samples_per_step',
-    'whole',
 ]
 
 
-def is_spread(model: nn.Module) -> bool:
+def is_sharded_model(model: nn.Module) -> bool:
     """Whether ranks hold shards of the model (``fully_shard``) rather than all of it."""
     return any(isinstance(p, DTensor) for p in model.parameters())
 
@@ -104,9 +104,9 @@ def run_state(
     schedulers = runner.param_schedulers
     if save_param_scheduler and schedulers is not None:
         checkpoint['param_schedulers'] = (
-            {name: _states(several) for name, several in schedulers.items()}
+            {name: _scheduler_states(several) for name, several in schedulers.items()}
             if isinstance(schedulers, dict)
-            else _states(schedulers)
+            else _scheduler_states(schedulers)
         )
     runner.call_hook('before_save_checkpoint', checkpoint=checkpoint)
     if get_rank():  # running statistics differ between ranks: rank 0's count, as with MMEngine
@@ -116,29 +116,29 @@ def run_state(
     return checkpoint
 
 
-def _states(schedulers: Any) -> list[dict[str, Any]]:
+def _scheduler_states(schedulers: Any) -> list[dict[str, Any]]:
     return [scheduler.state_dict() for scheduler in schedulers]
 
 
-def whole(tree: Any) -> Any:
+def gather_state(tree: Any) -> Any:
     """The same nested dicts and lists on the CPU, with the shards of all ranks put together.
 
     All ranks call it; it gathers one tensor at a time, and only rank 0 keeps it.
     """
     if isinstance(tree, dict):
         same = copy.copy(tree)  # keeps what else an OrderedDict carries
-        same.update((key, whole(value)) for key, value in tree.items())
+        same.update((key, gather_state(value)) for key, value in tree.items())
         return same
     if isinstance(tree, (list, tuple)):
-        return type(tree)(map(whole, tree))
+        return type(tree)(map(gather_state, tree))
     if isinstance(tree, DTensor):
         full = tree.full_tensor()
         return full.cpu() if get_rank() == 0 else None
     return tree.detach().cpu() if isinstance(tree, Tensor) else tree
 
 
-def _optimizers(optim_wrapper: Any) -> Iterator[tuple[Place, Optimizer]]:
-    """The optimisers, with the place of their state below ``checkpoint['optimizer']``."""
+def _optimizers(optim_wrapper: Any) -> Iterator[tuple[KeyPath, Optimizer]]:
+    """The optimisers, with the path of their state below ``checkpoint['optimizer']``."""
     if isinstance(optim_wrapper, OptimWrapperDict):
         for name, wrapper in optim_wrapper.items():
             yield (name,), wrapper.optimizer
@@ -153,44 +153,46 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     return [names.get(id(p), f'parameter {i}') for i, p in enumerate(parameters)]
 
 
-def by_name(states: dict[str, Any], model: nn.Module, optim_wrapper: Any) -> dict[str, Any]:
+def key_by_name(states: dict[str, Any], model: nn.Module, optim_wrapper: Any) -> dict[str, Any]:
     """An optimiser wrapper's state with parameters' names instead of numbers."""
-    for place, optimizer in _optimizers(optim_wrapper):
+    for path, optimizer in _optimizers(optim_wrapper):
         names = parameter_names(model, optimizer)
 
         def rename(state: dict[str, Any], names: list[str] = names) -> dict[str, Any]:
             return {
                 **state,
                 'names': names,
-                'state': _renamed(state['state'], dict(enumerate(names))),
+                'state': _rename_keys(state['state'], dict(enumerate(names))),
             }
 
-        states = _at(states, place, rename)
+        states = _change_at(states, path, rename)
     return states
 
 
-def by_index(states: dict[str, Any]) -> dict[str, Any]:
-    """Undo :func:`by_name`, wherever it was applied; what has numbers already stays."""
+def key_by_index(states: dict[str, Any]) -> dict[str, Any]:
+    """Undo :func:`key_by_name`, wherever it was applied; what has numbers already stays."""
     if 'names' in states:
         numbers = {name: i for i, name in enumerate(states['names'])}
-        states = {**states, 'state': _renamed(states['state'], numbers)}
+        states = {**states, 'state': _rename_keys(states['state'], numbers)}
         del states['names']
         return states
     return {
-        key: by_index(value) if isinstance(value, dict) and 'names' in value else value
+        key: key_by_index(value) if isinstance(value, dict) and 'names' in value else value
         for key, value in states.items()
     }
 
 
-def _renamed(state: Mapping[Any, Any], names: Mapping[Any, Any]) -> dict[Any, Any]:
+def _rename_keys(state: Mapping[Any, Any], names: Mapping[Any, Any]) -> dict[Any, Any]:
     return {names[key]: value for key, value in state.items()}
 
 
-def _at(tree: dict[str, Any], place: Place, change: Callable[[Any], Any]) -> dict[str, Any]:
-    return change(tree) if not place else {**tree, place[0]: _at(tree[place[0]], place[1:], change)}
+def _change_at(tree: dict[str, Any], path: KeyPath, change: Callable[[Any], Any]) -> dict[str, Any]:
+    return (
+        change(tree) if not path else {**tree, path[0]: _change_at(tree[path[0]], path[1:], change)}
+    )
 
 
-class Layout:
+class ShardLayout:
     """How this run's ranks hold what a checkpoint contains.
 
     Args:
@@ -206,18 +208,18 @@ class Layout:
         held = [*bare.named_parameters(), *bare.named_buffers()]
         self._shards = {name: t for name, t in held if isinstance(t, DTensor)}
         self._revise_keys = revise_keys
-        self._names: dict[Place, list[str]] = {}
+        self._names: dict[KeyPath, list[str]] = {}
         if optim_wrapper is not None:
-            for place, optimizer in _optimizers(optim_wrapper):
-                below: Place = ('optimizer', *place)
+            for path, optimizer in _optimizers(optim_wrapper):
+                below: KeyPath = ('optimizer', *path)
                 self._names[below] = parameter_names(model, optimizer)
 
-    def like(self, place: Place, size: torch.Size) -> Tensor | None:
-        """The DTensor as which the checkpoint's tensor at ``place`` is held; None if held whole."""
-        for at, key in enumerate(place):
+    def template(self, path: KeyPath, size: torch.Size) -> Tensor | None:
+        """The DTensor as which the checkpoint's tensor at ``path`` is held; None if held whole."""
+        for at, key in enumerate(path):
             name = key
             if isinstance(key, int):  # the number of a parameter, below (..., 'state')
-                names = self._names.get(place[: at - 1], [])
+                names = self._names.get(path[: at - 1], [])
                 name = names[key] if key < len(names) else None
             for pattern, replacement in self._revise_keys if isinstance(name, str) else ():
                 name = re.sub(pattern, replacement, name)
@@ -226,9 +228,9 @@ class Layout:
                 return shard
         return None
 
-    def spread(self, place: Place, tensor: Tensor) -> Tensor:
+    def shard(self, path: KeyPath, tensor: Tensor) -> Tensor:
         """This rank's shard of a whole tensor that every rank has; the tensor if held whole."""
-        shard = None if isinstance(tensor, DTensor) else self.like(place, tensor.shape)
+        shard = None if isinstance(tensor, DTensor) else self.template(path, tensor.shape)
         if not isinstance(shard, DTensor):
             return tensor
         device = shard.to_local().device
@@ -236,7 +238,7 @@ class Layout:
 
 
 def read_checkpoint(
-    filename: str, trusted: Sequence[str], layout: Layout, with_optimizer: bool
+    filename: str, trusted: Sequence[str], layout: ShardLayout, with_optimizer: bool
 ) -> dict[str, Any]:
     """Read a checkpoint of any kind as MMEngine's dict, laid out as this run's ranks hold it.
 
@@ -251,9 +253,9 @@ def read_checkpoint(
         return with_optimizer or entry != 'optimizer'
 
     if is_sharded(filename):
-        checkpoint = read_sharded(Path(filename), trusted, wanted, layout.like)
+        checkpoint = read_sharded(Path(filename), trusted, wanted, layout.template)
         if 'optimizer' in checkpoint:
-            checkpoint['optimizer'] = by_index(checkpoint['optimizer'])
+            checkpoint['optimizer'] = key_by_index(checkpoint['optimizer'])
         return checkpoint
     if filename.endswith('.safetensors'):
         checkpoint = dict(meta={}, state_dict=load_file(filename))
@@ -261,5 +263,5 @@ def read_checkpoint(
         with safe_loading(filename, trusted):
             checkpoint = _load_checkpoint(filename, map_location='cpu')
         checkpoint = {entry: value for entry, value in checkpoint.items() if wanted(entry)}
-    rest, tensors = take_tensors(checkpoint)
-    return put_tensors(rest, {place: layout.spread(place, t) for place, t in tensors.items()})
+    rest, tensors = split_tensors(checkpoint)
+    return merge_tensors(rest, {path: layout.shard(path, t) for path, t in tensors.items()})

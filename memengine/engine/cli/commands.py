@@ -12,7 +12,7 @@ from mmengine.config import Config
 from memengine.engine.checkpoint.files import find_latest
 from memengine.engine.checkpoint.sharded import is_sharded
 from memengine.engine.config.check import ConfigError, check_config
-from memengine.engine.config.file import load_config, near_files
+from memengine.engine.config.file import load_config, similar_files
 from memengine.engine.config.types import arguments_of, find_type
 from memengine.engine.distributed.threads import set_threads
 from memengine.registry import RUNNERS
@@ -32,7 +32,7 @@ def read_config(args: argparse.Namespace) -> Config:
         ConfigError: With all that is wrong.
     """
     if args.command == 'test':
-        _must_exist(args.checkpoint, 'CHECKPOINT')
+        _check_exists(args.checkpoint, 'CHECKPOINT')
     cfg = load_config(args.config, args.cfg_options)
     cfg.setdefault('default_scope', 'memengine')
     _set_launcher(cfg, args.launcher)
@@ -67,9 +67,9 @@ def test(cfg: Config) -> None:
 
 def convert(source: str, target: str) -> str:
     """Write a checkpoint in another form; returns what was done."""
-    from memengine.engine.checkpoint.convert import convert as carry_out
+    from memengine.engine.checkpoint.convert import convert as convert_checkpoint
 
-    return carry_out(source, target)
+    return convert_checkpoint(source, target)
 
 
 def _build(cfg: Config, loader: str) -> Any:
@@ -78,10 +78,10 @@ def _build(cfg: Config, loader: str) -> Any:
     return RUNNERS.build(cfg)
 
 
-def _must_exist(checkpoint: str, option: str) -> None:
+def _check_exists(checkpoint: str, option: str) -> None:
     is_there = os.path.isfile(checkpoint) or is_sharded(checkpoint) and os.path.isdir(checkpoint)
     if '://' not in checkpoint and not is_there:
-        like = near_files(checkpoint, ('*.pth', '*.dcp', '*.safetensors'))
+        like = similar_files(checkpoint, ('*.pth', '*.dcp', '*.safetensors'))
         raise ConfigError(f'{option}: there is no checkpoint {checkpoint}{like}')
 
 
@@ -115,7 +115,7 @@ def _set_train_options(cfg: Config, args: argparse.Namespace) -> None:
     if args.resume in (True, 'auto'):
         _resume_latest(cfg)
     elif args.resume is not None:
-        _must_exist(args.resume, '--resume')
+        _check_exists(args.resume, '--resume')
         cfg.resume, cfg.load_from = True, args.resume
 
 

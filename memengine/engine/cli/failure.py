@@ -15,10 +15,10 @@ from memengine.suggest import did_you_mean
 
 __all__ = ['explain', 'explain_lost_connection', 'lost_connection']
 
-LONGEST = 1000
+MAX_LENGTH = 1000
 
 # Errors whose text says what happened; others need their name, and where they happened.
-_TELLING = (ValueError, OSError, RuntimeError, ImportError, NotImplementedError)
+_SELF_EXPLANATORY = (ValueError, OSError, RuntimeError, ImportError, NotImplementedError)
 
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|Unable to allocate|bad_alloc"
@@ -31,7 +31,7 @@ _CONNECTION = re.compile(
     r'|gloo/transport|pair closure',
     re.IGNORECASE,
 )
-_WORKER = re.compile(r'Caught (\w+) in DataLoader worker process \d+\.\s+Original Traceback')
+_WORKER_ERROR = re.compile(r'Caught (\w+) in DataLoader worker process \d+\.\s+Original Traceback')
 _CLASS_PREFIXES = re.compile(
     r'(?:class `(\w+)` in [\w./\\-]+: )+'
 )  # of MMEngine's older registries
@@ -51,12 +51,12 @@ def explain(error: BaseException, cfg: Mapping[str, Any] | None = None) -> str:
     """
     if hasattr(error, 'problems'):
         return str(error)
-    text = _cause(error)
+    text = _message(error)
     if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(text):
         return _out_of_memory(text, cfg)
-    if not isinstance(error, _TELLING) or not text:
+    if not isinstance(error, _SELF_EXPLANATORY) or not text:
         text = f'{type(error).__name__}: {text}' if text else type(error).__name__
-    return _setting(error, cfg) + text + _likely(error) + _place(error)
+    return _setting_prefix(error, cfg) + text + _similar_names(error) + _location(error)
 
 
 def lost_connection(error: BaseException) -> bool:
@@ -76,19 +76,19 @@ def explain_lost_connection(error: BaseException, cfg: Mapping[str, Any] | None 
     )
 
 
-def _cause(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     """The error's own words, on one line."""
     text = (
         str(error.args[0]) if isinstance(error, KeyError) and len(error.args) == 1 else str(error)
     )
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         text = f'{error.strerror}: {error.filename}'
-    if worker := _WORKER.search(text):
+    if worker := _WORKER_ERROR.search(text):
         text = text.rpartition(f'\n{worker[1]}: ')[2] or text
     if prefixes := _CLASS_PREFIXES.match(text):
         text = f'{prefixes[1]}: {text[prefixes.end() :]}'
     text = ' '.join(_ADDRESS.sub(r'\1', text).split())
-    return text if len(text) <= LONGEST else f'{text[:LONGEST]} ...'
+    return text if len(text) <= MAX_LENGTH else f'{text[:MAX_LENGTH]} ...'
 
 
 def _out_of_memory(text: str, cfg: Mapping[str, Any] | None) -> str:
@@ -112,21 +112,21 @@ def _out_of_memory(text: str, cfg: Mapping[str, Any] | None) -> str:
     )
 
 
-def _likely(error: BaseException) -> str:
+def _similar_names(error: BaseException) -> str:
     """The names near an argument that was not expected, or near a key that was not there."""
     if isinstance(error, KeyError) and len(error.args) == 1 and isinstance(error.args[0], str):
-        held = [v for v in _locals(error) if isinstance(v, Mapping)]
+        held = [v for v in _innermost_locals(error) if isinstance(v, Mapping)]
         return did_you_mean(error.args[0], {k for v in held for k in v if isinstance(k, str)})
     for cause in (error, error.__cause__):
         unexpected = _UNEXPECTED.search(str(cause)) if isinstance(cause, TypeError) else None
         if cause is not None and unexpected and 'Did you mean' not in str(cause):
-            for value in _locals(cause):
+            for value in _innermost_locals(cause):
                 if callable(value) and getattr(value, '__name__', None) == unexpected[1]:
                     return did_you_mean(unexpected[2], arguments_of(value).names)
     return ''
 
 
-def _locals(error: BaseException) -> list[Any]:
+def _innermost_locals(error: BaseException) -> list[Any]:
     """What the function that raised had at hand."""
     return [value for frame in _frames(error)[-1:] for value in frame.f_locals.values()]
 
@@ -135,27 +135,27 @@ def _frames(error: BaseException) -> list[Any]:
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
-def _is_users(frame: Any) -> bool:
+def _is_user_code(frame: Any) -> bool:
     """Whether the code is neither memengine's, nor a library's, nor the script that started all."""
     file, module = frame.f_code.co_filename, frame.f_globals.get('__name__')
     libraries = (str(Path(__file__).parents[1]), sysconfig.get_path('stdlib'), '<')
     return 'site-packages' not in file and module != '__main__' and not file.startswith(libraries)
 
 
-def _is_ours(frame: Any) -> bool:
+def _is_memengine_code(frame: Any) -> bool:
     return frame.f_code.co_filename.startswith(str(Path(__file__).parents[1]))
 
 
-def _place(error: BaseException) -> str:
+def _location(error: BaseException) -> str:
     """File and line, where the error's own words may not be enough to find it.
 
     Of an error that the user's code or a library ran into, not of one that was raised on purpose:
     the innermost line of the user's code, or else the innermost line.
     """
     steps = list(traceback.walk_tb(error.__traceback__))
-    users = [step for step in steps if _is_users(step[0])]
-    on_purpose = not users or steps[-1] == users[-1] or _is_ours(steps[-1][0])
-    if _WORKER.search(str(error)) or (isinstance(error, _TELLING) and on_purpose):
+    users = [step for step in steps if _is_user_code(step[0])]
+    on_purpose = not users or steps[-1] == users[-1] or _is_memengine_code(steps[-1][0])
+    if _WORKER_ERROR.search(str(error)) or (isinstance(error, _SELF_EXPLANATORY) and on_purpose):
         return ''
     for frame, line in (users or steps)[-1:]:
         file = Path(frame.f_code.co_filename)
@@ -163,21 +163,21 @@ def _place(error: BaseException) -> str:
     return ''
 
 
-def _setting(error: BaseException, cfg: Mapping[str, Any] | None) -> str:
+def _setting_prefix(error: BaseException, cfg: Mapping[str, Any] | None) -> str:
     """``'model.backbone (TimmBackbone): '`` when that was being built or at work; else nothing."""
     if cfg is None:
         return ''
     path: list[str] = []
     name, subtree = '', cfg
-    for built in _being_built(error):
-        found = _find(built, subtree)
+    for built in _configs_being_built(error):
+        found = _find_origin(built, subtree)
         if found is not None:
             below, subtree = found
             path += below
             kind = built.get('type', '')
             name = str(getattr(kind, '__name__', kind))
     if not path:
-        path, name = _at_work(error, cfg)
+        path, name = _setting_on_stack(error, cfg)
     if not path:
         return ''
     return (
@@ -185,10 +185,10 @@ def _setting(error: BaseException, cfg: Mapping[str, Any] | None) -> str:
     )
 
 
-def _at_work(error: BaseException, cfg: Mapping[str, Any]) -> tuple[list[str], str]:
+def _setting_on_stack(error: BaseException, cfg: Mapping[str, Any]) -> tuple[list[str], str]:
     """Path and type of the innermost object on the stack that is of one type of the config."""
     paths: dict[str, list[list[str]]] = {}
-    for path, entry in _dicts(cfg, []):
+    for path, entry in _nested_dicts(cfg, []):
         kind = entry.get('type')
         name = kind.rpartition('.')[2] if isinstance(kind, str) else getattr(kind, '__name__', '')
         paths.setdefault(name, []).append(path)
@@ -199,7 +199,7 @@ def _at_work(error: BaseException, cfg: Mapping[str, Any]) -> tuple[list[str], s
     return [], ''
 
 
-def _being_built(error: BaseException) -> Iterator[Mapping[str, Any]]:
+def _configs_being_built(error: BaseException) -> Iterator[Mapping[str, Any]]:
     """The configs from which something was being built, outermost first."""
     for frame in _frames(error):
         code = frame.f_code
@@ -208,13 +208,13 @@ def _being_built(error: BaseException) -> Iterator[Mapping[str, Any]]:
             yield from [each for each in arguments if isinstance(each, Mapping)][:1]
 
 
-def _find(config: Mapping[str, Any], tree: Any) -> tuple[list[str], Any] | None:
+def _find_origin(config: Mapping[str, Any], tree: Any) -> tuple[list[str], Any] | None:
     """Path and value of the dict in ``tree`` that ``config`` was made from."""
-    found = [(path, entry) for path, entry in _dicts(tree, []) if _holds(config, entry)]
+    found = [(path, entry) for path, entry in _nested_dicts(tree, []) if _made_from(config, entry)]
     return max(found, key=lambda pair: len(pair[1]), default=None)  # the first of the fullest
 
 
-def _dicts(tree: Any, path: list[str]) -> Iterator[tuple[list[str], Mapping[str, Any]]]:
+def _nested_dicts(tree: Any, path: list[str]) -> Iterator[tuple[list[str], Mapping[str, Any]]]:
     """All dicts below ``tree`` that are not empty, outer ones first."""
     is_list = isinstance(tree, (list, tuple))
     for key, entry in enumerate(tree) if is_list else tree.items():
@@ -222,20 +222,20 @@ def _dicts(tree: Any, path: list[str]) -> Iterator[tuple[list[str], Mapping[str,
         if isinstance(entry, Mapping) and entry:
             yield below, entry
         if isinstance(entry, (Mapping, list, tuple)):
-            yield from _dicts(entry, below)
+            yield from _nested_dicts(entry, below)
 
 
-def _holds(config: Any, origin: Any) -> bool:
+def _made_from(config: Any, origin: Any) -> bool:
     """Whether ``config`` has all that ``origin`` says; builders add arguments of their own."""
     if isinstance(origin, Mapping):
         return isinstance(config, Mapping) and all(
             key == 'priority'
-            or (key in config and _holds(config[key], value))  # taken out of hooks
+            or (key in config and _made_from(config[key], value))  # taken out of hooks
             for key, value in origin.items()
         )
     if isinstance(origin, (list, tuple)):
         same_length = isinstance(config, (list, tuple)) and len(config) == len(origin)
-        return same_length and all(map(_holds, config, origin))
+        return same_length and all(map(_made_from, config, origin))
     if isinstance(origin, (str, int, float)) or origin is None:
         return type(config) is type(origin) and config == origin
     return type(config) is type(origin)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ['main']
 
-_RANK = ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK', 'PMI_RANK')
+_RANK_VARIABLES = ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK', 'PMI_RANK')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,19 +40,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
         # Last, so that nothing that is installed is hidden by a file of the user's.
         sys.path += [os.getcwd(), str(Path(args.config).resolve().parent)]
-    run = _Run(args)
+    command = _Command(args)
     try:
-        run.carry_out()
+        command.execute()
     except KeyboardInterrupt:
-        run.say(run.interrupted())
+        command.print_error(command.interrupt_message())
         return 130
     except Exception as error:
-        run.fail(error)
+        command.report_error(error)
         return 1
     return 0
 
 
-class _Run:
+class _Command:
     """One command, and how it speaks to the user.
 
     Attributes:
@@ -64,9 +64,9 @@ class _Run:
         self.args = args
         self.cfg: Config | None = None
 
-    def carry_out(self) -> None:
+    def execute(self) -> None:
         """Do what the command line asks for."""
-        _let_threads_sleep()
+        _limit_thread_spinning()
         if self.args.command == 'techniques':
             from memengine.engine.cli.techniques import describe, list_techniques
 
@@ -83,7 +83,7 @@ class _Run:
         else:
             commands.test(self.cfg)
 
-    def say(self, text: str) -> None:
+    def print_error(self, text: str) -> None:
         """Print to stderr; with several ranks the rank comes first."""
         rank = self._rank()
         who = 'memengine' if rank is None else f'memengine [rank {rank}]'
@@ -94,9 +94,9 @@ class _Run:
         launcher = getattr(self.args, 'launcher', None) or (self.cfg or {}).get('launcher', 'none')
         if launcher == 'none':
             return None
-        return next((os.environ[name] for name in _RANK if name in os.environ), None)
+        return next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), None)
 
-    def interrupted(self) -> str:
+    def interrupt_message(self) -> str:
         """What an interrupt is answered with."""
         work_dir = Path((self.cfg or {}).get('work_dir', ''))
         if self.args.command != 'train' or not (work_dir / 'last_checkpoint').is_file():
@@ -107,22 +107,22 @@ class _Run:
         where = f' --work-dir {work_dir}' if self.args.work_dir else ''
         return f'interrupted; go on with: memengine train {self.args.config}{where} --resume'
 
-    def fail(self, error: Exception) -> None:
+    def report_error(self, error: Exception) -> None:
         """Say what went wrong: in a sentence, with ``--debug`` below the traceback."""
         from memengine.engine.cli.failure import explain, explain_lost_connection, lost_connection
 
         if self.args.debug:
             traceback.print_exception(error)
         if lost_connection(error):
-            self.say(f'error: {explain_lost_connection(error, self.cfg)}')
+            self.print_error(f'error: {explain_lost_connection(error, self.cfg)}')
             return
         problems = explain(error, self.cfg).splitlines()
         if len(problems) > 1:
             problems = [f'{len(problems)} problems in the config', *problems]
-        self.say('error: ' + '\n  '.join(problems))
+        self.print_error('error: ' + '\n  '.join(problems))
         if not self.args.debug and not hasattr(error, 'problems'):
             log = _log_traceback(error) or self._write_traceback(error)
-            self.say(
+            self.print_error(
                 f'run again with --debug for the traceback{f" (it is in {log})" if log else ""}'
             )
 
@@ -136,7 +136,7 @@ class _Run:
         return str(path)
 
 
-def _let_threads_sleep() -> None:
+def _limit_thread_spinning() -> None:
     """Have torch's threads spin for a moment only when they wait; to be called before torch loads.
 
     A thread that waits for the others spins for milliseconds by default (GNU's OpenMP). Where

@@ -43,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the usage and the error, and exit with status 2."""
         if 'invalid choice' in message:
-            message += _hint(message.split("'")[1], self._words(''))
+            message += _hint(message.split("'")[1], self._known_words(''))
         super().error(message)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -53,10 +53,10 @@ class _Parser(argparse.ArgumentParser):
             unknown = next((word for word in left if word.startswith('-')), left[0])
             option = unknown.partition('=')[0]
             parser: _Parser = getattr(parsed, 'parser', self)
-            parser.error(f'unknown argument {option}{_hint(option, parser._words("--"))}')
+            parser.error(f'unknown argument {option}{_hint(option, parser._known_words("--"))}')
         return parsed
 
-    def _words(self, prefix: str) -> Iterable[str]:
+    def _known_words(self, prefix: str) -> Iterable[str]:
         for action in self._actions:
             for word in (*action.option_strings, *(action.choices or ())):
                 if word.startswith(prefix) and action.help is not argparse.SUPPRESS:
@@ -68,7 +68,7 @@ def _hint(word: str, words: Iterable[str]) -> str:
     return f': did you mean {" or ".join(found)}?' if found else ''
 
 
-class _Options(argparse.Action):
+class _ParseOptions(argparse.Action):
     """``KEY=VALUE ...`` with MMEngine's reading of values: numbers, True, None, [a,b], (a,b)."""
 
     def __call__(
@@ -180,7 +180,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--cfg-options',
         nargs='+',
-        action=_Options,
+        action=_ParseOptions,
         metavar='KEY=VALUE',
         help='set entries of the config, as optim_wrapper.optimizer.lr=1e-3 or '
         'param_scheduler.0.end=5; a list is [a,b], a tuple (a,b)',

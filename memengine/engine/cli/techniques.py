@@ -64,14 +64,14 @@ def describe(key: str) -> str:
 
 def _settings(technique: Technique[Any]) -> list[str]:
     """Two lines for each setting: its type, default and unit; its help."""
-    place = technique.name.partition('=')[0]
-    place = place if technique.apply else place.rpartition('.')[0]
+    path = technique.name.partition('=')[0]
+    path = path if technique.apply else path.rpartition('.')[0]
     lines = []
     for name, one in settings_of(technique.settings).items():
         unit = one.field.metadata['unit']
         default = '' if one.is_required else f'; default {one.field.default!r}'
         lines += [
-            f'{place}.{name}: {one.wanted}{unit and f" ({unit})"}{default}',
+            f'{path}.{name}: {one.wanted}{unit and f" ({unit})"}{default}',
             f'    {one.field.metadata["help"]}',
         ]
     return [*lines, ''] if lines else []

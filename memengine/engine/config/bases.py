@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ['files_of', 'used_names']
+__all__ = ['config_files', 'used_names']
 
 
 def used_names(file: Path) -> set[str]:
@@ -17,7 +17,7 @@ def used_names(file: Path) -> set[str]:
         file: The config; one that is not there or not in Python uses none.
     """
     names: set[str] = set()
-    for path, _ in files_of(file):
+    for path, _ in config_files(file):
         if path.suffix == '.py' and path.is_file():
             text = path.read_text(encoding='utf-8')
             names |= set(re.findall(r'_base_\.(\w+)', text))
@@ -26,25 +26,27 @@ def used_names(file: Path) -> set[str]:
     return names
 
 
-def files_of(file: Path, through: tuple[Path, ...] = ()) -> Iterator[tuple[Path, Path | None]]:
+def config_files(
+    file: Path, including: tuple[Path, ...] = ()
+) -> Iterator[tuple[Path, Path | None]]:
     """A config and all that it builds on, each with the file that names it.
 
     Args:
         file: The config.
-        through: The files that lead to it, the outermost first.
+        including: The files that lead to it, the outermost first.
 
     Raises:
         SyntaxError: With the file's name.
     """
     file = file.resolve()
-    yield file, (through[-1] if through else None)
-    if file.suffix != '.py' or not file.is_file() or file in through:
+    yield file, (including[-1] if including else None)
+    if file.suffix != '.py' or not file.is_file() or file in including:
         return
     for node in ast.walk(ast.parse(file.read_text(encoding='utf-8'), str(file))):
         if isinstance(node, ast.Assign) and '_base_' in map(ast.unparse, node.targets):
             for constant in ast.walk(node.value):
                 if isinstance(constant, ast.Constant) and isinstance(constant.value, str):
-                    yield from files_of(file.parent / constant.value, (*through, file))
+                    yield from config_files(file.parent / constant.value, (*including, file))
         elif isinstance(node, ast.ImportFrom) and node.level > 0 and node.module:
             module = Path(*['..'] * (node.level - 1), *node.module.split('.'))
-            yield from files_of(file.parent / f'{module}.py', (*through, file))
+            yield from config_files(file.parent / f'{module}.py', (*including, file))

@@ -19,10 +19,16 @@ from mmengine.config import Config
 from memengine.engine.apply import refusals
 from memengine.engine.config.bases import used_names
 from memengine.engine.config.checker import Checker
-from memengine.engine.config.schema import FREE_KEYS, TOP_KEYS, TOP_PLACES, TOP_VALUES, TRIPLETS
+from memengine.engine.config.runner_schema import (
+    FREE_KEYS,
+    TOP_CONSTRAINTS,
+    TOP_KEYS,
+    TOP_SCHEMAS,
+    TRIPLETS,
+)
 from memengine.engine.config.types import arguments_of, find_type
 from memengine.engine.hooks.technique import register_hooks
-from memengine.suggest import ONE_SLIP, STRICT, did_you_mean, near
+from memengine.suggest import ONE_LETTER, STRICT, did_you_mean, similar
 from memengine.techniques.technique import Technique, techniques
 
 __all__ = ['ConfigError', 'check_config', 'import_custom_modules', 'known_keys']
@@ -57,18 +63,18 @@ def check_config(cfg: Config | Mapping[str, Any]) -> None:
     """
     import_custom_modules(cfg)
     checker = Checker(_scope_of(cfg))
-    entries = _resolved(cfg, '', checker)
+    entries = _plain_dicts(cfg, '', checker)
     if checker.problems:
         raise ConfigError(checker.problems)
     known = known_keys(cfg)
     unknown = _unknown_keys(cfg, entries, known)
     for key in unknown:
-        advice = '' if near(key, known, STRICT) else '; a key of your own goes below vars=dict(...)'
-        checker.problems.append(f"unknown key '{key}'{did_you_mean(key, known)}{advice}")
+        own = '' if similar(key, known, STRICT) else '; a key of your own goes below vars=dict(...)'
+        checker.problems.append(f"unknown key '{key}'{did_you_mean(key, known)}{own}")
     for key, value in entries.items():
         if key in known:
             _check_entry(checker, key, value)
-    _check_what_is_missing(checker, entries, unknown)
+    _check_missing(checker, entries, unknown)
     if not checker.problems:
         checker.problems += _refused_pairs(entries)
     if checker.problems:
@@ -121,10 +127,12 @@ def _keyed_techniques() -> dict[str, Technique[Any]]:
     return {key: technique for key, technique in techniques().items() if technique.apply}
 
 
-def _resolved(value: Any, path: str, checker: Checker) -> Any:
+def _plain_dicts(value: Any, path: str, checker: Checker) -> Any:
     """The same in plain dicts; a config of MMEngine's new style imports what it names on access."""
     if isinstance(value, (list, tuple)):
-        return [_resolved(entry, f'{path}.{index}', checker) for index, entry in enumerate(value)]
+        return [
+            _plain_dicts(entry, f'{path}.{index}', checker) for index, entry in enumerate(value)
+        ]
     if not isinstance(value, (Mapping, Config)):
         return value
     entries = {}
@@ -132,9 +140,9 @@ def _resolved(value: Any, path: str, checker: Checker) -> Any:
     for key in [key for key in value if key not in imported]:
         below = f'{path}.{key}' if path else str(key)
         try:
-            entries[key] = _resolved(value[key], below, checker)
+            entries[key] = _plain_dicts(value[key], below, checker)
         except ImportError as error:
-            checker.say(below, str(error))
+            checker.report(below, str(error))
     return entries
 
 
@@ -156,12 +164,12 @@ def _unknown_keys(
         for key, value in entries.items()
         if not (key in known or key in own or callable(value))
     ]
-    if own == {'dict'} and _is_written_out(str(getattr(cfg, 'text', ''))):
-        unknown = [key for key in unknown if near(key, known, ONE_SLIP)]
+    if own == {'dict'} and _is_dumped_config(str(getattr(cfg, 'text', ''))):
+        unknown = [key for key in unknown if similar(key, known, ONE_LETTER)]
     return unknown
 
 
-def _is_written_out(text: str) -> bool:
+def _is_dumped_config(text: str) -> bool:
     """Whether a run wrote this config, so that the values of its names stand where they are used.
 
     MMEngine writes keys in the order of the alphabet.
@@ -173,17 +181,17 @@ def _is_written_out(text: str) -> bool:
 def _check_entry(checker: Checker, key: str, value: Any) -> None:
     if key in FREE_KEYS:
         if not isinstance(value, Mapping):
-            checker.say(key, f'must be a dict of keys of your own, got {value!r}')
+            checker.report(key, f'must be a dict of keys of your own, got {value!r}')
     elif key in (keyed := _keyed_techniques()):
         try:
             keyed[key].read(value)
         except ValueError as error:
             checker.problems += str(error).splitlines()
-    elif key in TOP_VALUES:
-        if fault := TOP_VALUES[key].fault(value):
-            checker.say(key, fault)
-    elif key in TOP_PLACES:
-        checker.check(value, TOP_PLACES[key], key)
+    elif key in TOP_CONSTRAINTS:
+        if fault := TOP_CONSTRAINTS[key].fault(value):
+            checker.report(key, fault)
+    elif key in TOP_SCHEMAS:
+        checker.check(value, TOP_SCHEMAS[key], key)
 
 
 def _refused_pairs(entries: Mapping[str, Any]) -> list[str]:
@@ -193,25 +201,23 @@ def _refused_pairs(entries: Mapping[str, Any]) -> list[str]:
         return [f'custom_hooks: {error}']
 
 
-def _check_what_is_missing(
-    checker: Checker, entries: Mapping[str, Any], unknown: list[str]
-) -> None:
+def _check_missing(checker: Checker, entries: Mapping[str, Any], unknown: list[str]) -> None:
     """The model, and what is needed together; a misspelt one has been reported already."""
     lacking = {
         key
         for key in ('model', *(key for triplet in TRIPLETS for key in triplet))
-        if entries.get(key) is None and not near(key, unknown, STRICT)
+        if entries.get(key) is None and not similar(key, unknown, STRICT)
     }
     if 'model' in lacking:
-        checker.say('model', "is missing: model=dict(type='...', ...)")
+        checker.report('model', "is missing: model=dict(type='...', ...)")
     for triplet in TRIPLETS:
         there = [key for key in triplet if entries.get(key) is not None]
         missing = [key for key in triplet if key in lacking]
         if there and missing:
-            checker.say(
+            checker.report(
                 ' and '.join(missing),
                 f'missing beside {" and ".join(there)}: the three go together, or none is there',
             )
     alone = not any(entries.get(key) is not None for key in TRIPLETS[0])
     if entries.get('param_scheduler') is not None and alone and 'optim_wrapper' in lacking:
-        checker.say('param_scheduler', 'needs optim_wrapper, which is missing')
+        checker.report('param_scheduler', 'needs optim_wrapper, which is missing')

@@ -1,4 +1,4 @@
-"""Walks a config and compares what stands at each place with what may stand there."""
+"""Walks a config and compares what stands at each key with its schema."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args, get_type_hints, is_typeddict
 
-from memengine.engine.config.place import Config, Place, PlaceOrChoice
-from memengine.engine.config.schema import PARAMETERS
+from memengine.engine.config.runner_schema import PARAMETERS
+from memengine.engine.config.schema import Config, Schema, SchemaChoice
 from memengine.engine.config.types import (
     REGISTRIES,
     Arguments,
@@ -19,19 +19,20 @@ from memengine.engine.config.types import (
     find_type,
     lookup_path,
 )
-from memengine.suggest import ALIKE, ONE_SLIP, STRICT, did_you_mean, near
+from memengine.suggest import ONE_LETTER, STRICT, STRICTER, did_you_mean, similar
 
 __all__ = ['Checker']
 
+Found = tuple[Callable[..., Any] | None, bool]  # a type, and whether it is where it belongs
 _RESERVED = frozenset({'type', '_scope_', '_delete_'})
 
 
 class Checker:
     """Collects what is wrong with a config.
 
-    Two kinds of places differ in strictness. Where the table says what stands there, every type
-    and key that is not known is wrong. Where it is inferred (an argument of some constructor),
-    only what looks like a misspelling is, and the rest is left to the build.
+    Where the table states a schema, every type and key that is not known is wrong. Where it is
+    inferred (an argument of some constructor), only what looks like a misspelling is, and the rest
+    is left to the build.
 
     Args:
         scope: The scope in which names are looked up first.
@@ -43,101 +44,101 @@ class Checker:
     def __init__(self, scope: str) -> None:
         self.scope = scope
         self.problems: list[str] = []
-        self._around: list[Callable[..., Any] | None] = []  # what is built around a place
+        self._enclosing: list[Callable[..., Any] | None] = []  # the constructors around it
 
-    def say(self, path: str, problem: str) -> None:
+    def report(self, path: str, problem: str) -> None:
         """Note a problem."""
         self.problems.append(f'{path}: {problem}')
 
-    def check(self, value: Any, place: PlaceOrChoice, path: str) -> None:
-        """Check what stands at a place.
+    def check(self, value: Any, schema: SchemaChoice, path: str) -> None:
+        """Compare a part of the config with its schema.
 
         Args:
             value: A dict, a list of them, or something that is built already.
-            place: What is known about the place.
+            schema: What may stand there.
             path: Its dotted path.
         """
         if isinstance(value, (list, tuple)):
             for index, entry in enumerate(value):
-                self.check(entry, place, f'{path}.{index}')
+                self.check(entry, schema, f'{path}.{index}')
             return
-        if not isinstance(place, Place):
-            place = place(value if isinstance(value, Mapping) else {})
+        if not isinstance(schema, Schema):
+            schema = schema(value if isinstance(value, Mapping) else {})
         if not isinstance(value, Mapping):
-            self._check_undict(value, place, path)
+            self._check_not_a_dict(value, schema, path)
             return
         if '_delete_' in value:
-            self.say(f'{path}._delete_', f'no base config sets {path}: remove this key')
+            self.report(f'{path}._delete_', f'no base config sets {path}: remove this key')
         outer, scope = self.scope, value.get('_scope_') or self.scope
         if not isinstance(scope, str):
-            self.say(f'{path}._scope_', f'must be the name of a scope, got {scope!r}')
+            self.report(f'{path}._scope_', f'must be the name of a scope, got {scope!r}')
             return
         self.scope = scope
-        self._check_dict(value, place, path)
+        self._check_dict(value, schema, path)
         self.scope = outer
 
-    def _check_undict(self, value: Any, place: Place, path: str) -> None:
+    def _check_not_a_dict(self, value: Any, schema: Schema, path: str) -> None:
         """Something that is no dict: a type's name, an object that is built, or a mistake."""
-        if place.by_name and isinstance(value, str):
-            self._find(value, place, path)
+        if schema.bare_type and isinstance(value, str):
+            self._lookup(value, schema, path)
             return
-        is_told = not place.inferred and (place.registry or place.accepts or place.each)
-        if is_told and isinstance(value, (str, int, float)):
-            wanted = "a dict with a 'type'" if place.registry and not place.default else 'a dict'
-            self.say(path, f'must be {wanted}, got {value!r}')
+        is_table_entry = not schema.inferred and (schema.registry or schema.accepts or schema.entry)
+        if is_table_entry and isinstance(value, (str, int, float)):
+            wanted = "a dict with a 'type'" if schema.registry and not schema.default else 'a dict'
+            self.report(path, f'must be {wanted}, got {value!r}')
 
-    def _check_dict(self, config: Config, place: Place, path: str) -> None:
-        kind = config.get('type', place.default)
-        is_typed = kind is not None and (place.registry is not None or place.inferred)
-        if not is_typed and place.registry and place.complete and not place.inferred:
-            typo = near('type', (key for key in config if isinstance(key, str)), STRICT)
+    def _check_dict(self, config: Config, schema: Schema, path: str) -> None:
+        kind = config.get('type', schema.default)
+        is_typed = kind is not None and (schema.registry is not None or schema.inferred)
+        if not is_typed and schema.registry and schema.complete and not schema.inferred:
+            typo = similar('type', (key for key in config if isinstance(key, str)), STRICT)
             hint = f": did you mean 'type' instead of '{typo[0]}'?" if typo else ''
-            self.say(path, f"needs a type, dict(type='...', ...){hint}")
+            self.report(path, f"needs a type, dict(type='...', ...){hint}")
             return
-        may_lack_type = place.default or place.accepts is None
-        if 'type' not in config and may_lack_type and self._lacks_type(config, path):
+        may_lack_type = schema.default or schema.accepts is None
+        if 'type' not in config and may_lack_type and self._has_misspelt_type(config, path):
             return
         target: Callable[..., Any] | None = None
         if is_typed:
-            target, is_expected = self._type_of(kind, place, f'{path}.type')
+            target, is_expected = self._resolve_type(kind, schema, f'{path}.type')
             if target is not None:
-                sure = is_expected and not place.lenient and None not in self._around
+                sure = is_expected and not schema.lenient and None not in self._enclosing
                 name = getattr(target, '__name__', str(kind))
                 self._check_keys(
-                    config, arguments_of(target, place.positional), place, path, sure, name
+                    config, arguments_of(target, schema.positional), schema, path, sure, name
                 )
-            self._around.append(target)
+            self._enclosing.append(target)
         else:
-            arguments = _accepted(place)
-            self._check_keys(config, arguments, place, path, sure=not place.lenient)
+            arguments = _accepted_keys(schema)
+            self._check_keys(config, arguments, schema, path, sure=not schema.lenient)
         for key, value in config.items():
             below = f'{path}.{key}'
-            if key in place.values:
-                if fault := place.values[key].fault(value):
-                    self.say(below, fault)
-            elif key in place.places:
-                self.check(value, place.places[key], below)
-            elif place.each is not None:
-                self.check(value, place.each, below)
+            if key in schema.constraints:
+                if fault := schema.constraints[key].fault(value):
+                    self.report(below, fault)
+            elif key in schema.children:
+                self.check(value, schema.children[key], below)
+            elif schema.entry is not None:
+                self.check(value, schema.entry, below)
             elif isinstance(value, (Mapping, list, tuple)) and not (is_typed and key in _RESERVED):
-                self.check(value, _inferred(key, place, target), below)
+                self.check(value, _infer_schema(key, schema, target), below)
         if is_typed:
-            self._around.pop()
+            self._enclosing.pop()
 
-    def _lacks_type(self, config: Config, path: str) -> bool:
+    def _has_misspelt_type(self, config: Config, path: str) -> bool:
         """Whether a key looks like a misspelt ``type``."""
         texts = [key for key, value in config.items() if isinstance(value, str)]
-        found = [key for key in texts if isinstance(key, str) and near(key, ['type'], STRICT)]
+        found = [key for key in texts if isinstance(key, str) and similar(key, ['type'], STRICT)]
         found = [key for key in found if not key.endswith('type')]
         for key in found:
-            self.say(f'{path}.{key}', "did you mean 'type'?")
+            self.report(f'{path}.{key}', "did you mean 'type'?")
         return bool(found)
 
     def _check_keys(
         self,
         config: Config,
         arguments: Arguments,
-        place: Place,
+        schema: Schema,
         path: str,
         sure: bool,
         name: str = '',
@@ -147,39 +148,41 @@ class Checker:
         Args:
             config: The dict.
             arguments: What the constructor takes, or the keys that there are.
-            place: Where the dict stands.
+            schema: What the dict may hold.
             path: Its dotted path.
             sure: Whether every other key is wrong, or only one that looks like a misspelling.
             name: What the arguments are of.
         """
-        taken = {*arguments.names, *place.extra, *place.places}
-        offered = taken - {*place.supplied}
+        taken = {*arguments.names, *schema.builder_keys, *schema.children}
+        offered = taken - {*schema.supplied}
         others = [key for key in config if key not in taken and (key not in _RESERVED or not name)]
-        missing = {*place.needs, *arguments.required} - {*place.supplied, *config}
-        if arguments.open or place.each is not None:
+        missing = {*schema.required, *arguments.required} - {*schema.supplied, *config}
+        if arguments.open or schema.entry is not None:
             # These may mean something further on, unless a name is missed or is one letter off.
             long = [other for other in offered if len(other) > 3]
             others = [
-                k for k in others if near(str(k), missing, STRICT) or near(str(k), long, ONE_SLIP)
+                k
+                for k in others
+                if similar(str(k), missing, STRICT) or similar(str(k), long, ONE_LETTER)
             ]
         elif not sure:
-            others = [key for key in others if near(str(key), offered, STRICT)]
+            others = [key for key in others if similar(str(key), offered, STRICT)]
         # What is built around may take a key out before it builds the dict.
-        others = [k for k in others if not any(_mentions(it, k) for it in self._around if it)]
+        others = [k for k in others if not any(_source_has(it, k) for it in self._enclosing if it)]
         for key in others:
-            hint = did_you_mean(str(key), offered) or self._belongs_below(config, key, path)
+            hint = did_you_mean(str(key), offered) or self._suggest_nested_key(config, key, path)
             if not hint and len(offered) <= 15:
                 hint = f' (it takes {", ".join(sorted(offered)) or "none"})'
             fault = f"{name} takes no argument '{key}'" if name else 'there is no such setting'
-            self.say(f'{path}.{key}', f'{fault}{hint}')
+            self.report(f'{path}.{key}', f'{fault}{hint}')
         for key in sorted(missing):
-            told = key in place.needs or (place.complete and sure)
-            if told and not near(key, map(str, others), STRICT):
-                self.say(f'{path}.{key}', 'is missing' + (f'; {name} needs it' if name else ''))
-        for key, problem in place.rule(config):
-            self.say(f'{path}.{key}', problem)
+            told = key in schema.required or (schema.complete and sure)
+            if told and not similar(key, map(str, others), STRICT):
+                self.report(f'{path}.{key}', 'is missing' + (f'; {name} needs it' if name else ''))
+        for key, problem in schema.rule(config):
+            self.report(f'{path}.{key}', problem)
 
-    def _belongs_below(self, config: Config, key: Any, path: str) -> str:
+    def _suggest_nested_key(self, config: Config, key: Any, path: str) -> str:
         """A hint, when an entry of this dict has a type that takes the key."""
         for other, value in config.items():
             kind = value.get('type') if isinstance(value, Mapping) else None
@@ -188,44 +191,43 @@ class Checker:
                 return f": did you mean '{path}.{other}.{key}'?"
         return ''
 
-    def _type_of(
-        self, kind: Any, place: Place, path: str
-    ) -> tuple[Callable[..., Any] | None, bool]:
-        """What a type stands for, and whether it was found where it is expected."""
+    def _resolve_type(self, kind: Any, schema: Schema, path: str) -> Found:
         if isinstance(kind, str):
-            return self._find(kind, place, path)
+            return self._lookup(kind, schema, path)
         if callable(kind):
             return kind, True
-        if not place.inferred:
-            self.say(path, f'must be a name or a class, got {kind!r}')
+        if not schema.inferred:
+            self.report(path, f'must be a name or a class, got {kind!r}')
         return None, False
 
-    def _find(self, name: str, place: Place, path: str) -> tuple[Callable[..., Any] | None, bool]:
+    def _lookup(self, name: str, schema: Schema, path: str) -> Found:
         try:
-            if place.registry is not None:
-                found = find_type(place.registry, name, self.scope, more=True)
+            if schema.registry is not None:
+                found = find_type(schema.registry, name, self.scope, import_more=True)
                 if found is not None:
                     return found, True
         except ImportError as error:
-            self.say(path, f"'{name}' cannot be looked up, because an import fails: {error}")
+            self.report(path, f"'{name}' cannot be looked up, because an import fails: {error}")
             return None, False
         elsewhere = find_anywhere(name, self.scope)
-        if elsewhere is not None and place.inferred:
+        if elsewhere is not None and schema.inferred:
             return elsewhere[1], False
-        if place.registry is not None:
-            title = REGISTRIES[place.registry].name.replace('_', ' ')
-            fault = self._why_unknown(name, place.registry, elsewhere, place.inferred)
+        if schema.registry is not None:
+            title = REGISTRIES[schema.registry].name.replace('_', ' ')
+            fault = self._hint_for(name, schema.registry, elsewhere, schema.inferred)
             if fault is not None:
-                self.say(path, f"there is no {title} '{name}'{fault}")
+                self.report(path, f"there is no {title} '{name}'{fault}")
         return None, False
 
-    def _why_unknown(
+    def _hint_for(
         self, name: str, registry: str, elsewhere: tuple[str, Any] | None, inferred: bool
     ) -> str | None:
-        """What may be meant instead; None when an inferred place may mean something else."""
+        """What may be meant instead; None when an inferred schema may mean something else."""
         names = {key for node in lookup_path(registry, self.scope) for key in node.module_dict}
         if inferred:
-            names = {other for other in near(name, names, ALIKE) if _may_be_slip(name, other)}
+            names = {
+                other for other in similar(name, names, STRICTER) if _is_likely_typo(name, other)
+            }
             if not names:
                 return None
         hint, package = did_you_mean(name, names), name.partition('.')[0]
@@ -242,31 +244,31 @@ class Checker:
         return hint or f' ({known}import a module of your own with custom_imports)'
 
 
-def _accepted(place: Place) -> Arguments:
+def _accepted_keys(schema: Schema) -> Arguments:
     """The keys of a dict without type: of given ones, or anything."""
-    if place.accepts is None:
+    if schema.accepts is None:
         return Arguments(frozenset(), open=True)
-    if callable(place.accepts):
-        return arguments_of(place.accepts, place.positional)
-    if isinstance(place.accepts, Arguments):
-        return place.accepts
-    return Arguments(frozenset(place.accepts))
+    if callable(schema.accepts):
+        return arguments_of(schema.accepts, schema.positional)
+    if isinstance(schema.accepts, Arguments):
+        return schema.accepts
+    return Arguments(frozenset(schema.accepts))
 
 
-def _inferred(key: Any, parent: Place, target: Callable[..., Any] | None) -> Place:
+def _infer_schema(key: Any, parent: Schema, target: Callable[..., Any] | None) -> Schema:
     """What stands below an argument: known by its name, or a part of the parent's kind.
 
     Args:
         key: The argument's name.
-        parent: The place that it is below.
+        parent: The schema of the dict that has it.
         target: What takes the argument, if that is known.
     """
     if key in PARAMETERS and parent.registry != 'WEIGHT_INITIALIZERS':
         return PARAMETERS[key]
-    stated = None if target is None else _stated_keys(target, key)
+    stated = None if target is None else _typed_keys(target, key)
     # A dict that goes by such a name is often not built as it is.
     lenient = isinstance(key, str) and key.endswith(('cfg', 'cfgs'))
-    return Place(
+    return Schema(
         parent.registry,
         accepts=stated,
         complete=stated is not None,
@@ -279,13 +281,13 @@ def _is_installed(package: str) -> bool:
     return package in sys.modules or bool(package and importlib.util.find_spec(package))
 
 
-def _may_be_slip(name: str, real: str) -> bool:
+def _is_likely_typo(name: str, real: str) -> bool:
     """Whether a name may be typed for another: not of another case, nor its ending (bi-linear)."""
     ending = real.lower().endswith(name.lower()) and len(real) > len(name) + 1
     return real[:1].isupper() == name[:1].isupper() and not ending
 
 
-def _mentions(target: Callable[..., Any], word: Any) -> bool:
+def _source_has(target: Callable[..., Any], word: Any) -> bool:
     """Whether the source of a class or function, or of its bases, has ``word`` as a text."""
     modules = {base.__module__ for base in getattr(target, '__mro__', (target,))}
     sources = [_source_of(name) for name in modules if name.split('.')[0] != 'torch']
@@ -300,20 +302,20 @@ def _source_of(module: str) -> str:
         return ''
 
 
-def _stated_keys(target: Callable[..., Any], argument: Any) -> Arguments | None:
+def _typed_keys(target: Callable[..., Any], argument: Any) -> Arguments | None:
     """The keys that an argument's dicts have, where it is annotated with one TypedDict."""
     function = target.__init__ if inspect.isclass(target) else target
     try:
         hint = get_type_hints(function).get(argument)
     except Exception:  # annotations that name what is not there at run time say nothing
         return None
-    found = [part for part in _parts(hint) if is_typeddict(part)]
+    found = [part for part in _nested_hints(hint) if is_typeddict(part)]
     if len(found) != 1:
         return None
     return Arguments(frozenset(found[0].__annotations__), found[0].__required_keys__)
 
 
-def _parts(hint: Any) -> Iterator[Any]:
+def _nested_hints(hint: Any) -> Iterator[Any]:
     yield hint
     for part in get_args(hint):
-        yield from _parts(part)
+        yield from _nested_hints(part)

@@ -6,21 +6,20 @@ import os
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 from mmengine.config import Config
 from mmengine.config.utils import ConfigParsingError
 
-from memengine.engine.config.bases import files_of
+from memengine.engine.config.bases import config_files
 from memengine.engine.config.check import ConfigError, import_custom_modules, known_keys
-from memengine.engine.config.schema import FREE_KEYS
-from memengine.suggest import did_you_mean, near
+from memengine.engine.config.runner_schema import FREE_KEYS
+from memengine.suggest import did_you_mean, similar
 
-__all__ = ['load_config', 'merge_options', 'near_files']
+__all__ = ['load_config', 'merge_options', 'similar_files']
 
 
-def near_files(path: str | Path, patterns: tuple[str, ...] = ('*.py',)) -> str:
+def similar_files(path: str | Path, patterns: tuple[str, ...] = ('*.py',)) -> str:
     """A clause that names existing files like ``path``, beside it or below ``configs/``."""
     path = Path(path)
     folders = [(path.parent, 'glob'), (Path('configs'), 'rglob')]
@@ -32,7 +31,7 @@ def near_files(path: str | Path, patterns: tuple[str, ...] = ('*.py',)) -> str:
         for file in getattr(folder, search)(pattern)
     }
     stems = {Path(name).stem: file for name, file in found.items()}
-    like = near(path.stem, stems)
+    like = similar(path.stem, stems)
     return f': did you mean {" or ".join(stems[stem] for stem in like)}?' if like else ''
 
 
@@ -51,7 +50,7 @@ def load_config(path: str | Path, options: Mapping[str, Any] | None = None) -> C
             line), or an option does not fit.
     """
     if not os.path.exists(path):
-        raise ConfigError(f'there is no config file {path}{near_files(path)}')
+        raise ConfigError(f'there is no config file {path}{similar_files(path)}')
     if os.path.isdir(path):
         inside = sorted(map(str, Path(path).rglob('*.py')))[:3]
         such_as = f', such as {" or ".join(inside)}' if inside else ''
@@ -63,46 +62,42 @@ def load_config(path: str | Path, options: Mapping[str, Any] | None = None) -> C
     try:
         cfg = Config.fromfile(path, import_custom_modules=False)
     except Exception as error:
-        raise ConfigError(_describe(error, str(path))) from error
+        raise ConfigError(_explain_error(error, str(path))) from error
     merge_options(cfg, options or {})
     import_custom_modules(cfg)
     return cfg
 
 
-def _describe(error: Exception, path: str) -> str:
+def _explain_error(error: Exception, path: str) -> str:
     """What is wrong with a config file, from the error that reading it raised."""
     files: dict[Path, Path | None] = {}
     try:
-        files.update(files_of(Path(path)))
+        files.update(config_files(Path(path)))
     except SyntaxError as fault:
-        return f'{_short(fault.filename or path)}, line {fault.lineno}: {fault.msg}'
+        return f'{_relative(fault.filename or path)}, line {fault.lineno}: {fault.msg}'
     if isinstance(error, (FileNotFoundError, ConfigParsingError)):
         for file, by in files.items():
             if by is not None and not file.exists():
-                base = _short(file)
-                return f'{_short(by)}: its base config {base} does not exist{near_files(base)}'
+                base, near = _relative(file), similar_files(_relative(file))
+                return f'{_relative(by)}: its base config {base} does not exist{near}'
     steps = [(f.f_code, line) for f, line in traceback.walk_tb(error.__traceback__)]
-    own = [(_short(code.co_filename), line) for code, line in steps if _is_one(code, files)]
-    place = f'{own[-1][0]}, line {own[-1][1]}' if own else _short(path)
+    own = [step for step in steps if Path(step[0].co_filename).resolve() in files]
+    location = f'{_relative(own[-1][0].co_filename)}, line {own[-1][1]}' if own else _relative(path)
     innermost = steps[-1][0]
     if innermost.co_name == '__call__' and innermost.co_filename.endswith('lazy.py'):
         return (
-            f'{place}: what a config imports is imported only when it is built, so it cannot be '
+            f'{location}: what a config imports is imported only when it is built, so it cannot be '
             'called here; name it in a type, or compute the value yourself'
         )
-    return f'{place}: {type(error).__name__}: {_text(error)}'
+    return f'{location}: {type(error).__name__}: {_message(error)}'
 
 
-def _is_one(code: CodeType, files: Mapping[Path, Any]) -> bool:
-    return Path(code.co_filename).resolve() in files
-
-
-def _short(path: str | Path) -> str:
+def _relative(path: str | Path) -> str:
     relative = os.path.relpath(path)
     return str(path) if relative.startswith('..') else relative
 
 
-def _text(error: Exception) -> str:
+def _message(error: Exception) -> str:
     only = error.args[0] if isinstance(error, KeyError) and len(error.args) == 1 else str(error)
     return ' '.join(str(only).split())
 
@@ -120,14 +115,14 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
             of a list, or begins with a key that means nothing.
     """
     problems = [
-        problem for path, value in options.items() if (problem := _misfit(cfg, path, value))
+        problem for path, value in options.items() if (problem := _option_problem(cfg, path, value))
     ]
     if problems:
         raise ConfigError(problems)
     cfg.merge_from_dict(dict(options))
 
 
-def _misfit(cfg: Config, path: str, value: Any) -> str | None:
+def _option_problem(cfg: Config, path: str, value: Any) -> str | None:
     """Why an option cannot be set, if so."""
     keys = path.split('.')
     if not all(keys):
@@ -140,7 +135,7 @@ def _misfit(cfg: Config, path: str, value: Any) -> str | None:
                 'now it has been used, so setting it changes nothing: set the places it went to'
             )
         return f"unknown key '{keys[0]}'{did_you_mean(keys[0], known)}" + (
-            '' if near(keys[0], known) else f'; a key of your own goes below {FREE_KEYS[0]}'
+            '' if similar(keys[0], known) else f'; a key of your own goes below {FREE_KEYS[0]}'
         )
     node: Any = cfg
     for depth, key in enumerate(keys):

@@ -1,303 +1,125 @@
-"""What may stand where in a config: a table of places.
-
-:data:`TOP_PLACES` lists those that MMEngine's Runner knows, :data:`PARAMETERS` those that go by
-the name of an argument, wherever it is. Classes are never listed here: registries know them.
-"""
+"""What a part of a config may hold, and bounds on plain values."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+import numbers
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from mmengine.optim import BaseOptimWrapper
-from mmengine.runner import Runner
-from mmengine.utils.dl_utils import set_multi_processing
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
-from torch.utils.data import DataLoader
 
-from memengine.engine.config.place import (
-    BOOL,
-    NON_NEGATIVE_INT,
-    NON_NEGATIVE_NUMBER,
-    POSITIVE_INT,
-    POSITIVE_NUMBER,
-    SEED,
-    Config,
-    Place,
-    PlaceOrChoice,
-    Value,
-    one_of,
-)
+from memengine.engine.config.types import Arguments
+from memengine.suggest import did_you_mean
 
 __all__ = [
-    'DEFAULT_HOOK_TYPES',
-    'FREE_KEYS',
-    'PARAMETERS',
-    'TOP_KEYS',
-    'TOP_PLACES',
-    'TOP_VALUES',
-    'TRIPLETS',
+    'BOOL',
+    'NON_NEGATIVE_INT',
+    'NON_NEGATIVE_NUMBER',
+    'POSITIVE_INT',
+    'POSITIVE_NUMBER',
+    'SEED',
+    'Config',
+    'Constraint',
+    'Schema',
+    'SchemaChoice',
+    'one_of',
 ]
 
-FREE = Place()
-MODEL = Place('MODELS', complete=True)
-PART = Place('MODELS')
-DATASET = Place('DATASETS', complete=True)
-SAMPLER = Place('DATA_SAMPLERS', supplied=('dataset', 'seed'), complete=True)
-TRANSFORM = Place('TRANSFORMS', complete=True)
-HOOK = Place('HOOKS', extra=('priority',), complete=True)
-METRIC = Place('METRICS', complete=True)
-INITIALIZER = Place(
-    'WEIGHT_INITIALIZERS',
-    places={'override': Place('WEIGHT_INITIALIZERS', extra=('name',))},
+Config = Mapping[Any, Any]
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A bound on a plain value.
+
+    Attributes:
+        wanted: What it must be, for the error.
+        holds: Whether a value is that.
+        choices: All that it may be, where these are few.
+    """
+
+    wanted: str
+    holds: Callable[[Any], bool]
+    choices: tuple[Any, ...] = ()
+
+    def fault(self, value: Any) -> str | None:
+        """What is wrong with a value, if anything."""
+        if self.holds(value):
+            return None
+        hint = did_you_mean(str(value), map(str, self.choices))
+        if isinstance(value, str) and not self.choices:
+            with suppress(ValueError):  # of a text that is no number
+                hint = f' (text; write it without quotes, as {float(value)!r})'
+        return f'must be {self.wanted}, got {value!r}{hint}'
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What a part of the config may hold.
+
+    Attributes:
+        registry: Name in ``mmengine.registry`` of what is built here; None builds nothing.
+        default: The type when none is written.
+        accepts: A callable whose arguments a dict without type may have; or these, or their names.
+        builder_keys: Keys that whoever builds takes out before the constructor sees them.
+        positional: Leading arguments that are supplied by position.
+        supplied: Arguments that are supplied by name.
+        required: Keys that must be there although no signature says so.
+        complete: Whether every other argument comes from the config, so that one that is missing
+            can be told now.
+        entry: For a dict of free names: what each value is.
+        bare_type: Whether a type may stand here without a dict around it.
+        inferred: Whether it follows from the name of an argument, or from what is around it.
+        lenient: Only keys that look like a misspelling are refused.
+        children: Schemas below some keys.
+        constraints: Bounds by key.
+        rule: Further problems of the dict, as (key, sentence).
+    """
+
+    registry: str | None = None
+    default: str | None = None
+    accepts: Callable[..., Any] | Arguments | Collection[str] | None = None
+    builder_keys: Collection[str] = ()
+    positional: int = 0
+    supplied: Collection[str] = ()
+    required: Collection[str] = ()
+    complete: bool = False
+    entry: Schema | None = None
+    bare_type: bool = False
+    inferred: bool = False
+    lenient: bool = False
+    children: Mapping[str, SchemaChoice] = field(default_factory=dict)
+    constraints: Mapping[str, Constraint] = field(default_factory=dict)
+    rule: Callable[[Config], Iterator[tuple[str, str]]] = lambda config: iter(())
+
+
+SchemaChoice = Schema | Callable[[Any], Schema]
+
+
+def _is_int(value: Any, least: int) -> bool:
+    is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return is_int and int(value) >= least
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (numbers.Real, torch.Tensor)) and not isinstance(value, bool)
+
+
+def one_of(*choices: Any) -> Constraint:
+    """The bound to be one of a few values."""
+    wanted = f'one of {", ".join(map(repr, choices))}'
+    return Constraint(wanted, lambda value: value in choices, choices)
+
+
+POSITIVE_INT = Constraint('a positive integer', lambda value: _is_int(value, 1))
+NON_NEGATIVE_INT = Constraint('an integer of 0 or more', lambda value: _is_int(value, 0))
+POSITIVE_NUMBER = Constraint(
+    'a positive number', lambda value: _is_number(value) and bool(value > 0)
 )
-VIS_BACKEND = Place('VISBACKENDS', supplied=('save_dir',), complete=True)
-FUNCTION = Place('FUNCTIONS', positional=1)
-OPTIMIZER = Place(
-    'OPTIMIZERS',
-    positional=1,
-    complete=True,
-    values={'lr': POSITIVE_NUMBER, 'weight_decay': NON_NEGATIVE_NUMBER},
+NON_NEGATIVE_NUMBER = Constraint(
+    'a number of 0 or more', lambda value: _is_number(value) and bool(value >= 0)
 )
-SCHEDULER = Place(
-    'PARAM_SCHEDULERS',
-    extra=('convert_to_iter_based',),
-    supplied=('optimizer', 'epoch_length'),
-    complete=True,
-)
-VISUALIZER = Place(
-    'VISUALIZERS', supplied=('name', 'save_dir'), places={'vis_backends': VIS_BACKEND}
-)
-
-
-def _loader_rule(loader: Config) -> Iterator[tuple[str, str]]:
-    if loader.get('num_workers', 0) == 0:
-        for key, off in (('persistent_workers', False), ('prefetch_factor', None)):
-            if loader.get(key, off) != off:
-                yield key, f'needs num_workers above 0; set {key}={off} or num_workers=1'
-    if 'shuffle' in loader:
-        advice = f"sampler=dict(type='DefaultSampler', shuffle={loader['shuffle']})"
-        yield 'shuffle', f'the sampler decides about the order; write {advice} instead'
-
-
-LOADER = Place(
-    accepts=DataLoader,
-    extra=('num_batch_per_epoch', 'disable_subprocess_warning'),
-    needs=('dataset', 'sampler'),
-    places={
-        'dataset': DATASET,
-        'sampler': SAMPLER,
-        'batch_sampler': Place('DATA_SAMPLERS', supplied=('sampler', 'batch_size')),
-        'collate_fn': FUNCTION,
-        'worker_init_fn': FUNCTION,
-    },
-    values={
-        'batch_size': POSITIVE_INT,
-        'num_workers': NON_NEGATIVE_INT,
-        'num_batch_per_epoch': POSITIVE_INT,
-    },
-    rule=_loader_rule,
-)
-
-_TRAIN_LOOP = Place(
-    'LOOPS',
-    supplied=('runner', 'dataloader'),
-    complete=True,
-    values={
-        'max_epochs': POSITIVE_INT,
-        'max_iters': POSITIVE_INT,
-        'val_interval': POSITIVE_INT,
-        'stop_at_iter': POSITIVE_INT,
-    },
-)
-_EVAL_LOOP = Place('LOOPS', supplied=('runner', 'dataloader', 'evaluator'), values={'fp16': BOOL})
-
-
-def _train_loop(config: Config) -> Place:
-    if 'type' in config:
-        return _TRAIN_LOOP
-    by_epoch = config.get('by_epoch', 'max_iters' not in config)
-    default = 'EpochBasedTrainLoop' if by_epoch else 'IterBasedTrainLoop'
-    return replace(_TRAIN_LOOP, default=default, extra=('by_epoch',))
-
-
-def _clip_grad(config: Config) -> Place:
-    by_value = config.get('type') == 'value'
-    return Place(
-        accepts=clip_grad_value_ if by_value else clip_grad_norm_,
-        positional=1,
-        extra=('type',),
-        complete=True,
-        values={
-            'type': one_of('norm', 'value', 'each_norm'),
-            'max_norm': POSITIVE_NUMBER,
-            'clip_value': POSITIVE_NUMBER,
-        },
-    )
-
-
-_PARAMWISE = Place(
-    accepts=(
-        'custom_keys',
-        'bias_lr_mult',
-        'bias_decay_mult',
-        'norm_decay_mult',
-        'dwconv_decay_mult',
-        'flat_decay_mult',
-        'dcn_offset_lr_mult',
-        'bypass_duplicate',
-    ),
-    places={
-        # Beside these two, a parameter group may have any setting of the user's own.
-        'custom_keys': Place(each=Place(accepts=('lr_mult', 'decay_mult'), lenient=True))
-    },
-)
-_OPTIM_WRAPPER = Place(
-    'OPTIM_WRAPPERS',
-    default='OptimWrapper',
-    extra=('constructor', 'paramwise_cfg'),
-    needs=('optimizer',),
-    places={
-        'optimizer': OPTIMIZER,
-        'clip_grad': _clip_grad,
-        'paramwise_cfg': _PARAMWISE,
-        'constructor': Place('OPTIM_WRAPPER_CONSTRUCTORS', by_name=True),
-    },
-    values={'accumulative_counts': POSITIVE_INT},
-)
-
-
-def _optim_wrapper(config: Config) -> Place:
-    if any(isinstance(value, BaseOptimWrapper) for value in config.values()):
-        return FREE  # several, built already, by free names
-    constructor = config.get('constructor', 'DefaultOptimWrapperConstructor')
-    name = getattr(constructor, '__name__', constructor)
-    if str(name).rpartition('.')[2] == 'DefaultOptimWrapperConstructor':
-        return _OPTIM_WRAPPER
-    # A constructor of the user's own may take keys of its own, and build several wrappers.
-    own = {**_OPTIM_WRAPPER.places, 'paramwise_cfg': FREE}
-    if 'optimizer' in config:
-        return replace(_OPTIM_WRAPPER, lenient=True, places=own)
-    return Place(
-        each=_OPTIM_WRAPPER, places={key: own[key] for key in ('constructor', 'paramwise_cfg')}
-    )
-
-
-def _schedulers(config: Any) -> Place:
-    several = isinstance(config, Mapping) and 'type' not in config
-    return Place(each=SCHEDULER) if several else SCHEDULER
-
-
-def _evaluator(config: Any) -> Place:
-    if isinstance(config, Mapping) and 'metrics' in config:
-        return Place('EVALUATOR', default='Evaluator', complete=True, places={'metrics': METRIC})
-    return METRIC
-
-
-# The types of MMEngine's default hooks, which an entry without type takes.
-DEFAULT_HOOK_TYPES: Mapping[str, str] = {
-    'runtime_info': 'RuntimeInfoHook',
-    'timer': 'IterTimerHook',
-    'sampler_seed': 'DistSamplerSeedHook',
-    'logger': 'LoggerHook',
-    'param_scheduler': 'ParamSchedulerHook',
-    'checkpoint': 'CheckpointHook',
-}
-_DEFAULT_HOOKS = Place(
-    each=HOOK,
-    places={name: replace(HOOK, default=hook) for name, hook in DEFAULT_HOOK_TYPES.items()},
-)
-
-_ENVIRONMENT = Place(
-    accepts=('cudnn_benchmark', 'mp_cfg', 'dist_cfg', 'resource_limit'),
-    places={
-        'mp_cfg': Place(accepts=set_multi_processing, supplied=('distributed',)),
-        'dist_cfg': Place(
-            accepts=torch.distributed.init_process_group, extra=('port', 'init_backend')
-        ),
-    },
-    values={'cudnn_benchmark': BOOL, 'resource_limit': POSITIVE_INT},
-)
-
-
-def _if_set(place: Place) -> PlaceOrChoice:
-    """For a key that may also be switched on or off."""
-    return lambda value: place if value else FREE
-
-
-TOP_PLACES: Mapping[str, PlaceOrChoice] = {
-    'model': MODEL,
-    'data_preprocessor': PART,
-    'train_dataloader': LOADER,
-    'val_dataloader': LOADER,
-    'test_dataloader': LOADER,
-    'train_cfg': _train_loop,
-    'val_cfg': replace(_EVAL_LOOP, default='ValLoop'),
-    'test_cfg': replace(_EVAL_LOOP, default='TestLoop'),
-    'optim_wrapper': _optim_wrapper,
-    'param_scheduler': _schedulers,
-    'auto_scale_lr': Place(
-        accepts=('base_batch_size', 'enable'),
-        values={'base_batch_size': POSITIVE_INT, 'enable': BOOL},
-    ),
-    'val_evaluator': _evaluator,
-    'test_evaluator': _evaluator,
-    'default_hooks': _DEFAULT_HOOKS,
-    'custom_hooks': HOOK,
-    'env_cfg': _ENVIRONMENT,
-    'randomness': Place(
-        accepts=Runner.set_randomness,
-        supplied=('self',),
-        values={'seed': SEED, 'deterministic': BOOL, 'diff_rank_seed': BOOL},
-    ),
-    'log_processor': Place('LOG_PROCESSORS', default='LogProcessor', complete=True),
-    'visualizer': VISUALIZER,
-    'model_wrapper_cfg': Place(
-        'MODEL_WRAPPERS',
-        default='MMDistributedDataParallel',
-        supplied=('module', 'device_ids'),
-    ),
-    'compile': _if_set(Place(accepts=torch.compile, supplied=('model',))),
-    'custom_imports': Place(accepts=('imports', 'allow_failed_imports')),
-    'runner_type': Place('RUNNERS', by_name=True),
-    'tta_model': Place('MODELS', supplied=('module',)),
-    'tta_pipeline': TRANSFORM,
-}
-
-TOP_VALUES: Mapping[str, Value] = {
-    'launcher': one_of('none', 'pytorch', 'slurm', 'mpi'),
-    'resume': BOOL,
-    'find_unused_parameters': BOOL,
-}
-
-# What a run reads from its config beside the keys of techniques: the Runner's arguments, and more.
-TOP_KEYS = frozenset(inspect.signature(Runner.__init__).parameters) - {'self', 'cfg'} | {
-    *TOP_PLACES,
-    *TOP_VALUES,
-    'trusted_globals',
-    '_scope_',
-}
-FREE_KEYS = ('vars', 'custom')
-
-TRIPLETS = (
-    ('train_dataloader', 'train_cfg', 'optim_wrapper'),
-    ('val_dataloader', 'val_cfg', 'val_evaluator'),
-    ('test_dataloader', 'test_cfg', 'test_evaluator'),
-)
-
-# Arguments that mean the same wherever they are found below a type.
-PARAMETERS: Mapping[str, Place] = {
-    'init_cfg': INITIALIZER,
-    'data_preprocessor': PART,
-    'pipeline': replace(TRANSFORM, complete=False),
-    'transforms': replace(TRANSFORM, complete=False),
-    'dataset': replace(DATASET, complete=False),
-    'datasets': replace(DATASET, complete=False),
-    'metrics': replace(METRIC, complete=False),
-    'vis_backends': VIS_BACKEND,
-    # MMCV's builder of normalisation layers takes this key out.
-    'norm_cfg': replace(PART, extra=('requires_grad',), inferred=True, lenient=True),
-}
+BOOL = Constraint('True or False', lambda value: isinstance(value, bool))
+SEED = Constraint('an integer or None', lambda value: value is None or _is_int(value, 0))

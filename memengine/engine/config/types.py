@@ -24,7 +24,7 @@ __all__ = ['REGISTRIES', 'Arguments', 'arguments_of', 'find_anywhere', 'find_typ
 
 REGISTRIES = {key: it for key, it in vars(mmengine_registry).items() if isinstance(it, Registry)}
 # Modules that register more types when they are imported.
-_MORE_TYPES = {'TRANSFORMS': 'mmcv.transforms'}
+_TYPE_MODULES = {'TRANSFORMS': 'mmcv.transforms'}
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def lookup_path(registry: str, scope: str) -> list[Registry]:
 
 
 def find_type(
-    registry: str, name: str, scope: str, more: bool = False
+    registry: str, name: str, scope: str, import_more: bool = False
 ) -> Callable[..., Any] | None:
     """What ``type=name`` builds from a registry.
 
@@ -73,7 +73,7 @@ def find_type(
         registry: Name of the registry in ``mmengine.registry``, such as ``'MODELS'``.
         name: As in a config: ``'SGD'``, ``'mmengine.SGD'`` or ``'torch.optim.SGD'``.
         scope: The default scope.
-        more: Whether to import what registers more types, too.
+        import_more: Whether to import what registers more types, too.
 
     Raises:
         ImportError: When a module that the registry gets its types from cannot be imported.
@@ -91,9 +91,9 @@ def find_type(
         except Exception:  # whatever a module of that name does when imported, it holds no type
             return None
         return found if callable(found) else None
-    if more and registry in _MORE_TYPES:
+    if import_more and registry in _TYPE_MODULES:
         try:
-            importlib.import_module(_MORE_TYPES[registry])
+            importlib.import_module(_TYPE_MODULES[registry])
         except ImportError:  # not installed
             return None
         return find_type(registry, name, scope)
@@ -124,42 +124,42 @@ def arguments_of(target: Callable[..., Any], positional: int = 0) -> Arguments:
     except (ValueError, TypeError):  # some builtins have none
         return Arguments(frozenset(), open=True)
     by_position = [p for p in own if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    left = _named(p for p in own if p not in by_position[:positional])
+    left = _keyword_parameters(p for p in own if p not in by_position[:positional])
     is_open = any(p.kind is p.VAR_KEYWORD for p in own)
     names = {p.name for p in left}
     stated = inspect.isclass(target) and any('__signature__' in vars(c) for c in target.__mro__)
     if is_open and inspect.isclass(target) and not stated:
         cls: Any = target
-        inherited, is_open = _along_constructors(cls)
+        inherited, is_open = _inherited_arguments(cls)
         names |= inherited - {p.name for p in own}
     required = frozenset(p.name for p in left if p.default is p.empty)
     return Arguments(frozenset(names), required, is_open)
 
 
-def _named(parameters: Any) -> list[inspect.Parameter]:
+def _keyword_parameters(parameters: Any) -> list[inspect.Parameter]:
     return [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
 @functools.cache
-def _along_constructors(cls: Any) -> tuple[set[str], bool]:
+def _inherited_arguments(cls: Any) -> tuple[set[str], bool]:
     """Named arguments of the constructors that ``**kwargs`` go through, and whether of others."""
     names: set[str] = set()
     for constructor in [vars(base)['__init__'] for base in cls.__mro__ if '__init__' in vars(base)]:
         if not inspect.isfunction(constructor) or hasattr(constructor, '__wrapped__'):
             break
         parameters = list(inspect.signature(constructor).parameters.values())[1:]
-        names |= {p.name for p in _named(parameters)}
+        names |= {p.name for p in _keyword_parameters(parameters)}
         rest = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
         if not rest:
             return names, False
-        taken_out, only_handed_on = _use_of_kwargs(constructor, rest[0])
+        taken_out, only_handed_on = _kwargs_usage(constructor, rest[0])
         names |= taken_out
         if not only_handed_on:
             break
     return names, True
 
 
-def _use_of_kwargs(constructor: Callable[..., Any], kwargs: str) -> tuple[set[str], bool]:
+def _kwargs_usage(constructor: Callable[..., Any], kwargs: str) -> tuple[set[str], bool]:
     """The names taken out of ``**kwargs``, and whether the rest goes to the base class only."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(constructor)))

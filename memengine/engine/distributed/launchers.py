@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ['DEFAULT_TIMEOUT_S', 'Ranks', 'read_ranks']
+__all__ = ['DEFAULT_TIMEOUT_S', 'ProcessRank', 'read_rank']
 
 DEFAULT_TIMEOUT_S = 1800
 
@@ -25,7 +25,7 @@ _DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ProcessRank:
     """A process among the others of its job.
 
     Attributes:
@@ -56,7 +56,7 @@ class Ranks:
         )
 
 
-def read_ranks(launcher: str, port: int | None = None) -> Ranks:
+def read_rank(launcher: str, port: int | None = None) -> ProcessRank:
     """Read which rank this process is.
 
     Args:
@@ -70,14 +70,14 @@ def read_ranks(launcher: str, port: int | None = None) -> Ranks:
     return {'pytorch': _torchrun, 'slurm': _slurm, 'mpi': _mpi}[launcher](os.environ, port)
 
 
-def _torchrun(env: Mapping[str, str], port: int | None) -> Ranks:
-    _need(
+def _torchrun(env: Mapping[str, str], port: int | None) -> ProcessRank:
+    _require(
         env,
         'pytorch',
         ('RANK', 'LOCAL_RANK', 'WORLD_SIZE'),
         'torchrun --nproc_per_node N tools/train.py CONFIG --launcher pytorch',
     )
-    return Ranks(
+    return ProcessRank(
         rank=int(env['RANK']),
         world_size=int(env['WORLD_SIZE']),
         local_rank=int(env['LOCAL_RANK']),
@@ -87,8 +87,8 @@ def _torchrun(env: Mapping[str, str], port: int | None) -> Ranks:
     )
 
 
-def _slurm(env: Mapping[str, str], port: int | None) -> Ranks:
-    _need(
+def _slurm(env: Mapping[str, str], port: int | None) -> ProcessRank:
+    _require(
         env,
         'slurm',
         ('SLURM_PROCID', 'SLURM_NTASKS', 'SLURM_LOCALID', 'SLURM_NODELIST'),
@@ -98,7 +98,7 @@ def _slurm(env: Mapping[str, str], port: int | None) -> Ranks:
     per_node = env.get('SLURM_STEP_TASKS_PER_NODE', env.get('SLURM_TASKS_PER_NODE', ''))
     here = tasks_per_node(per_node)[int(env.get('SLURM_NODEID', 0)) :]
     own = 20_000 + int(env.get('SLURM_JOB_ID', 0)) % 10_000  # two jobs on one machine do not meet
-    return Ranks(
+    return ProcessRank(
         rank=int(env['SLURM_PROCID']),
         world_size=int(env['SLURM_NTASKS']),
         local_rank=int(env['SLURM_LOCALID']),
@@ -108,10 +108,10 @@ def _slurm(env: Mapping[str, str], port: int | None) -> Ranks:
     )
 
 
-def _mpi(env: Mapping[str, str], port: int | None) -> Ranks:
+def _mpi(env: Mapping[str, str], port: int | None) -> ProcessRank:
     names = next((names for names in _MPI.values() if names[0] in env), _MPI['Open MPI'])
     how = 'mpirun -np N python tools/train.py CONFIG --launcher mpi'
-    _need(env, 'mpi', names[:3], how)
+    _require(env, 'mpi', names[:3], how)
     rank, world_size, local_rank = (int(env[name]) for name in names[:3])
     local_world_size = int(env.get(names[3], local_rank + 1))
     if 'MASTER_ADDR' not in env and local_world_size != world_size:
@@ -119,7 +119,7 @@ def _mpi(env: Mapping[str, str], port: int | None) -> Ranks:
             "launcher='mpi' on several machines needs MASTER_ADDR, the host of rank 0: start with "
             f'mpirun -x MASTER_ADDR=HOST {how.partition(" ")[2]}'
         )
-    return Ranks(
+    return ProcessRank(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
@@ -129,7 +129,7 @@ def _mpi(env: Mapping[str, str], port: int | None) -> Ranks:
     )
 
 
-def _need(env: Mapping[str, str], launcher: str, names: tuple[str, ...], how: str) -> None:
+def _require(env: Mapping[str, str], launcher: str, names: tuple[str, ...], how: str) -> None:
     missing = [name for name in names if name not in env]
     if missing:
         raise ValueError(

@@ -12,7 +12,7 @@ from mmengine.device import get_device
 from mmengine.dist import init_dist, is_distributed
 from torch.distributed.rendezvous import rendezvous
 
-from memengine.engine.distributed.launchers import DEFAULT_TIMEOUT_S, Ranks, read_ranks
+from memengine.engine.distributed.launchers import DEFAULT_TIMEOUT_S, ProcessRank, read_rank
 
 __all__ = ['cpu_group', 'init_process_group', 'local_device_ids']
 
@@ -44,7 +44,7 @@ def init_process_group(launcher: str, dist_cfg: dict[str, Any]) -> None:
         raise ValueError(
             f'env_cfg.dist_cfg.timeout: how many seconds a rank waits for another; got {timeout!r}'
         )
-    ranks = read_ranks(launcher, options.pop('port', None))
+    ranks = read_rank(launcher, options.pop('port', None))
     ranks.export()
     device = get_device()
     if device not in ('cpu', 'cuda', 'mps'):
@@ -60,11 +60,11 @@ def init_process_group(launcher: str, dist_cfg: dict[str, Any]) -> None:
     if 'init_method' in options:  # a file, say, knows nothing of ranks
         options.update(rank=ranks.rank, world_size=ranks.world_size)
     elif 'TORCHELASTIC_RESTART_COUNT' in os.environ:
-        options.update(_meeting_of_this_start(_timeout))
+        options.update(_restart_rendezvous(_timeout))
     dist.init_process_group(backend, **options)
 
 
-def _meeting_of_this_start(timeout: timedelta) -> dict[str, Any]:
+def _restart_rendezvous(timeout: timedelta) -> dict[str, Any]:
     """Where ranks find each other, apart from where they did before torchrun started them again.
 
     torchrun's store outlives a restart, and a rank that is faster than another would find there
@@ -75,7 +75,7 @@ def _meeting_of_this_start(timeout: timedelta) -> dict[str, Any]:
     return dict(store=dist.PrefixStore(start, store), rank=rank, world_size=world_size)
 
 
-def _device_index(ranks: Ranks) -> int:
+def _device_index(ranks: ProcessRank) -> int:
     """This rank's GPU among those that it sees."""
     gpus = torch.cuda.device_count()
     if ranks.local_world_size <= gpus:

@@ -18,7 +18,7 @@ __all__ = ['available_cores', 'local_world_size', 'set_threads']
 _LOCAL_WORLD_SIZE = ('LOCAL_WORLD_SIZE', 'OMPI_COMM_WORLD_LOCAL_SIZE', 'SLURM_NTASKS_PER_NODE')
 
 
-def _quotas(root: Path) -> Iterator[float]:
+def _cpu_quotas(root: Path) -> Iterator[float]:
     """CPU quotas, in cores, of the control groups that this process is in (versions 2 and 1)."""
     try:
         lines = (root / 'proc/self/cgroup').read_text().splitlines()
@@ -31,14 +31,14 @@ def _quotas(root: Path) -> Iterator[float]:
             continue
         group = mount / name.lstrip('/')
         for folder in (group, *group.parents):
-            quota = _quota_of(folder)
+            quota = _cpu_quota(folder)
             if quota is not None:
                 yield quota
             if folder == mount:
                 break
 
 
-def _quota_of(folder: Path) -> float | None:
+def _cpu_quota(folder: Path) -> float | None:
     try:
         if (folder / 'cpu.max').is_file():
             quota, period = (folder / 'cpu.max').read_text().split()
@@ -60,7 +60,7 @@ def available_cores(root: Path = Path('/')) -> int:
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
-    return max(1, min([cores, *(int(quota + 0.5) for quota in _quotas(root))]))
+    return max(1, min([cores, *(int(quota + 0.5) for quota in _cpu_quotas(root))]))
 
 
 def local_world_size() -> int:

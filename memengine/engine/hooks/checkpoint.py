@@ -94,7 +94,7 @@ class CheckpointHook(_CheckpointHook):
         self.last_ckpt = path = self._path(step)
         runner.message_hub.update_info('last_ckpt', path)
 
-        def once_whole() -> None:
+        def on_complete() -> None:
             runner.mark_last_checkpoint(path)
             if outdated is not None:
                 self._remove(outdated)
@@ -108,7 +108,7 @@ class CheckpointHook(_CheckpointHook):
             meta=meta,
             by_epoch=self.by_epoch,
             backend_args=self.backend_args,
-            then=once_whole,
+            on_complete=on_complete,
             **self.args,
         )
 

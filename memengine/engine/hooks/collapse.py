@@ -96,25 +96,25 @@ class CollapseHook(Hook):
             )
         means = {name: float(logged[f'train/{name}'].mean(self.interval)) for name in signs}
         images = count_images(data_batch, runner.train_dataloader)
-        for sign, complaint in self._complaints(means, images).items():
-            self._bad_checks[sign] = self._bad_checks.get(sign, 0) + 1 if complaint else 0
+        for sign, warning in self._collapse_warnings(means, images).items():
+            self._bad_checks[sign] = self._bad_checks.get(sign, 0) + 1 if warning else 0
             if self._bad_checks[sign] == self.patience:
-                runner.logger.warning(f'Collapse at iteration {runner.iter + 1}: {complaint}')
+                runner.logger.warning(f'Collapse at iteration {runner.iter + 1}: {warning}')
 
-    def _complaints(self, means: dict[str, float], images: int) -> dict[str, str | None]:
+    def _collapse_warnings(self, means: dict[str, float], images: int) -> dict[str, str | None]:
         """What is wrong, or None, by sign."""
         found: dict[str, str | None] = {}
         entropy = means.get('teacher_entropy')
         sample_entropy = means.get('teacher_sample_entropy')
         if entropy is not None and sample_entropy is not None:
-            found['information'] = self._no_information(entropy, sample_entropy, images)
+            found['information'] = self._check_information(entropy, sample_entropy, images)
         elif entropy is not None:
-            found['entropy'] = self._one_prototype(entropy)
+            found['entropy'] = self._check_entropy(entropy)
         if 'feature_std' in means:
-            found['spread'] = self._no_spread(means['feature_std'])
+            found['spread'] = self._check_feature_std(means['feature_std'])
         return found
 
-    def _no_information(self, entropy: float, sample_entropy: float, images: int) -> str | None:
+    def _check_information(self, entropy: float, sample_entropy: float, images: int) -> str | None:
         most = math.log(min(images, self.out_dim or images))
         if entropy - sample_entropy >= self.min_information * most:
             return None
@@ -127,7 +127,7 @@ class CollapseHook(Hook):
             + _ADVICE.format(temperature='a higher' if is_sharp else 'a lower')
         )
 
-    def _one_prototype(self, entropy: float) -> str | None:
+    def _check_entropy(self, entropy: float) -> str | None:
         if self.out_dim is None:
             raise ValueError(
                 'CollapseHook: to judge teacher_entropy, set out_dim to the number of prototypes '
@@ -141,7 +141,7 @@ class CollapseHook(Hook):
             + _ADVICE.format(temperature='a higher')
         )
 
-    def _no_spread(self, spread: float) -> str | None:
+    def _check_feature_std(self, spread: float) -> str | None:
         if spread >= self.min_feature_std:
             return None
         return (

@@ -17,7 +17,7 @@ __all__ = ['EvaluateFirstHook']
 
 
 @contextmanager
-def _generators_kept() -> Iterator[None]:
+def _preserve_random_state() -> Iterator[None]:
     """Leave the global random generators as they were."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
@@ -54,7 +54,7 @@ class EvaluateFirstHook(Hook):
             )
         runner.message_hub.update_info('before_training', True)
         try:
-            with _generators_kept():
+            with _preserve_random_state():
                 runner.val_loop.run()
         finally:
             runner.message_hub.update_info('before_training', False)

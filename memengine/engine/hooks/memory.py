@@ -9,8 +9,8 @@ import torch
 from mmengine import dist
 from mmengine.hooks import Hook, LoggerHook
 
-from memengine.engine.hooks.around import around_next_call
 from memengine.engine.hooks.batches import count_images
+from memengine.engine.hooks.next_call import wrap_next_call
 from memengine.engine.step import unwrap
 from memengine.memory import SavedBytes, cuda_peak_mib, rss_mib
 from memengine.registry import HOOKS
@@ -61,18 +61,16 @@ class MemoryHook(Hook):
         self._last_s = time.perf_counter()
 
     def before_train_epoch(self, runner: Any) -> None:
-        """What happened between two epochs is no part of a step."""
+        """What happened between two epochs is no part of a step; neither is validation."""
         self._last_s = time.perf_counter()
 
-    def after_val(self, runner: Any) -> None:
-        """Neither is validation."""
-        self._last_s = time.perf_counter()
+    after_val = before_train_epoch
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Meter the step if it is to be logged."""
         if self._is_due(runner, batch_idx) and not self._on_cuda:
             self._meter = SavedBytes(unwrap(runner.model))
-            around_next_call(runner.model, 'train_step', self._meter)
+            wrap_next_call(runner.model, 'train_step', self._meter)
 
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None

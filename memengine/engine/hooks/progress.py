@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from memengine.engine.hooks.around import around_next_call
+from memengine.engine.hooks.next_call import wrap_next_call
 from memengine.registry import HOOKS
 
 __all__ = ['ProgressHook']
@@ -40,7 +40,7 @@ def _terminal() -> Console | None:
     return None if console.is_dumb_terminal else console
 
 
-class _AboveBar(logging.Handler):
+class _LogAboveBar(logging.Handler):
     """Prints above the bar what a stream handler would have printed into it.
 
     LoggerHook's lines for each few iterations say what the bar says and are left out; they are
@@ -85,7 +85,7 @@ class ProgressHook(Hook):
     def before_run(self, runner: Any) -> None:
         """Make sure that the terminal is given back, however training ends."""
         if isinstance(runner._train_loop, BaseLoop):
-            around_next_call(runner._train_loop, 'run', closing(self))
+            wrap_next_call(runner._train_loop, 'run', closing(self))
 
     def before_train(self, runner: Any) -> None:
         """Show the bar."""
@@ -102,7 +102,7 @@ class ProgressHook(Hook):
             console=console,
             expand=True,
         )
-        self._bar.add_task(self._where(runner), total=runner.max_iters, completed=runner.iter)
+        self._bar.add_task(self._position(runner), total=runner.max_iters, completed=runner.iter)
         # Redrawn by this thread alone: a lock that another one holds would be held for ever in
         # the data loader's forked workers, and hang the first of them that prints.
         self._live = Live(console=console, get_renderable=self._render, auto_refresh=False)
@@ -126,7 +126,7 @@ class ProgressHook(Hook):
         for logger in loggers:
             self._replaced.append((logger, list(logger.handlers)))
             logger.handlers[:] = [
-                _AboveBar(handler, console) if _writes_to_terminal(handler) else handler
+                _LogAboveBar(handler, console) if _writes_to_terminal(handler) else handler
                 for handler in logger.handlers
             ]
 
@@ -168,8 +168,8 @@ class ProgressHook(Hook):
         time_s = time.monotonic()
         if now or time_s - self._shown_s > _REFRESH_S:
             self._shown_s = time_s
-            self._bar.update(task, description=self._where(runner))
-            figures = _figures(runner.message_hub.log_scalars)
+            self._bar.update(task, description=self._position(runner))
+            figures = _formatted_scalars(runner.message_hub.log_scalars)
             self._figures = ' · '.join([*figures, self._stage] if self._stage else figures)
             self._live.refresh()
 
@@ -178,7 +178,7 @@ class ProgressHook(Hook):
         return Group(self._bar.get_renderable(), Text(self._figures, style='dim'))
 
     @staticmethod
-    def _where(runner: Any) -> str:
+    def _position(runner: Any) -> str:
         if isinstance(runner.train_loop, EpochBasedTrainLoop):
             return f'epoch {min(runner.epoch + 1, runner.max_epochs)}/{runner.max_epochs}'
         return f'iteration {runner.iter}/{runner.max_iters}'
@@ -190,7 +190,7 @@ def _writes_to_terminal(handler: logging.Handler) -> bool:
     )
 
 
-def _figures(scalars: Mapping[str, HistoryBuffer]) -> list[str]:
+def _formatted_scalars(scalars: Mapping[str, HistoryBuffer]) -> list[str]:
     """What is known, as short texts."""
     knn = next((n for n in scalars if n.startswith('val/') and n.endswith('knn_top1')), '')
     kinds = [

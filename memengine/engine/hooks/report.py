@@ -39,7 +39,7 @@ class ReportHook(Hook):
 
     def after_train(self, runner: Any) -> None:
         """Write the report, on the first rank; a sharded model runs on all of them."""
-        everywhere = () if _gathered(runner.model) is None else (self._write_attention,)
+        everywhere = () if _gather_context(runner.model) is None else (self._write_attention,)
         for write in (self._write_curves, self._write_attention):
             if runner.rank != 0 and write not in everywhere:
                 continue
@@ -76,7 +76,7 @@ class ReportHook(Hook):
             return
         images = self._images(runner)
         try:
-            with (_gathered(runner.model) or nullcontext)():
+            with (_gather_context(runner.model) or nullcontext)():
                 maps = attention_maps(backbone, images)
         except NoAttentionError as error:
             runner.logger.info(f'Report: no attention maps. {error}')
@@ -90,13 +90,13 @@ class ReportHook(Hook):
         loader = runner.val_loop.dataloader
         held_out = len(getattr(loader.dataset, 'queries', loader.dataset))
         first = len(loader.dataset) - held_out
-        places = torch.linspace(first, len(loader.dataset) - 1, min(self.num_images, held_out))
-        batch = loader.collate_fn([loader.dataset[int(place)] for place in places.round()])
+        positions = torch.linspace(first, len(loader.dataset) - 1, min(self.num_images, held_out))
+        batch = loader.collate_fn([loader.dataset[int(position)] for position in positions.round()])
         model: Any = unwrap(runner.model)
         return model.data_preprocessor(batch, False)['inputs']
 
 
-def _gathered(model: nn.Module) -> Callable[[], AbstractContextManager[Any]] | None:
+def _gather_context(model: nn.Module) -> Callable[[], AbstractContextManager[Any]] | None:
     """The context in which all ranks may run the model, if its parameters are spread over them."""
     return getattr(model, 'gathered', None)
 

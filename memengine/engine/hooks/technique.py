@@ -21,7 +21,7 @@ from memengine.techniques.technique import (
     techniques,
 )
 
-__all__ = ['TechniqueHook', 'begin_in_order', 'register_hooks']
+__all__ = ['TechniqueHook', 'apply_in_order', 'register_hooks']
 
 
 class TechniqueHook(Hook):
@@ -51,10 +51,10 @@ class TechniqueHook(Hook):
     def before_train(self, runner: Any) -> None:
         """Begin under MMEngine's own Runner; memengine's has done so before it loads weights."""
         if self._handle is None:
-            begin_in_order(unwrap(runner.model), runner.hooks)
+            apply_in_order(unwrap(runner.model), runner.hooks)
 
     def apply(self, model: nn.Module) -> None:
-        """Begin; called by :func:`begin_in_order`."""
+        """Begin; called by :func:`apply_in_order`."""
         assert self.technique.apply is not None, 'hooks are made of such techniques only'
         self._handle = self.technique.apply(model, self.settings)
         self._is_reported = False
@@ -94,7 +94,7 @@ class TechniqueHook(Hook):
             self._handle = None
 
 
-def begin_in_order(model: nn.Module, hooks: Iterable[Hook]) -> list[TechniqueHook]:
+def apply_in_order(model: nn.Module, hooks: Iterable[Hook]) -> list[TechniqueHook]:
     """Apply the techniques of hooks in the one order.
 
     Returns:
@@ -120,12 +120,12 @@ def register_hooks() -> dict[str, type[TechniqueHook]]:
         if technique.apply is None or technique.stage == 'before_wrap':
             continue
         if name not in HOOKS.module_dict:
-            HOOKS.register_module(name=name, module=_hook_of(technique))
+            HOOKS.register_module(name=name, module=_hook_class(technique))
         hooks[name] = HOOKS.module_dict[name]
     return hooks
 
 
-def _hook_of(technique: Technique[Any]) -> type[TechniqueHook]:
+def _hook_class(technique: Technique[Any]) -> type[TechniqueHook]:
     arguments = '\n'.join(
         f'    {name}: {one.field.metadata["help"]}.'
         for name, one in settings_of(technique.settings).items()

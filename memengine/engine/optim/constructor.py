@@ -14,7 +14,7 @@ from memengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
 __all__ = ['DefaultOptimWrapperConstructor']
 
 
-def _merge(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _merge_equal_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Put parameters with the same settings into one group, in order of first appearance."""
     merged: dict[Any, dict[str, Any]] = {}
     for group in groups:
@@ -51,7 +51,7 @@ class DefaultOptimWrapperConstructor(_DefaultOptimWrapperConstructor):
             super().add_params(params, module, prefix, is_dcn_module)
         finally:
             logger.setLevel(level)
-        params[:] = _merge(params)
+        params[:] = _merge_equal_groups(params)
         for group in params:
             settings = {key: value for key, value in group.items() if key != 'params'}
             numbers = sum(p.numel() for p in group['params'])

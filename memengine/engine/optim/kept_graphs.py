@@ -53,7 +53,7 @@ class KeptGraphs:
             updated: Whether the optimiser has made an update, and so has its state.
         """
         if not self.decided and self._slice_bytes and updated:
-            self.number = _room_for(self._slice_bytes, model)
+            self.number = _graphs_that_fit(self._slice_bytes, model)
             self.decided = True
             MMLogger.get_current_instance().info(
                 f"keep_graph='auto': memory has room for the graphs of {self.number} slices of "
@@ -83,7 +83,7 @@ class KeptGraphs:
         return True
 
 
-def _room_for(slice_bytes: int, model: nn.Module) -> int:
+def _graphs_that_fit(slice_bytes: int, model: nn.Module) -> int:
     """Graphs of ``slice_bytes`` that fit on every rank, besides the gradients to come."""
     trained = [p for p in model.parameters() if p.requires_grad]
     device = trained[0].device

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from memengine.engine.step import plain_step
 from memengine.registry import OPTIM_WRAPPERS
-from memengine.techniques.sharding.gradients import (
+from memengine.techniques.sharding.clipping import (
     clip_each_grad_norm_,
     clip_grad_norm_,
     clip_grad_value_,

@@ -64,7 +64,7 @@ def _sliced_model(model: nn.Module, wrapper: OptimWrapper) -> SlicedModel:
     return module
 
 
-def _tell_of_batch_statistics(module: nn.Module) -> None:
+def _warn_of_batch_statistics(module: nn.Module) -> None:
     layers = layers_with_batch_statistics(module)
     if layers:
         MMLogger.get_current_instance().warning(
@@ -90,7 +90,7 @@ class _SlicedOptimWrapper(OptimWrapper):
         module: Any = _sliced_model(model, self)
         self._check(module)
         if self._is_first_step:
-            _tell_of_batch_statistics(module)
+            _warn_of_batch_statistics(module)
             self._is_first_step = False
         with self.sync_context(model):
             losses = self._add_gradient_of(model, module, **module.data_preprocessor(data, True))
@@ -248,13 +248,13 @@ class GradCacheOptimWrapper(_SlicedOptimWrapper):
         _check_size('chunk_size', chunk_size)
         if forward_chunk_size is not None:
             _check_size('forward_chunk_size', forward_chunk_size)
-            largest = max(chunk_size.values()) if isinstance(chunk_size, Mapping) else chunk_size
+            sizes = chunk_size.values() if isinstance(chunk_size, Mapping) else [chunk_size]
+            smallest, largest = min(sizes), max(sizes)
             if forward_chunk_size < largest:
                 raise ValueError(
                     f'forward_chunk_size={forward_chunk_size} is less than chunk_size={largest}; '
                     'leave it out, or set it to a multiple of chunk_size'
                 )
-            smallest = min(chunk_size.values()) if isinstance(chunk_size, Mapping) else chunk_size
             if largest < forward_chunk_size < 2 * smallest:
                 raise ValueError(
                     f'forward_chunk_size={forward_chunk_size} does not hold two chunks of '

@@ -23,7 +23,7 @@ from memengine.techniques.technique import Settings, Technique, register, settin
 
 __all__ = ['AdamW4bit', 'AdamW8bit', 'CPUOffloadOptimizer']
 
-_SIGNED = {'exp_avg': True, 'exp_avg_sq': False, 'max_exp_avg_sq': False}
+_SIGNED_STATES = {'exp_avg': True, 'exp_avg_sq': False, 'max_exp_avg_sq': False}
 
 
 def _torchao(name: str) -> Any:
@@ -75,9 +75,9 @@ def _low_bit(name: str) -> Any:
             """Load a state of this optimiser or of AdamW, which is quantised."""
             super().load_state_dict(state_dict)
             for parameter, state in self.state.items():
-                for key in _SIGNED.keys() & state.keys():
+                for key in _SIGNED_STATES.keys() & state.keys():
                     if type(state[key]) is Tensor:
-                        buffer = self._new_buffer(parameter, _SIGNED[key])
+                        buffer = self._new_buffer(parameter, _SIGNED_STATES[key])
                         state[key] = buffer.copy_(state[key])
 
     LowBit.__name__ = LowBit.__qualname__ = name
@@ -138,7 +138,7 @@ def AdamW4bit(  # noqa: N802 (a type name of the config language)
 # ------------------------------------------------------------------ host memory
 
 
-def _listed(params: Any) -> list[Tensor]:
+def _as_list(params: Any) -> list[Tensor]:
     return [params] if isinstance(params, Tensor) else list(params)
 
 
@@ -147,7 +147,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def _offloading() -> Any:
+def _offload_class() -> Any:
     base: Any = _torchao('CPUOffloadOptimizer')
 
     class Offloading(base):
@@ -233,7 +233,7 @@ def CPUOffloadOptimizer(  # noqa: N802 (a type name of the config language)
     """
     params = list(params)
     groups = params if isinstance(params[0], dict) else [{'params': params}]
-    groups = [{**group, 'params': _listed(group['params'])} for group in groups]
+    groups = [{**group, 'params': _as_list(group['params'])} for group in groups]
     trained = [p for group in groups for p in group['params'] if p.requires_grad]
     if {p.device.type for p in trained} - {'cuda', 'xpu'}:
         raise ValueError(
@@ -248,7 +248,7 @@ def CPUOffloadOptimizer(  # noqa: N802 (a type name of the config language)
             raise ValueError(
                 f"CPUOffloadOptimizer: there is no optimizer_class '{optimizer_class}'"
             )
-    return _offloading()(groups, kind, minimal_size=minimal_size, **kwargs)
+    return _offload_class()(groups, kind, minimal_size=minimal_size, **kwargs)
 
 
 # ------------------------------------------------------------------ descriptions

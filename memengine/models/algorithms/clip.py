@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memengine.models.algorithms.base import Algorithm, feature_moments, feature_std
-from memengine.models.parts import build_loss, freeze, unit
+from memengine.models.parts import build_loss, freeze, l2_normalize
 from memengine.registry import MODELS
 from memengine.techniques.slices.slicing import Slice, cut_evenly, take
 
@@ -164,17 +164,17 @@ class CLIP(Algorithm):
         self, embeddings: dict[str, Tensor], targets: Any = None, data_samples: Any = None
     ) -> dict[str, Tensor]:
         """The loss of all pairs, the scale and the spread."""
-        images, texts = (unit(embeddings[tower]) for tower in TOWERS)
+        images, texts = (l2_normalize(embeddings[tower]) for tower in TOWERS)
         return {
             'loss': self.loss(images, texts, **self._logit_parameters()),
-            **self._logged(),
+            **self._logit_scalars(),
             'feature_std': feature_std(feature_moments(images)),
         }
 
     def _logit_parameters(self) -> dict[str, Tensor]:
         return {'logit_scale': self.logit_scale.exp()}
 
-    def _logged(self) -> dict[str, Tensor]:
+    def _logit_scalars(self) -> dict[str, Tensor]:
         return {'logit_scale': self.logit_scale.detach().exp()}
 
     def slices(
@@ -211,11 +211,11 @@ class CLIP(Algorithm):
 
     def features(self, inputs: Tensor) -> Tensor:
         """Normalised image embeddings [B, D]."""
-        return unit(self.towers['image'](inputs))
+        return l2_normalize(self.towers['image'](inputs))
 
     def predict(self, inputs: Any, data_samples: Any = None) -> list[dict[str, Tensor]]:
         """``feature`` [D] of each image, and ``text_feature`` [D] where it has a text."""
-        embeddings = {key: unit(value) for key, value in self.embed(inputs, data_samples).items()}
+        embeddings = {key: l2_normalize(z) for key, z in self.embed(inputs, data_samples).items()}
         names = {'image': 'feature', 'text': 'text_feature'}
         return [
             {names[key]: value[row] for key, value in embeddings.items()}
@@ -287,5 +287,5 @@ class SigLIP(CLIP):
     def _logit_parameters(self) -> dict[str, Tensor]:
         return {**super()._logit_parameters(), 'logit_bias': self.logit_bias}
 
-    def _logged(self) -> dict[str, Tensor]:
-        return {**super()._logged(), 'logit_bias': self.logit_bias.detach()}
+    def _logit_scalars(self) -> dict[str, Tensor]:
+        return {**super()._logit_scalars(), 'logit_bias': self.logit_bias.detach()}

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from memengine.models.algorithms.base import Algorithm, feature_moments, feature_std, rows_of
-from memengine.models.parts import build_head, build_loss, freeze, unit
+from memengine.models.parts import build_head, build_loss, freeze, l2_normalize
 from memengine.registry import MODELS
 
 __all__ = ['SimCLR', 'SupCon', 'labels_of']
@@ -28,25 +28,27 @@ def labels_of(data_samples: Any, name: str) -> Tensor:
     return data_samples['label']
 
 
-class _Projected(Algorithm):
+class _ContrastiveAlgorithm(Algorithm):
     """A backbone and a projection head, on views of one size."""
 
     def __init__(
         self,
         backbone: dict[str, Any],
         head: dict[str, Any],
-        freeze_backbone: bool,
-        data_preprocessor: dict[str, Any] | nn.Module | None,
-        init_cfg: dict[str, Any] | None,
+        loss: dict[str, Any] | str = 'NTXentLoss',
+        freeze_backbone: bool = False,
+        data_preprocessor: dict[str, Any] | nn.Module | None = None,
+        init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(data_preprocessor, init_cfg)
         self.backbone = MODELS.build(backbone)
         self.head = build_head(head, self.backbone.num_features)
+        self.loss = build_loss(loss)
         self.freeze_backbone = freeze_backbone
         if freeze_backbone:
             freeze(self.backbone)
 
-    def train(self, mode: bool = True) -> _Projected:
+    def train(self, mode: bool = True) -> _ContrastiveAlgorithm:
         """Switch training mode; a frozen backbone stays out of it."""
         super().train(mode)
         if self.freeze_backbone:
@@ -76,7 +78,7 @@ class _Projected(Algorithm):
 
 
 @MODELS.register_module()
-class SimCLR(_Projected):
+class SimCLR(_ContrastiveAlgorithm):
     """Contrast of two views of an image with all other images of the batch; no labels.
 
     Args:
@@ -97,18 +99,6 @@ class SimCLR(_Projected):
     Source: Chen et al., A Simple Framework for Contrastive Learning (2020).
     """
 
-    def __init__(
-        self,
-        backbone: dict[str, Any],
-        head: dict[str, Any],
-        loss: dict[str, Any] | str = 'NTXentLoss',
-        freeze_backbone: bool = False,
-        data_preprocessor: dict[str, Any] | nn.Module | None = None,
-        init_cfg: dict[str, Any] | None = None,
-    ) -> None:
-        super().__init__(backbone, head, freeze_backbone, data_preprocessor, init_cfg)
-        self.loss = build_loss(loss)
-
     def _check_views(self, views: int) -> None:
         if views != 2:
             raise ValueError(
@@ -127,7 +117,7 @@ class SimCLR(_Projected):
 
 
 @MODELS.register_module()
-class SupCon(_Projected):
+class SupCon(_ContrastiveAlgorithm):
     """Supervised contrast: images of one class attract each other, those of others repel.
 
     Args:
@@ -159,8 +149,7 @@ class SupCon(_Projected):
         data_preprocessor: dict[str, Any] | nn.Module | None = None,
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
-        super().__init__(backbone, head, freeze_backbone, data_preprocessor, init_cfg)
-        self.loss = build_loss(loss)
+        super().__init__(backbone, head, loss, freeze_backbone, data_preprocessor, init_cfg)
         self.use_labels = use_labels
 
     def _check_views(self, views: int) -> None:
@@ -174,7 +163,7 @@ class SupCon(_Projected):
         self, embeddings: Tensor, targets: int, data_samples: Any = None
     ) -> dict[str, Tensor]:
         """The loss of embeddings [V * B, D], and their spread."""
-        features = unit(embeddings).unflatten(0, (targets, -1)).transpose(0, 1)  # [B, V, D]
+        features = l2_normalize(embeddings).unflatten(0, (targets, -1)).transpose(0, 1)  # [B, V, D]
         labels = labels_of(data_samples, 'SupCon') if self.use_labels else None
         return {
             'loss': self.loss(features, labels=labels),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from memengine.models.algorithms.base import Algorithm, feature_moments, feature_std, rows_of
 from memengine.models.algorithms.contrastive import labels_of
-from memengine.models.parts import build_head, build_loss, unit
+from memengine.models.parts import build_head, build_loss, l2_normalize
 from memengine.registry import MODELS
 
 __all__ = ['SelfCon']
@@ -88,7 +88,7 @@ class SelfCon(Algorithm):
         self, embeddings: Tensor, targets: int, data_samples: Any = None
     ) -> dict[str, Tensor]:
         """The loss of embeddings [V * B, n, D], and the spread of the backbone's."""
-        views = unit(embeddings).unflatten(0, (targets, -1))  # [V, B, n, D]
+        views = l2_normalize(embeddings).unflatten(0, (targets, -1))  # [V, B, n, D]
         labels = labels_of(data_samples, 'SelfCon') if self.use_labels else None
         return {
             'loss': self.loss(torch.cat(list(views), dim=1), labels=labels),

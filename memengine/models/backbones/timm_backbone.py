@@ -76,13 +76,13 @@ class TimmBackbone(nn.Module):
                 f'TimmBackbone: {name} has no intermediate features in timm; use another model'
             )
         stages = list(model.feature_info)
-        for place in exits:
-            if not -len(stages) <= place < len(stages):
+        for number in exits:
+            if not -len(stages) <= number < len(stages):
                 modules = ', '.join(f'{i} {stage["module"]}' for i, stage in enumerate(stages))
                 raise ValueError(
-                    f'TimmBackbone: exit {place} is none of the stages of {name}: {modules}'
+                    f'TimmBackbone: exit {number} is none of the stages of {name}: {modules}'
                 )
-        return [stages[place]['num_chs'] for place in exits]
+        return [stages[number]['num_chs'] for number in exits]
 
     def with_exits(self, images: Tensor, exits: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
         """Features, and those after intermediate stages, in one forward pass.
@@ -97,12 +97,12 @@ class TimmBackbone(nn.Module):
         """
         model: Any = self.model
         count = len(model.feature_info)
-        places = [place % count for place in exits]
+        indices = [number % count for number in exits]
         last, stages = model.forward_intermediates(
-            images, indices=sorted(places), norm=False, output_fmt='NCHW'
+            images, indices=sorted(indices), norm=False, output_fmt='NCHW'
         )
-        by_place = dict(zip(sorted(places), stages, strict=True))
-        return model.forward_head(last), [by_place[place].mean(dim=(2, 3)) for place in places]
+        by_index = dict(zip(sorted(indices), stages, strict=True))
+        return model.forward_head(last), [by_index[i].mean(dim=(2, 3)) for i in indices]
 
 
 def _load(model: Any, file: str) -> None:

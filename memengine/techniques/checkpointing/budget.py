@@ -26,7 +26,7 @@ from memengine._torch_private.ops import (
 )
 from memengine.memory.ledger import blocks_of, owned_by
 
-__all__ = ['Call', 'Kept', 'Trace', 'draws', 'measure', 'plan_by_budget', 'plan_by_ops']
+__all__ = ['Call', 'Kept', 'Trace', 'draws_random', 'measure', 'plan_by_budget', 'plan_by_ops']
 
 Call = tuple[str, int]  # an op and which of its calls within the module, from 0 on
 Kept = frozenset[Call] | None  # None: the module is not checkpointed, so all is kept
@@ -35,15 +35,15 @@ Kept = frozenset[Call] | None  # None: the module is not checkpointed, so all is
 # among them, as products cost some hundred FLOPs for every byte of their output.
 _FLOPS_PER_BYTE = 1
 
-_MOST_WAYS = 2048  # that a plan follows at a time
+_MOST_PLANS = 2048  # that are followed at a time
 
 # FLOPs to compute again, as a share of all of them, that are next to nothing. Bytes that are not
 # worth more are not kept: what comes after the modules, which is not measured, needs some, too.
-_NEXT_TO_NOTHING = 1e-3
+_NEGLIGIBLE_SHARE = 1e-3
 
 
 @dataclass
-class _Op:
+class _MeasuredOp:
     call: Call
     cost: int  # FLOPs
     nbytes: int  # of its fresh outputs
@@ -61,7 +61,7 @@ class Trace:
         saved_input_bytes: Those of them that autograd saves when it is not checkpointed.
     """
 
-    ops: list[_Op] = field(default_factory=list)
+    ops: list[_MeasuredOp] = field(default_factory=list)
     saved_bytes: int = 0
     input_bytes: int = 0
     saved_input_bytes: int = 0
@@ -82,12 +82,12 @@ class Trace:
         return sum(op.cost for op in self.ops)
 
     @property
-    def may_be_kept(self) -> list[_Op]:
+    def may_be_kept(self) -> list[_MeasuredOp]:
         """The ops that may be."""
         return [op for op in self.ops if op.may_be_kept]
 
 
-def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def draws_random(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether an op draws random numbers.
 
     If its output were kept, the ops after it would draw its numbers when they are repeated.
@@ -107,7 +107,7 @@ class _Tracer(TorchDispatchMode):
         super().__init__()
         self.trace = Trace(input_bytes=sum(inputs.values()))
         self._owned, self._inputs = owned, inputs
-        self._made_by: dict[int, _Op] = {}  # storage to the op that wrote it first
+        self._made_by: dict[int, _MeasuredOp] = {}  # storage to the op that wrote it first
         self._saved: set[int] = set()
         self._counts: Counter[str] = Counter()
         self._ops_at_last_save = 0
@@ -127,11 +127,11 @@ class _Tracer(TorchDispatchMode):
         flops = FLOPS_OF.get(func.overloadpacket)
         cost = flops(*args, **kwargs, out_val=out) if flops else 0
         nbytes = sum(fresh.values())
-        op = _Op(
+        op = _MeasuredOp(
             (str(func), self._counts[str(func)]),
             cost + _FLOPS_PER_BYTE * nbytes,
             nbytes,
-            nbytes > 0 and not draws(func, args, kwargs),
+            nbytes > 0 and not draws_random(func, args, kwargs),
         )
         self._counts[str(func)] += 1
         self.trace.ops.append(op)
@@ -202,8 +202,8 @@ def plan_by_ops(trace: Trace, ops: frozenset[str]) -> Kept:
     )
 
 
-class _Way(NamedTuple):
-    """A way to run the modules so far."""
+class _Plan(NamedTuple):
+    """What to keep of the modules so far."""
 
     nbytes: int  # kept from forward to backward
     cost: int  # FLOPs to compute again
@@ -214,8 +214,8 @@ def plan_by_budget(traces: Sequence[Trace], budget: float) -> list[Kept]:
     """What costs least to compute again, within a fraction of the plain bytes.
 
     The bytes are those of the peak: what all modules before one keep, and all that this one saves
-    once it is computed again. Module by module and op by op, every way is followed that no other
-    beats in both bytes and FLOPs; so the mix is the best there is (of very many ways those that
+    once it is computed again. Module by module and op by op, every choice is followed that no other
+    beats in both bytes and FLOPs; so the mix is the best there is (of very many, those that
     are close to others are dropped).
 
     Args:
@@ -228,18 +228,19 @@ def plan_by_budget(traces: Sequence[Trace], budget: float) -> list[Kept]:
     if budget in (0, 1):
         return [frozenset() if budget == 0 else None] * len(traces)
     limit = max(int(budget * sum(trace.plain_bytes for trace in traces)), _least_peak(traces))
-    ways, decision = [_Way(0, 0, 0)], 0
+    plans, decision = [_Plan(0, 0, 0)], 0
     for trace in traces:
-        ways = [way for way in ways if way.nbytes + trace.plain_bytes <= limit]
-        plain = _after(ways, trace.plain_bytes, 0, 1 << decision)
-        ways = _after(ways, trace.input_bytes, trace.cost)
+        plans = [plan for plan in plans if plan.nbytes + trace.plain_bytes <= limit]
+        plain = _extended(plans, trace.plain_bytes, 0, 1 << decision)
+        plans = _extended(plans, trace.input_bytes, trace.cost)
         for op in trace.may_be_kept:
             decision += 1
-            ways = _best([*ways, *_after(ways, op.nbytes, -op.cost, 1 << decision)], limit)
+            keeping = _extended(plans, op.nbytes, -op.cost, 1 << decision)
+            plans = _unbeaten([*plans, *keeping], limit)
         decision += 1
-        ways = _best([*ways, *plain], limit)
-    allowed = ways[-1].cost + _NEXT_TO_NOTHING * sum(trace.cost for trace in traces)
-    return _kept(traces, next(way for way in ways if way.cost <= allowed).taken)
+        plans = _unbeaten([*plans, *plain], limit)
+    allowed = plans[-1].cost + _NEGLIGIBLE_SHARE * sum(trace.cost for trace in traces)
+    return _chosen_calls(traces, next(plan for plan in plans if plan.cost <= allowed).taken)
 
 
 def _least_peak(traces: Sequence[Trace]) -> int:
@@ -251,23 +252,23 @@ def _least_peak(traces: Sequence[Trace]) -> int:
     return peak
 
 
-def _after(ways: Iterable[_Way], nbytes: int, cost: int, bit: int = 0) -> list[_Way]:
-    return [_Way(way.nbytes + nbytes, way.cost + cost, way.taken | bit) for way in ways]
+def _extended(plans: Iterable[_Plan], nbytes: int, cost: int, bit: int = 0) -> list[_Plan]:
+    return [_Plan(plan.nbytes + nbytes, plan.cost + cost, plan.taken | bit) for plan in plans]
 
 
-def _best(ways: Iterable[_Way], limit: int) -> list[_Way]:
+def _unbeaten(plans: Iterable[_Plan], limit: int) -> list[_Plan]:
     """Those within the limit that no other beats, from fewest bytes to fewest FLOPs."""
-    best: list[_Way] = []
-    for way in sorted(ways):
-        if way.nbytes <= limit and (not best or way.cost < best[-1].cost):
-            best.append(way)
-    if len(best) <= _MOST_WAYS:
+    best: list[_Plan] = []
+    for plan in sorted(plans):
+        if plan.nbytes <= limit and (not best or plan.cost < best[-1].cost):
+            best.append(plan)
+    if len(best) <= _MOST_PLANS:
         return best
-    apart = {way.nbytes * _MOST_WAYS // limit: way for way in best[1:]}
+    apart = {plan.nbytes * _MOST_PLANS // limit: plan for plan in best[1:]}
     return [best[0], *apart.values()]
 
 
-def _kept(traces: Sequence[Trace], taken: int) -> list[Kept]:
+def _chosen_calls(traces: Sequence[Trace], taken: int) -> list[Kept]:
     """What the decisions of :func:`plan_by_budget` mean."""
     plans: list[Kept] = []
     for trace in traces:

@@ -22,7 +22,7 @@ from memengine.techniques.technique import Handle, Report, Settings, Technique, 
 
 __all__ = ['ActivationCheckpointingSettings', 'Checkpointing', 'checkpoint_activations']
 
-_ALL: Kept = frozenset()  # nothing is kept, all is computed again
+_RECOMPUTE_ALL: Kept = frozenset()  # nothing is kept, all is computed again
 
 
 def checkpoint_activations(
@@ -148,13 +148,13 @@ class Checkpointing(Handle):
     def kept(self, name: str, training: bool, trace: Callable[[], Trace]) -> Kept:
         """What a module keeps. ``trace()`` measures it, when that has not been done."""
         if not self.measures:
-            return _ALL
+            return _RECOMPUTE_ALL
         key = (name, training)
         if key not in self._traces:
             self._traces[key] = trace()
             self._plans.clear()
             if self.budget is not None:
-                return _ALL  # until all are measured, so that the first step fits, too
+                return _RECOMPUTE_ALL  # until all are measured, so that the first step fits, too
             return plan_by_ops(self._traces[key], self.ops)
         if not self._plans:
             self._plan()

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from memengine._torch_private.ops import FLOPS_OF, OpOverload, OpOverloadPacket
 from memengine.suggest import did_you_mean
-from memengine.techniques.checkpointing.budget import Call, draws
+from memengine.techniques.checkpointing.budget import Call, draws_random
 
-__all__ = ['Op', 'Policy', 'op_names', 'policy_by_ops']
+__all__ = ['KeepCalls', 'Op', 'keep_ops', 'op_names']
 
 Op: TypeAlias = str | OpOverload | OpOverloadPacket
 
@@ -55,7 +55,7 @@ def _op_name(text: str, groups: list[str], setting: str) -> str:
     return f'{namespace}.{name}'
 
 
-class Policy:
+class KeepCalls:
     """Which calls are kept, counted anew in each pass."""
 
     def __init__(self, kept: frozenset[Call]) -> None:
@@ -67,15 +67,15 @@ class Policy:
         counts = self._counts[context.is_recompute]
         call = (str(op), counts[str(op)])
         counts[str(op)] += 1
-        if call in self._kept and not draws(op, args, kwargs):
+        if call in self._kept and not draws_random(op, args, kwargs):
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def policy_by_ops(
+def keep_ops(
     ops: frozenset[str], context: Any, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
     """The policy where ops are not measured: the compiler leaves out what it does not need."""
-    if str(op).rpartition('.')[0] in ops and not draws(op, args, kwargs):
+    if str(op).rpartition('.')[0] in ops and not draws_random(op, args, kwargs):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

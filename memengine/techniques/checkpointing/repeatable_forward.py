@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from memengine._torch_private.autograd import version_of
 from memengine._torch_private.modules import BatchOrInstanceNorm, own_buffers
 from memengine._torch_private.ops import (
-    CHECKPOINT_SHOWS_KEPT,
+    CHECKPOINT_HEEDS_HOOKS,
     compiled_checkpoints_write_twice,
     pytree,
 )
 from memengine.techniques.checkpointing.budget import Kept, Trace, measure
-from memengine.techniques.checkpointing.op_policy import Policy, policy_by_ops
+from memengine.techniques.checkpointing.op_policy import KeepCalls, keep_ops
 from memengine.techniques.modules.random_state import RandomState, accelerators_of
 from memengine.techniques.modules.wrapped_forward import WrappedForward
 
@@ -28,8 +28,8 @@ __all__ = ['SETTING', 'CheckpointedForward']
 SETTING = 'activation_checkpointing'  # what errors call it
 
 
-class Owner(Protocol):
-    """Who says what a module keeps."""
+class Planner(Protocol):
+    """Says what a module keeps."""
 
     ops: frozenset[str]
     budget: float | None
@@ -40,7 +40,7 @@ class Owner(Protocol):
 
 
 class CheckpointedForward(WrappedForward):
-    """Stands in a module's ``forward``; ``owner`` says what is kept.
+    """Stands in a module's ``forward``; ``planner`` says what is kept.
 
     Attributes:
         calls: How often the module was called.
@@ -50,9 +50,9 @@ class CheckpointedForward(WrappedForward):
 
     setting = SETTING
 
-    def __init__(self, name: str, module: nn.Module, owner: Owner) -> None:
+    def __init__(self, name: str, module: nn.Module, planner: Planner) -> None:
         super().__init__(name, module)
-        self.owner = owner
+        self.planner = planner
         self.calls = self.checkpointed = 0
         self.has_buffers = any(True for _ in module.buffers())
 
@@ -65,7 +65,7 @@ class CheckpointedForward(WrappedForward):
     @property
     def can_be_compiled(self) -> bool:
         """Whether compiled code would repeat the forward as it was, and knows what to keep."""
-        if self.owner.budget is not None:
+        if self.planner.budget is not None:
             return False
         return not (self.has_buffers and compiled_checkpoints_write_twice())
 
@@ -76,16 +76,16 @@ class CheckpointedForward(WrappedForward):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not torch.is_grad_enabled() or not self._needs_gradient(tensors):
             return self.plain(*args, **kwargs)
-        run = _Run(self.plain, structure, (args, kwargs))
+        run = _FlatCall(self.plain, structure, (args, kwargs))
         first = not self.checkpointed
         state = RandomState(accelerators_of(self.module, tensors))
-        kept = self.owner.kept(
+        kept = self.planner.kept(
             self.name, self.module.training, partial(self._measure, run, leaves, tensors, state)
         )
         self.checkpointed += 1
         if kept is None:
             return self.plain(*args, **kwargs)
-        with _repeatable(self.name, self.module, tensors, buffers=first):
+        with _refusing_changes(self.name, self.module, tensors, buffers=first):
             return self._checkpoint(run, leaves, state, kept)
 
     def _needs_gradient(self, tensors: list[Tensor]) -> bool:
@@ -93,20 +93,20 @@ class CheckpointedForward(WrappedForward):
         return any(t.requires_grad for t in tensors) or any(p.requires_grad for p in parameters)
 
     def _measure(
-        self, run: _Run, leaves: list[Any], tensors: list[Tensor], state: RandomState
+        self, run: _FlatCall, leaves: list[Any], tensors: list[Tensor], state: RandomState
     ) -> Trace:
-        with _Again(state, self.module):
-            return measure(self.module, partial(run.again, *leaves), tensors)
+        with _RepeatContext(state, self.module):
+            return measure(self.module, partial(run.repeat, *leaves), tensors)
 
-    def _checkpoint(self, run: _Run, leaves: list[Any], state: RandomState, kept: Kept) -> Any:
-        again = _Again(state, self.module)
+    def _checkpoint(self, run: _FlatCall, leaves: list[Any], state: RandomState, kept: Kept) -> Any:
+        again = _RepeatContext(state, self.module)
         options: dict[str, Any] = dict(context_fn=lambda: (ExitStack(), again))
         with ExitStack() as stack:
             if kept:
-                forward, repeated = create_selective_checkpoint_contexts(Policy(kept))
-                again = _Again(state, self.module, repeated)
+                forward, repeated = create_selective_checkpoint_contexts(KeepCalls(kept))
+                again = _RepeatContext(state, self.module, repeated)
                 options = dict(context_fn=lambda: (forward, again))
-                if CHECKPOINT_SHOWS_KEPT:
+                if CHECKPOINT_HEEDS_HOOKS:
                     options['respect_saved_tensors_hooks'] = True
                 # A weight that is cast already would be cast again, and the calls not be paired.
                 stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
@@ -118,13 +118,13 @@ class CheckpointedForward(WrappedForward):
     def _traced_by_compile(self, *args: Any, **kwargs: Any) -> Any:
         self.checkpointed = 1  # a constant, so that it is no reason to compile again
         options: dict[str, Any] = {}
-        if self.owner.ops:
-            policy = partial(policy_by_ops, self.owner.ops)
+        if self.planner.ops:
+            policy = partial(keep_ops, self.planner.ops)
             options['context_fn'] = partial(create_selective_checkpoint_contexts, policy)
         return checkpoint(self.plain, *args, use_reentrant=False, **options, **kwargs)
 
 
-class _Run:
+class _FlatCall:
     """A forward on flat arguments, so that every tensor in them is one that checkpoint saves."""
 
     def __init__(self, forward: Callable[..., Any], structure: Any, given: Any) -> None:
@@ -133,16 +133,16 @@ class _Run:
 
     def __call__(self, *leaves: Any) -> Any:
         if not self._given:
-            return self.again(*leaves)
+            return self.repeat(*leaves)
         args, kwargs = self._given.pop()
         return self._forward(*args, **kwargs)
 
-    def again(self, *leaves: Any) -> Any:
+    def repeat(self, *leaves: Any) -> Any:
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
         return self._forward(*args, **kwargs)
 
 
-class _Again:
+class _RepeatContext:
     """The context of a repeated forward; entered once for each backward through the graph."""
 
     def __init__(self, state: RandomState, module: nn.Module, *more: Any) -> None:
@@ -157,7 +157,7 @@ class _Again:
     def __enter__(self) -> None:
         with ExitStack() as stack:
             stack.enter_context(self._state.replay())
-            stack.enter_context(_spared_statistics(self._norms))
+            stack.enter_context(_copied_statistics(self._norms))
             for context in self._more:
                 stack.enter_context(context)
             self._stack = stack.pop_all()
@@ -167,7 +167,7 @@ class _Again:
 
 
 @contextmanager
-def _spared_statistics(norms: list[tuple[BatchOrInstanceNorm, dict[str, bool]]]) -> Iterator[None]:
+def _copied_statistics(norms: list[tuple[BatchOrInstanceNorm, dict[str, bool]]]) -> Iterator[None]:
     """Let norm layers run as they did, and count into copies of their statistics.
 
     (Without statistics they would save other tensors than in the first forward.)
@@ -188,7 +188,7 @@ def _spared_statistics(norms: list[tuple[BatchOrInstanceNorm, dict[str, bool]]])
 
 
 @contextmanager
-def _repeatable(
+def _refusing_changes(
     name: str, module: nn.Module, tensors: list[Tensor], buffers: bool
 ) -> Iterator[None]:
     """Refuse a forward that changes what it would be repeated from."""

@@ -67,7 +67,7 @@ class UniformGrid(NamedTuple):
         step = per_unit.reciprocal().mul_(1 - _FEW_ULPS * huge)
         return cls(low, shrink, per_unit, step, top)
 
-    def part(self, ranges: slice) -> UniformGrid:
+    def of_ranges(self, ranges: slice) -> UniformGrid:
         """The grid of some of the ranges."""
         low, shrink, per_unit, step = (tensor[ranges] for tensor in self[:-1])
         return UniformGrid(low, shrink, per_unit, step, self.top)

@@ -15,11 +15,19 @@ from torch import Tensor
 from memengine.techniques.codecs.bit_packing import pack_bits, unpack_bits
 from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_order
 
-__all__ = ['bitmask', 'narrow', 'positive', 'shape_only', 'sign', 'two_valued', 'within']
+__all__ = [
+    'between',
+    'bitmask',
+    'narrow_ints',
+    'positive_mask',
+    'shape_only',
+    'sign_mask',
+    'two_valued',
+]
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_NARROW = (torch.uint8, torch.int16, torch.int32)
-_SAMPLE = 1024
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NARROW_DTYPES = (torch.uint8, torch.int16, torch.int32)
+_SAMPLE_NUMEL = 1024
 
 
 @dataclass(frozen=True)
@@ -72,10 +80,7 @@ class ShapeCode:
 
 @torch.no_grad()
 def bitmask(
-    tensor: Tensor,
-    test: Callable[[Tensor], Tensor] | None = None,
-    on: float = 1,
-    off: float = 0,
+    tensor: Tensor, test: Callable[[Tensor], Tensor] | None = None, on: float = 1, off: float = 0
 ) -> BitCode:
     """One bit for each element: what a test says of it.
 
@@ -93,7 +98,7 @@ def bitmask(
     """
     if test is None and tensor.dtype != torch.bool:
         raise TypeError(
-            f'bitmask takes booleans, got {tensor.dtype}; give it a test, as in positive()'
+            f'bitmask takes booleans, got {tensor.dtype}; give it a test, as in positive_mask()'
         )
     flat, order = in_memory_order(tensor)
     mask = flat if test is None else test(flat)
@@ -101,7 +106,7 @@ def bitmask(
     return BitCode(pack_bits(mask, 1), _as_integers(values), order)
 
 
-def positive(tensor: Tensor) -> BitCode:
+def positive_mask(tensor: Tensor) -> BitCode:
     """1 where a ReLU's result is above zero: all that its derivative needs.
 
     NaN counts as above, as in torch's derivative of ReLU, so that nothing is hidden. Bytes: 1/32
@@ -110,12 +115,12 @@ def positive(tensor: Tensor) -> BitCode:
     return bitmask(tensor, lambda elements: (elements <= 0).logical_not_())
 
 
-def sign(tensor: Tensor) -> BitCode:
+def sign_mask(tensor: Tensor) -> BitCode:
     """1 where a LeakyReLU's input is above zero, -1 elsewhere: all that its derivative needs."""
     return bitmask(tensor, lambda elements: elements > 0, off=-1)
 
 
-def within(tensor: Tensor, low: float, high: float, inside: float, outside: float) -> BitCode:
+def between(tensor: Tensor, low: float, high: float, inside: float, outside: float) -> BitCode:
     """`inside` where the input of hardtanh or ReLU6 lies between its bounds, `outside` elsewhere.
 
     The bounds themselves are outside, as in torch's derivatives of hardtanh and hardsigmoid (not
@@ -149,11 +154,12 @@ def two_valued(tensor: Tensor) -> BitCode | None:
     Bytes: ``numel / 8`` and two elements. Cost: a sample of 1024 elements tells most other tensors;
     for the rest four passes. Waits for an accelerator, twice.
     """
-    if tensor.dtype.itemsize not in _INTEGERS:
+    if tensor.dtype.itemsize not in _INTEGER_OF_SIZE:
         return None
     flat, order = in_memory_order(tensor)
     elements = _as_integers(flat)
-    if not elements.numel() or not _has_two(elements[:: -(-elements.numel() // _SAMPLE)]):
+    step = -(-elements.numel() // _SAMPLE_NUMEL)
+    if not elements.numel() or elements[::step].unique().numel() > 2:
         return None
     low, high = torch.aminmax(elements)
     mask = elements == high
@@ -163,7 +169,7 @@ def two_valued(tensor: Tensor) -> BitCode | None:
 
 
 @torch.no_grad()
-def narrow(tensor: Tensor) -> NarrowCode | None:
+def narrow_ints(tensor: Tensor) -> NarrowCode | None:
     """Integers in the smallest of uint8, int16 and int32 that holds them all.
 
     Such are the indices of a max-pool (within a plane: int16 up to 181 x 181) and of an embedding.
@@ -177,12 +183,12 @@ def narrow(tensor: Tensor) -> NarrowCode | None:
     Bytes: 1/8, 1/4 or 1/2 of int64. Cost: two passes, one to decode. Waits for an accelerator.
     """
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
-        raise TypeError(f'narrow takes integers, got {tensor.dtype}')
+        raise TypeError(f'narrow_ints takes integers, got {tensor.dtype}')
     flat, order = in_memory_order(tensor)
     if not flat.numel():
         return None
     low, high = torch.stack(torch.aminmax(flat)).tolist()
-    for dtype in _NARROW:
+    for dtype in _NARROW_DTYPES:
         held = torch.iinfo(dtype)
         if dtype.itemsize < tensor.dtype.itemsize and held.min <= low and high <= held.max:
             return NarrowCode(flat.to(dtype), order)
@@ -199,8 +205,4 @@ def shape_only(tensor: Tensor) -> ShapeCode:
 
 def _as_integers(flat: Tensor) -> Tensor:
     """The elements' bits: equal integers are equal elements, NaN and signed zeros included."""
-    return flat.view(_INTEGERS[flat.dtype.itemsize])
-
-
-def _has_two(sample: Tensor) -> bool:
-    return sample.unique().numel() <= 2
+    return flat.view(_INTEGER_OF_SIZE[flat.dtype.itemsize])

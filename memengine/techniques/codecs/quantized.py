@@ -83,7 +83,7 @@ class QuantizedCode:
             target = part.rows(flat[part.elements])
             levels = unpack_bits(self.packed[part.bytes], self.bits, target.numel())
             room = target if target.dtype == dtype else None
-            values = grid.part(part.groups).values(part.rows(levels), room)
+            values = grid.of_ranges(part.groups).values(part.rows(levels), room)
             if room is None:
                 target.copy_(values)
         return self.order.shaped(flat)
@@ -192,6 +192,6 @@ class Quantizer:
         dtype, grid = computing_dtype(flat.dtype), code.grid()
         for part in code.parts():
             rows = part.rows(flat[part.elements]).to(dtype)
-            levels = grid.part(part.groups).levels(rows, generator)
+            levels = grid.of_ranges(part.groups).levels(rows, generator)
             pack_bits(levels, bits, out=packed[part.bytes])
         return code

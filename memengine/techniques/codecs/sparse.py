@@ -19,8 +19,8 @@ from memengine.techniques.codecs.bit_packing import pack_bits, packed_numel, unp
 from memengine.techniques.codecs.codec import Code, Codec
 from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_order
 from memengine.techniques.codecs.top_k import (
-    INTEGERS,
-    largest,
+    INTEGER_OF,
+    largest_elements,
     mask_of_blocks,
     offsets_in_blocks,
     positions_of,
@@ -31,7 +31,7 @@ from memengine.techniques.modules.saved_tensors import KeptAsIs
 __all__ = ['Cast', 'SparseCode', 'Sparsifier', 'Whole']
 
 STRATEGIES = ('mink', 'random', 'block_mink')
-BYTE = 256  # what one byte counts
+BYTE_VALUES = 256  # what one byte counts
 
 
 class Sparsifier:
@@ -87,7 +87,7 @@ class Sparsifier:
                 f'strategy: expected one of {", ".join(STRATEGIES)}, got {strategy!r}{hint}'
             )
         if block_size is None:
-            block_size = BYTE
+            block_size = BYTE_VALUES
         elif strategy != 'block_mink':
             raise ValueError(
                 f"block_size: only strategy='block_mink' has blocks, got block_size={block_size!r} "
@@ -116,8 +116,8 @@ class Sparsifier:
     @torch.no_grad()
     def __call__(self, tensor: Tensor) -> Code:
         """The tensor's code, without a graph."""
-        if tensor.dtype not in INTEGERS:
-            names = ', '.join(str(dtype) for dtype in INTEGERS)
+        if tensor.dtype not in INTEGER_OF:
+            names = ', '.join(str(dtype) for dtype in INTEGER_OF)
             raise TypeError(f'Sparsifier: expected a tensor of {names}, got {tensor.dtype}')
         flat, order = in_memory_order(tensor)  # [n]
         size = order.numel
@@ -139,17 +139,17 @@ class Sparsifier:
     def _select(self, flat: Tensor, size: int, kept: int) -> tuple[Tensor, Places]:
         """Positions of those that are kept, ``[k]``, and a form to keep these in."""
         if self.strategy == 'mink':
-            return _in_fewest_bytes(*largest(flat, kept))
+            return _in_fewest_bytes(*largest_elements(flat, kept))
         if self.strategy == 'random':
             noise = torch.empty(flat.shape, device=flat.device)
             noise.uniform_(1, 2, generator=private_generator(flat.device))
-            return _in_fewest_bytes(*largest(noise, kept))
+            return _in_fewest_bytes(*largest_elements(noise, kept))
         whole = flat.numel() // size * size
         blocks = [(flat[:whole], size, kept)]
         if rest := flat.numel() - whole:
             blocks.append((flat[whole:], rest, self._kept_of_block(rest)))
         total = sum(part.numel() // length * some for part, length, some in blocks)
-        if size <= BYTE and total < packed_numel(flat.numel(), 1):
+        if size <= BYTE_VALUES and total < packed_numel(flat.numel(), 1):
             offsets = torch.cat([offsets_in_blocks(*block) for block in blocks])
             places = Offsets(offsets, kept, size, flat.numel())
             return places.positions(), places
@@ -160,10 +160,10 @@ class Sparsifier:
 def _in_fewest_bytes(mask: Tensor, positions: Tensor) -> tuple[Tensor, Places]:
     """The positions of a mask's true elements, rising, and the smaller form to keep them in."""
     numel = mask.numel()
-    pages = -(-numel // BYTE)
+    pages = -(-numel // BYTE_VALUES)
     if positions.numel() + 2 * pages < packed_numel(numel, 1):
         counts = torch.bincount(positions >> 8, minlength=pages).to(torch.int16)
-        return positions, Offsets((positions & 255).to(torch.uint8), counts, BYTE, numel)
+        return positions, Offsets((positions & 255).to(torch.uint8), counts, BYTE_VALUES, numel)
     return positions, Bitmap(pack_bits(mask, 1), numel)
 
 
@@ -174,7 +174,7 @@ class Bitmap:
     bits: Tensor
     numel: int
 
-    def put(self, values: Tensor, flat: Tensor) -> Tensor:
+    def scatter(self, values: Tensor, flat: Tensor) -> Tensor:
         """Put values, ``[k]`` in the order of their places, into ``[n]``, which is returned."""
         mask = unpack_bits(self.bits, 1, self.numel).view(torch.bool)
         if flat.device.type == 'cpu':
@@ -205,7 +205,7 @@ class Offsets:
             starts = starts.repeat_interleave(self.counts.to(torch.int64), output_size=total)
         return starts + self.offsets
 
-    def put(self, values: Tensor, flat: Tensor) -> Tensor:
+    def scatter(self, values: Tensor, flat: Tensor) -> Tensor:
         """Put values, ``[k]`` in the order of the offsets, into ``[n]``, which is returned."""
         return flat.scatter_(0, self.positions(), values)
 
@@ -225,7 +225,7 @@ class SparseCode:
         """The tensor, as memory of its own."""
         values = self.values if isinstance(self.values, Tensor) else self.values.decode()
         flat = values.new_zeros(self.order.numel)
-        return self.order.shaped(self.places.put(values, flat))
+        return self.order.shaped(self.places.scatter(values, flat))
 
 
 class Whole:

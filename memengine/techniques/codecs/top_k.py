@@ -13,20 +13,20 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ['INTEGERS', 'largest', 'mask_of_blocks', 'offsets_in_blocks', 'positions_of']
+__all__ = ['INTEGER_OF', 'largest_elements', 'mask_of_blocks', 'offsets_in_blocks', 'positions_of']
 
 # Without its sign bit, a number's bits as an integer are in the order of magnitudes; NaN is above
 # infinity.
-INTEGERS = {
+INTEGER_OF = {
     torch.float64: torch.int64,
     torch.float32: torch.int32,
     torch.float16: torch.int16,
     torch.bfloat16: torch.int16,
 }
-CHUNK = 2**17  # elements of which keys and their copy fit a core's cache
+CHUNK_NUMEL = 2**17  # elements of which keys and their copy fit a core's cache
 
 
-def largest(flat: Tensor, kept: int) -> tuple[Tensor, Tensor]:
+def largest_elements(flat: Tensor, kept: int) -> tuple[Tensor, Tensor]:
     """The largest of all; fewer than asked for when the others are zero.
 
     Args:
@@ -36,9 +36,9 @@ def largest(flat: Tensor, kept: int) -> tuple[Tensor, Tensor]:
     Returns:
         Mask, ``[n]``, and the positions of its true elements, rising, ``[k]``.
     """
-    integers = flat.view(INTEGERS[flat.dtype])
+    integers = flat.view(INTEGER_OF[flat.dtype])
     keys = integers & torch.iinfo(integers.dtype).max
-    least = max(1, int(_largest_keys(keys.clone()[None], kept).amin()))
+    least = max(1, int(_take_largest(keys.clone()[None], kept).amin()))
     mask = keys >= least
     positions = positions_of(mask)
     surplus = positions.numel() - kept
@@ -60,18 +60,18 @@ def mask_of_blocks(flat: Tensor, size: int, kept: int) -> Tensor:
     Returns:
         Mask, ``[r * size]``, with exactly `kept` in each block.
 
-    Magnitudes are compared to the precision that :func:`_keys` states.
+    Magnitudes are compared to the precision that :func:`_sortable_keys` states.
     """
     masks = []
-    for keys in _keys(flat, size):
-        least = _largest_keys(keys.clone(), kept).amin(1, keepdim=True)
+    for keys in _sortable_keys(flat, size):
+        least = _take_largest(keys.clone(), kept).amin(1, keepdim=True)
         masks.append((keys >= least).flatten())
     return torch.cat(masks)
 
 
 def offsets_in_blocks(flat: Tensor, size: int, kept: int) -> Tensor:
     """The same as places in their blocks, of at most 256: uint8 ``[r * kept]``, in any order."""
-    found = [_largest_keys(keys, kept) & _low_bits(size) for keys in _keys(flat, size)]
+    found = [_take_largest(keys, kept) & _low_bits(size) for keys in _sortable_keys(flat, size)]
     return torch.cat([offsets.to(torch.uint8).flatten() for offsets in found])
 
 
@@ -85,7 +85,7 @@ def positions_of(mask: Tensor) -> Tensor:
     return mask.nonzero()[:, 0]
 
 
-def _keys(flat: Tensor, size: int) -> Iterator[Tensor]:
+def _sortable_keys(flat: Tensor, size: int) -> Iterator[Tensor]:
     """Integers in the order of magnitudes, no two equal: ``[blocks, size]``, on CPU some at a time.
 
     The lowest bits of a magnitude give way to its position in the block, which so breaks ties and
@@ -94,10 +94,10 @@ def _keys(flat: Tensor, size: int) -> Iterator[Tensor]:
     """
     wide = torch.int64 if flat.dtype == torch.float64 or size > 2**16 else torch.int32
     positions = torch.arange(size, dtype=wide, device=flat.device)
-    integers = flat.view(INTEGERS[flat.dtype])
+    integers = flat.view(INTEGER_OF[flat.dtype])
     free = 8 * (wide.itemsize - flat.element_size())
     magnitude = torch.iinfo(wide).max - _low_bits(size)
-    chunk = max(1, CHUNK // size) * size if flat.device.type == 'cpu' else flat.numel()
+    chunk = max(1, CHUNK_NUMEL // size) * size if flat.device.type == 'cpu' else flat.numel()
     for part in integers.split(chunk):
         highest = part.to(wide) << free if free else part
         yield (highest & magnitude).view(-1, size).bitwise_or_(positions)
@@ -108,7 +108,7 @@ def _low_bits(size: int) -> int:
     return (1 << (size - 1).bit_length()) - 1
 
 
-def _largest_keys(keys: Tensor, kept: int) -> Tensor:
+def _take_largest(keys: Tensor, kept: int) -> Tensor:
     """The largest of each row, ``[r, kept]``, in any order. What `keys` hold is lost."""
     if keys.device.type == 'cpu':
         keys.numpy().partition(-kept)

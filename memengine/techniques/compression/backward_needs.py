@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ['IN_PLACE', 'Need', 'made_by', 'needs_of', 'operation']
+__all__ = ['IN_PLACE_FORMS', 'Need', 'needs_of', 'operation_name', 'producer_of']
 
 
 class Need(Enum):
@@ -59,12 +59,12 @@ _OF_VALUES = frozenset(
 )
 
 
-def _each(operations: str, needs: dict[str, Need]) -> dict[str, dict[str, Need]]:
+def _for_each(operations: str, needs: dict[str, Need]) -> dict[str, dict[str, Need]]:
     return dict.fromkeys(operations.split(), needs)
 
 
-_TAKEN = {'self': Need.ACTIVATION}
-_GIVEN = {'result': Need.ACTIVATION}
+_FROM_INPUT = {'self': Need.ACTIVATION}
+_FROM_RESULT = {'result': Need.ACTIVATION}
 
 # Operation, field, need. A product of matrices is a layer if one of them is made of weights.
 _NEEDS: dict[str, dict[str, Need]] = {
@@ -74,49 +74,49 @@ _NEEDS: dict[str, dict[str, Need]] = {
     'Convolution': {'input': Need.CONVOLUTION},
     'Bmm': {'self': Need.ATTENTION, 'mat2': Need.ATTENTION},
     'Baddbmm': {'batch1': Need.ATTENTION, 'batch2': Need.ATTENTION},
-    **_each(
+    **_for_each(
         'ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention '
         'ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention',
         dict.fromkeys(('query', 'key', 'value', 'output', 'out'), Need.ATTENTION),
     ),
-    **_each('Softmax SafeSoftmax', {'result': Need.SOFTMAX}),
-    **_each('NativeLayerNorm NativeGroupNorm NativeBatchNorm', {'input': Need.NORM}),
-    **_each('CudnnBatchNorm MiopenBatchNorm FusedRmsNorm', {'input': Need.NORM}),
-    **_each('Gelu Silu Mish Softplus Hardswish Hardsigmoid LogSigmoid', _TAKEN),
-    **_each('Elu Celu', _TAKEN | _GIVEN),
-    **_each('Tanh Sigmoid', _GIVEN),
+    **_for_each('Softmax SafeSoftmax', {'result': Need.SOFTMAX}),
+    **_for_each('NativeLayerNorm NativeGroupNorm NativeBatchNorm', {'input': Need.NORM}),
+    **_for_each('CudnnBatchNorm MiopenBatchNorm FusedRmsNorm', {'input': Need.NORM}),
+    **_for_each('Gelu Silu Mish Softplus Hardswish Hardsigmoid LogSigmoid', _FROM_INPUT),
+    **_for_each('Elu Celu', _FROM_INPUT | _FROM_RESULT),
+    **_for_each('Tanh Sigmoid', _FROM_RESULT),
     'Mul': {'self': Need.PRODUCT, 'other': Need.PRODUCT},
     'Relu': {'result': Need.POSITIVE},
     'LeakyRelu': {'self': Need.SIGN, 'result': Need.SIGN},
     'Hardtanh': {'self': Need.WITHIN},
     'NativeDropout': {'result1': Need.BOOL},
     'MaskedFill': {'mask': Need.BOOL},
-    **_each(
+    **_for_each(
         'MaxPool2DWithIndices MaxPool3DWithIndices AdaptiveMaxPool2D AdaptiveMaxPool3D',
         {'self': Need.SHAPE, 'result1': Need.INDICES},
     ),
-    **_each('AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveAvgPool3D', {'self': Need.SHAPE}),
+    **_for_each('AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveAvgPool3D', {'self': Need.SHAPE}),
     'Embedding': {'indices': Need.INDICES},
 }
 
 # Of these there are forms that act in place, on a copy of what they save.
-IN_PLACE = frozenset(('Silu', 'Mish', 'Hardswish', 'Hardsigmoid', 'Hardtanh', 'Mul'))
-_WEIGHTS = {'Addmm': 2, 'Mm': 1, 'Linear': 1, 'Convolution': 1}  # their place among the inputs
-_OF_INPUTS = frozenset(  # operations that, with a constant among their inputs, make no weights
+IN_PLACE_FORMS = frozenset(('Silu', 'Mish', 'Hardswish', 'Hardsigmoid', 'Hardtanh', 'Mul'))
+_WEIGHT_INPUT = {'Addmm': 2, 'Mm': 1, 'Linear': 1, 'Convolution': 1}  # their place among the inputs
+_MIX_WITH_DATA = frozenset(  # where one input is no weight, their result is none either
     ('Addmm', 'Mm', 'Bmm', 'Baddbmm', 'Linear', 'Convolution', 'Embedding', 'NativeLayerNorm')
 )
 # Which input of its operation a field holds, but for the first; and fields that hold a result.
-_INPUT = {'mat1': 1, 'mat2': 1, 'batch1': 1, 'batch2': 2, 'other': 1, 'key': 1, 'value': 2}
-_RESULTS = frozenset(('result', 'output', 'out'))
-_VIEWS = frozenset(
+_INPUT_OF_FIELD = {'mat1': 1, 'mat2': 1, 'batch1': 1, 'batch2': 2, 'other': 1, 'key': 1, 'value': 2}
+_RESULT_FIELDS = frozenset(('result', 'output', 'out'))
+_VIEW_OPERATIONS = frozenset(
     ('View', 'UnsafeView', 'ReshapeAlias', 'Alias', 'Transpose', 'T', 'Permute', 'Expand')
     + ('Unsqueeze', 'Squeeze', 'Select', 'Slice', 'Split', 'SplitWithSizes', 'Unbind', 'Unfold')
 )
 _LEAF = 'torch::autograd::AccumulateGrad'
-_SOON = 8  # nodes between a product and its weights: a transposition, a cast, a weight norm
+_MOST_NODES_TO_WEIGHTS = 8  # a transposition, a cast, a weight norm
 
 
-def operation(node: Any) -> str:
+def operation_name(node: Any) -> str:
     """A node's name without what autograd puts around it: ``'Addmm'``.
 
     That of somebody's own Function has no number at its end, and stays as it is.
@@ -138,14 +138,14 @@ def needs_of(node: Any) -> dict[str, Need]:
     Returns:
         Fields that the table knows; others are needed as they are.
     """
-    name = operation(node)
+    name = operation_name(node)
     needs = _NEEDS.get(name, {})
-    if name in _WEIGHTS and not _is_of_weights(node, _WEIGHTS[name]):
+    if name in _WEIGHT_INPUT and not _is_of_weights(node, _WEIGHT_INPUT[name]):
         return dict.fromkeys(needs, Need.ATTENTION)
     return needs
 
 
-def made_by(node: Any, field: str) -> Any:
+def producer_of(node: Any, field: str) -> Any:
     """The node of the operation that computed what a node has saved; views are looked through.
 
     Args:
@@ -155,9 +155,9 @@ def made_by(node: Any, field: str) -> Any:
     Returns:
         None for what no operation with a gradient has computed.
     """
-    if field not in _RESULTS:
-        node = node.next_functions[_INPUT.get(field, 0)][0]
-    while node is not None and operation(node) in _VIEWS:
+    if field not in _RESULT_FIELDS:
+        node = node.next_functions[_INPUT_OF_FIELD.get(field, 0)][0]
+    while node is not None and operation_name(node) in _VIEW_OPERATIONS:
         node = node.next_functions[0][0]
     return node
 
@@ -165,18 +165,18 @@ def made_by(node: Any, field: str) -> Any:
 def _is_of_weights(node: Any, index: int) -> bool:
     """Whether one of a node's inputs is made of parameters alone, in a few operations."""
     pending = [node.next_functions[index][0]]
-    for _ in range(_SOON):
+    for _ in range(_MOST_NODES_TO_WEIGHTS):
         if not pending:
             return True
-        made_by = pending.pop()
-        if made_by is None:
+        producer = pending.pop()
+        if producer is None:
             continue  # a constant beside them
-        if made_by.name() == _LEAF:
-            if not isinstance(made_by.variable, nn.Parameter):
+        if producer.name() == _LEAF:
+            if not isinstance(producer.variable, nn.Parameter):
                 return False
             continue
-        parents = [parent for parent, _ in made_by.next_functions]
-        if operation(made_by) in _OF_INPUTS and (None in parents or len(parents) == 1):
+        parents = [parent for parent, _ in producer.next_functions]
+        if operation_name(producer) in _MIX_WITH_DATA and (None in parents or len(parents) == 1):
             return False
         pending += parents
     return not pending

@@ -17,14 +17,14 @@ from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.codecs.quantized import Quantizer
 from memengine.techniques.codecs.sparse import Cast, Sparsifier
 from memengine.techniques.compression.backward_needs import Need
-from memengine.techniques.compression.rules import WHEN_COMPILED, Repeat
-from memengine.techniques.compression.scope import (
-    Handle,
+from memengine.techniques.compression.hooks import (
+    RuleHandle,
     add_rule,
     chosen_modules,
     remove_rule,
     rules_of,
 )
+from memengine.techniques.compression.rules import COMPILE_CONFLICTS, FindRecomputation
 from memengine.techniques.modules.blocks import Selector
 from memengine.techniques.modules.wrapped_forward import THE_MODEL
 from memengine.techniques.technique import Report, Settings, StepInfo, Technique, setting
@@ -142,16 +142,15 @@ def drop_activations(
     return rule
 
 
-class DropIT(Handle):
+class DropIT(RuleHandle):
     """Which inputs are dropped; made by :func:`drop_activations`.
 
     Attributes:
         schedule: Pairs of an iteration and the gamma from there on, linear in between.
-        kept: Bytes before and after, in all forward passes so far, and by module and need.
     """
 
     setting = _SETTING
-    by_view = False
+    codes_each_view = False
     fidelity = 1  # below that of quantised values, which all that need values can use
 
     def __init__(self, model: nn.Module, sparsifiers: Mapping[str, Sparsifier]) -> None:
@@ -178,7 +177,7 @@ class DropIT(Handle):
         """What has been dropped; nothing to say while gamma is 0."""
         return super().report() if self.gamma else None
 
-    def codec(self, name: str, need: Need, tensor: Tensor, repeat: Repeat) -> Codec | None:
+    def codec(self, name: str, need: Need, tensor: Tensor, find: FindRecomputation) -> Codec | None:
         """Drop what layers keep."""
         if need in (Need.LINEAR, Need.CONVOLUTION):
             for glob, sparsifier in self._sparsifiers.items():
@@ -264,7 +263,7 @@ TECHNIQUE = Technique(
     call='memengine.to_dropit',
     shorthand='gamma',
     after=('recomputed_activations',),  # what costs nothing to give up goes first
-    conflicts=WHEN_COMPILED,
+    conflicts=COMPILE_CONFLICTS,
     exactness='lossy',
     use_when='inputs of linear layers and convolutions are what does not fit',
     saves="seven eighths of layers' inputs, at gamma 0.9; what ReLU and dropout keep, to bits",

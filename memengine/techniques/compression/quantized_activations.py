@@ -18,25 +18,20 @@ from memengine.techniques.codecs.quantized import Quantizer
 from memengine.techniques.codecs.running_range import RunningRangeQuantizer
 from memengine.techniques.compression.backward_needs import Need
 from memengine.techniques.compression.bit_allocation import allot_bits
-from memengine.techniques.compression.rules import WHEN_COMPILED, Repeat, Tally
-from memengine.techniques.compression.scope import Handle, add_rule, chosen_modules, rules_of
+from memengine.techniques.compression.hooks import RuleHandle, add_rule, chosen_modules, rules_of
+from memengine.techniques.compression.rules import COMPILE_CONFLICTS, FindRecomputation, KeptBytes
 from memengine.techniques.modules.blocks import Selector
 from memengine.techniques.modules.random_state import RandomState, accelerators_of
 from memengine.techniques.modules.running_statistics import frozen_statistics
 from memengine.techniques.modules.wrapped_forward import THE_MODEL
 from memengine.techniques.technique import Settings, StepInfo, Technique, setting
 
-__all__ = [
-    'Bits',
-    'QuantizedActivations',
-    'QuantizedActivationsSettings',
-    'quantize_activations',
-]
+__all__ = ['Bits', 'QuantizedActivations', 'QuantizedActivationsSettings', 'quantize_activations']
 
 _SETTING = 'quantized_activations'
 _WIDTHS = (1, 2, 4, 8)
 _AS_IT_IS = 32
-_PROBE = 2  # bits at which sensitivity is measured: where errors are well above rounding
+_PROBE_BITS = 2  # bits at which sensitivity is measured: where errors are well above rounding
 
 Bits = int | Mapping[str, int]
 _Width = Literal[32, 8, 4, 2, 1]
@@ -48,7 +43,7 @@ _LEVELS: dict[str, tuple[Bits, float | None]] = {  # GACT's names: bits, and the
     'L2.1': (8, 3.0),
     'L2.2': (8, 2.0),
 }
-_Spot = tuple[str, str]  # a module's name, and what is needed there
+_Place = tuple[str, str]  # a module's name, and what is needed there
 
 
 def quantize_activations(
@@ -127,14 +122,13 @@ def quantize_activations(
     return rule
 
 
-class QuantizedActivations(Handle):
+class QuantizedActivations(RuleHandle):
     """How many bits are kept where; made by :func:`quantize_activations`.
 
     Attributes:
         bits_of: Bits by module's name and need, as allotted; empty until :meth:`allot`.
         average_bits: The mean to allot before the first step; None for bits as stated.
         allot_every: Iterations after which it is allotted again; 0 for once.
-        kept: Bytes before and after, in all forward passes so far, and by the same.
     """
 
     setting = _SETTING
@@ -152,32 +146,32 @@ class QuantizedActivations(Handle):
         self._bits, self._min_numel = bits, min_numel
         self._quantizers = {width: Quantizer(width, group_size) for width in _WIDTHS}
         self._running: dict[tuple[object, ...], RunningRangeQuantizer] = {}
-        self.by_view = has_running_ranges
-        self.bits_of: dict[_Spot, int] = {}
+        self.codes_each_view = has_running_ranges
+        self.bits_of: dict[_Place, int] = {}
         self.average_bits: float | None = None
         self.allot_every = 0
-        self._trial: Mapping[_Spot, int] | None = None  # bits while sensitivity is measured
+        self._trial_bits: Mapping[_Place, int] | None = None  # bits while sensitivity is measured
 
-    def codec(self, name: str, need: Need, tensor: Tensor, repeat: Repeat) -> Codec | None:
+    def codec(self, name: str, need: Need, tensor: Tensor, find: FindRecomputation) -> Codec | None:
         """As many bits as this place has."""
-        spot = name, need.value
-        width = self._width_at(spot)
+        place = name, need.value
+        width = self._width_at(place)
         numel = tensor.untyped_storage().nbytes() // tensor.itemsize  # which a view would keep
         if width == _AS_IT_IS or numel < self._min_numel:
             return None
-        if self.by_view:
-            kind = (*spot, tuple(tensor.shape[1:]))
+        if self.codes_each_view:
+            kind = (*place, tuple(tensor.shape[1:]))
             dim = 1 if tensor.ndim > 3 else -1  # heads or channels, which stand second or last
             return self._running.setdefault(kind, RunningRangeQuantizer(dim))
         return self._quantizers[width]
 
-    def _width_at(self, spot: _Spot) -> int:
-        name, need = spot
+    def _width_at(self, place: _Place) -> int:
+        name, need = place
         matching = (b for key, b in self._bits.items() if key == need or fnmatchcase(name, key))
         stated = next(matching, _AS_IT_IS)
-        if self._trial is not None:
-            return _AS_IT_IS if stated == _AS_IT_IS else self._trial.get(spot, _AS_IT_IS)
-        return self.bits_of.get(spot, stated)
+        if self._trial_bits is not None:
+            return _AS_IT_IS if stated == _AS_IT_IS else self._trial_bits.get(place, _AS_IT_IS)
+        return self.bits_of.get(place, stated)
 
     def before_step(self, step: StepInfo) -> None:
         """Allot bits by the step's batch, when it is time."""
@@ -190,7 +184,7 @@ class QuantizedActivations(Handle):
             f'Quantised activations: {self.average_bits:g} bits on average: {", ".join(counted)}'
         )
 
-    def allot(self, average_bits: float, loss: Callable[[], Tensor]) -> dict[_Spot, int]:
+    def allot(self, average_bits: float, loss: Callable[[], Tensor]) -> dict[_Place, int]:
         """Spend a mean number of bits where it counts most, by measurement.
 
         The plain gradient is computed once, then once more for each place with that place alone
@@ -212,31 +206,31 @@ class QuantizedActivations(Handle):
         """
         if not 1 <= average_bits <= 8:
             raise ValueError(f'{_SETTING}: average_bits is from 1 to 8, got {average_bits!r}')
-        if self.by_view:
+        if self.codes_each_view:
             raise ValueError(f"{_SETTING}: ranges='running' works at 8 bits and has none to allot")
-        kept, self.kept = self.kept, Tally()
+        kept, self.kept = self.kept, KeptBytes()
         state = RandomState(accelerators_of(self.model))
         try:
             self._gradient(loss, state, None)
-            sizes = {spot: before for spot, (before, _) in self.kept.places.items()}
+            sizes = {place: before for place, (before, _) in self.kept.places.items()}
             exact = self._gradient(loss, state, {})
             errors = []
-            for spot in sizes:
-                lossy = self._gradient(loss, state, {spot: _PROBE})
+            for place in sizes:
+                lossy = self._gradient(loss, state, {place: _PROBE_BITS})
                 errors.append(_squared_distance(lossy, exact))
         finally:
-            self._trial, self.kept = None, kept
+            self._trial_bits, self.kept = None, kept
         if not sizes:
             raise ValueError(f'{_SETTING}: the loss saves nothing that is to be coded')
-        sensitivities = [error * (2**_PROBE - 1) ** 2 for error in errors]
+        sensitivities = [error * (2**_PROBE_BITS - 1) ** 2 for error in errors]
         bits = allot_bits(sensitivities, list(sizes.values()), average_bits, choices=_WIDTHS)
         self.bits_of = dict(zip(sizes, bits, strict=True))
         return self.bits_of
 
     def _gradient(
-        self, loss: Callable[[], Tensor], state: RandomState, widths: Mapping[_Spot, int] | None
+        self, loss: Callable[[], Tensor], state: RandomState, widths: Mapping[_Place, int] | None
     ) -> list[Tensor | None]:
-        self._trial = widths
+        self._trial_bits = widths
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         with state.replay(), frozen_statistics(self.model):
             return list(torch.autograd.grad(loss(), parameters, allow_unused=True))
@@ -262,15 +256,9 @@ class QuantizedActivationsSettings(Settings):
         None, help=f"GACT's name for bits and average_bits: one of {', '.join(_LEVELS)}"
     )
     average_bits: float | None = setting(
-        None,
-        help='mean to allot by sensitivity, measured before a step',
-        unit='bits',
-        low=1,
-        high=8,
+        None, help='mean to allot by measured sensitivity', unit='bits', low=1, high=8
     )
-    allot_every: int = setting(
-        0, help='when it is measured again; 0: never', unit='iterations', low=0
-    )
+    allot_every: int = setting(0, help='when to measure again; 0: never', unit='iterations', low=0)
     modules: Selector | Sequence[Selector] | None = setting(
         None, help='where, with all that is in them: names, globs, classes or blocks; None: all'
     )
@@ -327,7 +315,7 @@ TECHNIQUE = Technique(
     call='memengine.quantize_activations',
     shorthand='bits',
     after=('dropit',),  # which then has the inputs of layers
-    conflicts=WHEN_COMPILED,
+    conflicts=COMPILE_CONFLICTS,
     exactness='lossy',
     use_when='everything that is kept is too much',
     saves='three quarters (8 bits) to seven eighths (4 bits) of all activations',

@@ -9,30 +9,30 @@ on the same input, so the result is the same bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from memengine._torch_private.autograd import result_of, saved_by
+from memengine._torch_private.autograd import result_metadata_of, saved_by
 from memengine._torch_private.modules import BatchNorm
 from memengine._torch_private.ops import fused_rms_norm
-from memengine.techniques.compression.backward_needs import made_by, operation
+from memengine.techniques.compression.backward_needs import operation_name, producer_of
 from memengine.techniques.modules.saved_tensors import KeptAsIs, is_plain
 from memengine.techniques.modules.wrapped_forward import innermost_forward
 
-__all__ = ['Held', 'Holder', 'Repeated', 'Repetition', 'Trail', 'repetition_of']
+__all__ = ['Source', 'FindSource', 'RecomputedCode', 'Recomputation', 'Sources', 'recomputation_of']
 
-_STEPS = 4  # operations in a chain
+_LONGEST_CHAIN = 4  # operations in a chain
 _LIBRARIES = ('torch', 'timm', 'torchvision')  # whose norms use their own weights and epsilon
 
 Compute = Callable[[], Tensor]
 
 
-class Held(Protocol):
-    """A saved tensor as hooks hold it."""
+class Source(Protocol):
+    """A saved tensor as hooks hold it, from which others can be computed."""
 
     @property
     def is_exact(self) -> bool:
@@ -46,208 +46,213 @@ class Held(Protocol):
     def module(self) -> nn.Module | None:
         """Which saved it, if that is known."""
 
-    def ahead(self) -> Tensor:
+    def prefetch(self) -> Tensor:
         """The tensor, before autograd itself asks for it."""
 
 
-Holder = Callable[[Any, str], Held | None]  # what hooks hold of a node's field, if it is theirs
+FindSource = Callable[[Any, str], Source | None]  # what hooks hold of a node's field, if ours
 
 
 @dataclass
-class Trail:
+class Sources:
     """What operations are computed again from.
 
     Attributes:
-        sources: What is held of their own.
-        is_certain: Whether all that they used is known, and not only what a module says of itself.
+        tensors: What is held of their own.
+        are_certain: Whether all that they used is known, and not only what a module says of itself.
     """
 
-    sources: list[Held] = field(default_factory=list)
-    is_certain: bool = True
+    tensors: list[Source] = field(default_factory=list)
+    are_certain: bool = True
 
 
 @dataclass(frozen=True)
-class Repetition:
+class Recomputation:
     """How to compute a storage's content again.
 
     Args:
         operation: What made it.
         compute: Runs that, into memory of its own that is laid out as the first result's.
-        trail: What it starts from.
+        sources: What it starts from.
     """
 
     operation: str
     compute: Compute
-    trail: Trail
+    sources: Sources
 
     @property
     def is_exact(self) -> bool:
         """Whether it gives what there was; not, when a source is in a lossy code."""
-        return all(source.is_exact for source in self.trail.sources)
+        return all(source.is_exact for source in self.sources.tensors)
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
         """The result. (Meters do not look into what can be called: sources are counted already.)"""
         return self.compute()
 
-    def code(self, view: Tensor) -> Repeated:
+    def code(self, view: Tensor) -> RecomputedCode:
         """A codec for views of the storage."""
-        return Repeated(self, tuple(view.shape), view.stride(), int(view.storage_offset()))
+        return RecomputedCode(self, tuple(view.shape), view.stride(), int(view.storage_offset()))
 
 
 @dataclass(frozen=True)
-class Repeated:
+class RecomputedCode:
     """Code of a view of a storage, of which nothing is kept.
 
     Args:
-        repetition: Gives the storage.
+        recomputation: Gives the storage.
         shape: The view's.
         stride: As well, in elements.
         offset: In the storage, in elements.
     """
 
-    repetition: Repetition
+    recomputation: Recomputation
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
     def decode(self) -> Tensor:
         """The view, of the result computed again."""
-        return self.repetition().as_strided(self.shape, self.stride, self.offset)
+        return self.recomputation().as_strided(self.shape, self.stride, self.offset)
 
 
-def repetition_of(node: Any, saved_as: str, tensor: Tensor, holder: Holder) -> Repetition | None:
+def recomputation_of(
+    node: Any, saved_as: str, tensor: Tensor, find_source: FindSource
+) -> Recomputation | None:
     """How to compute what a node has saved again, if its operation is one of these.
 
     Args:
         node: Of autograd's graph, which has saved the tensor.
         saved_as: In which field.
         tensor: The saved tensor; a view of the result will do.
-        holder: Knows what is held of other nodes. Only that is kept, no node.
+        find_source: Knows what is held of other nodes. Only that is kept, no node.
     """
-    maker = made_by(node, saved_as)
-    if maker is None or operation(maker) not in _REPEATED:
+    producer = producer_of(node, saved_as)
+    if producer is None or operation_name(producer) not in _RECOMPUTABLE:
         return None
-    result = result_of(maker)
-    if prod(result.shape) * result.dtype.itemsize != tensor.untyped_storage().nbytes():
+    metadata = result_metadata_of(producer)
+    if prod(metadata.shape) * metadata.dtype.itemsize != tensor.untyped_storage().nbytes():
         return None  # part of something larger, or a copy
-    made = _Made(maker, holder, Trail(), _STEPS)
-    compute = made.repeated()
-    return Repetition(operation(maker), compute, made.trail) if compute is not None else None
+    result = _Result(producer, find_source, Sources(), _LONGEST_CHAIN)
+    compute = result.recompute()
+    if compute is None:
+        return None
+    return Recomputation(operation_name(producer), compute, result.sources)
 
 
 @dataclass(frozen=True)
-class _Made:
+class _Result:
     """An operation's result."""
 
     node: Any
-    holder: Holder
-    trail: Trail
+    find_source: FindSource
+    sources: Sources
     steps: int
 
-    def repeated(self) -> Compute | None:
-        build = _REPEATED.get(operation(self.node))
+    def recompute(self) -> Compute | None:
+        build = _RECOMPUTABLE.get(operation_name(self.node))
         return build(self) if build is not None and self.steps else None
 
-    def held(self, field: str) -> Held | None:
+    def source(self, field: str) -> Source | None:
         """What is held in a field; a parameter that is sharded again is not there to be used."""
-        held = self.holder(self.node, field)
-        if held is None or isinstance(held, KeptAsIs) and not _is_there(held.content):
+        source = self.find_source(self.node, field)
+        if source is None or isinstance(source, KeptAsIs) and not _has_memory(source.content):
             return None
-        self.trail.sources.append(held)
-        return held
+        self.sources.tensors.append(source)
+        return source
 
-    def saved(self, field: str) -> Compute | None:
-        held = self.held(field)
-        return held.ahead if held is not None else None
+    def read(self, field: str) -> Compute | None:
+        source = self.source(field)
+        return source.prefetch if source is not None else None
 
     def operand(self, field: str, index: int) -> Compute | None:
         """An input: as it is saved, or computed again."""
-        return self.saved(field) or self.before(index)
+        return self.read(field) or self.input(index)
 
-    def before(self, index: int = 0, steps: int = _STEPS) -> Compute | None:
+    def input(self, index: int = 0, steps: int = _LONGEST_CHAIN) -> Compute | None:
         """The result of the operation before: as that saves it, or computed again in few steps."""
         if index >= len(self.node.next_functions):
             return None  # a number, of an operation of another form
         node, output = self.node.next_functions[index]
         if node is None or output:
             return None
-        maker = _Made(node, self.holder, self.trail, min(self.steps - 1, steps))
-        if operation(node) in _KEEP_RESULT:
-            return maker.saved('result')
-        if operation(node) == 'Relu' and (held := self.holder(node, 'result')) and held.is_whole:
-            return held.ahead
-        return maker.repeated()
+        name = operation_name(node)
+        result = replace(self, node=node, steps=min(self.steps - 1, steps))
+        if name in _KEEP_RESULT:
+            return result.read('result')
+        if name == 'Relu' and (source := self.find_source(node, 'result')) and source.is_whole:
+            return source.prefetch
+        return result.recompute()
 
     def setting(self, name: str) -> Any:
         return saved_by(self.node, name)
 
 
-def _is_there(tensor: Tensor) -> bool:
+def _has_memory(tensor: Tensor) -> bool:
     return is_plain(tensor) and tensor.untyped_storage().nbytes() > 0
 
 
-def _pointwise(function: Callable[..., Tensor], *settings: str) -> Callable[[_Made], Any]:
-    def build(made: _Made) -> Compute | None:
-        x = made.saved('self')
-        given = {name: made.setting(name) for name in settings}
+def _pointwise(function: Callable[..., Tensor], *settings: str) -> Callable[[_Result], Any]:
+    def build(result: _Result) -> Compute | None:
+        x = result.read('self')
+        given = {name: result.setting(name) for name in settings}
         return (lambda: function(x(), **given)) if x is not None else None
 
     return build
 
 
-def _relu(made: _Made) -> Compute | None:
-    x = made.before()
+def _relu(result: _Result) -> Compute | None:
+    x = result.input()
     return (lambda: torch.relu(x())) if x is not None else None
 
 
-def _sum(made: _Made) -> Compute | None:
-    """Of a residual branch that ends in BatchNorm; one step each, so that sums do not add up."""
-    a, b = made.before(0, steps=1), made.before(1, steps=1)
-    if a is None or b is None or made.setting('alpha') != 1:
+def _residual_sum(result: _Result) -> Compute | None:
+    """Of branches that end in BatchNorm; one step each, so that sums do not add up."""
+    a, b = result.input(0, steps=1), result.input(1, steps=1)
+    if a is None or b is None or result.setting('alpha') != 1:
         return None
     return lambda: a() + b()
 
 
-def _cast(made: _Made) -> Compute | None:
-    x, result = made.before(), result_of(made.node)
-    return (lambda: x().to(result.device, result.dtype)) if x is not None else None
+def _cast(result: _Result) -> Compute | None:
+    x, metadata = result.input(), result_metadata_of(result.node)
+    return (lambda: x().to(metadata.device, metadata.dtype)) if x is not None else None
 
 
-def _product(made: _Made) -> Compute | None:
-    a, b = made.operand('self', 0), made.operand('other', 1)
+def _product(result: _Result) -> Compute | None:
+    a, b = result.operand('self', 0), result.operand('other', 1)
     return (lambda: a() * b()) if a is not None and b is not None else None
 
 
-def _dropout(made: _Made) -> Compute | None:
-    x, mask, p = made.before(), made.saved('result1'), made.setting('p')
+def _dropout(result: _Result) -> Compute | None:
+    x, mask, p = result.input(), result.read('result1'), result.setting('p')
     if x is None or mask is None:
         return None
     scale = 1 / (1 - p) if p < 1 else 0.0
     return lambda: torch.ops.aten.native_dropout_backward(x(), mask(), scale)  # the same product
 
 
-def _norm(function: Callable[..., Any], *kinds: type[nn.Module]) -> Callable[[_Made], Any]:
+def _norm(function: Callable[..., Any], *kinds: type[nn.Module]) -> Callable[[_Result], Any]:
     """Norms of modules, which have what autograd's nodes lack: epsilon, and some the bias.
 
     That a module's norm uses what the module says of itself is known of those of libraries alone.
     """
 
-    def build(made: _Made) -> Compute | None:
-        x = made.held('input')
+    def build(result: _Result) -> Compute | None:
+        x = result.source('input')
         module = x.module if x is not None else None
         if x is None or not isinstance(module, kinds):
             return None
         affine = [getattr(module, name, None) for name in ('weight', 'bias')]
-        if not all(_is_input(made.node, place, p) for place, p in enumerate(affine, start=1)):
+        if not all(_is_input(result.node, place, p) for place, p in enumerate(affine, start=1)):
             return None
         home = innermost_forward(module).__module__.partition('.')[0]
-        made.trail.is_certain &= home in _LIBRARIES
+        result.sources.are_certain &= home in _LIBRARIES
         kept = [KeptAsIs(p) if p is not None else None for p in affine]
-        rest = function(made, module)
+        rest = function(result, module)
         if rest is None:
             return None
-        return lambda: rest(x.ahead(), *(p.tensor() if p is not None else None for p in kept))
+        return lambda: rest(x.prefetch(), *(p.tensor() if p is not None else None for p in kept))
 
     return build
 
@@ -255,34 +260,34 @@ def _norm(function: Callable[..., Any], *kinds: type[nn.Module]) -> Callable[[_M
 def _is_input(node: Any, index: int, parameter: Tensor | None) -> bool:
     """Whether a node's input is that very parameter; a frozen one leaves no trace to compare."""
     inputs = node.next_functions
-    made_by = inputs[index][0] if index < len(inputs) else None
+    producer = inputs[index][0] if index < len(inputs) else None
     if parameter is None:
-        return made_by is None
-    if not _is_there(parameter):
+        return producer is None
+    if not _has_memory(parameter):
         return False
     if not parameter.requires_grad:
-        return made_by is None
-    return getattr(made_by, 'variable', None) is parameter
+        return producer is None
+    return getattr(producer, 'variable', None) is parameter
 
 
-def _layer_norm(made: _Made, module: Any) -> Callable[..., Tensor]:
-    shape, eps = made.setting('normalized_shape'), module.eps
+def _layer_norm(result: _Result, module: Any) -> Callable[..., Tensor]:
+    shape, eps = result.setting('normalized_shape'), module.eps
     return lambda x, w, b: torch.native_layer_norm(x, shape, w, b, eps)[0]
 
 
-def _group_norm(made: _Made, module: Any) -> Callable[..., Tensor]:
-    n, c, hw, group = (made.setting(name) for name in ('N', 'C', 'HxW', 'group'))
+def _group_norm(result: _Result, module: Any) -> Callable[..., Tensor]:
+    n, c, hw, group = (result.setting(name) for name in ('N', 'C', 'HxW', 'group'))
     return lambda x, w, b: torch.native_group_norm(x, w, b, n, c, hw, group, module.eps)[0]
 
 
-def _rms_norm(made: _Made, module: Any) -> Callable[..., Tensor]:
-    shape, eps = made.setting('normalized_shape'), module.eps
+def _rms_norm(result: _Result, module: Any) -> Callable[..., Tensor]:
+    shape, eps = result.setting('normalized_shape'), module.eps
     return lambda x, w, _: fused_rms_norm(x, shape, w, eps)
 
 
-def _batch_norm(made: _Made, module: Any) -> Callable[..., Tensor] | None:
-    eps, training = module.eps, made.setting('training')
-    mean, var = (None if training else made.saved(f'running_{name}') for name in ('mean', 'var'))
+def _batch_norm(result: _Result, module: Any) -> Callable[..., Tensor] | None:
+    eps, training = module.eps, result.setting('training')
+    mean, var = (None if training else result.read(f'running_{name}') for name in ('mean', 'var'))
     if not training and (mean is None or var is None):
         return None
 
@@ -297,7 +302,7 @@ def _batch_norm(made: _Made, module: Any) -> Callable[..., Tensor] | None:
 
 _KEEP_RESULT = frozenset(('Softmax', 'Sigmoid', 'Tanh'))
 _BATCH_NORM = _norm(_batch_norm, BatchNorm)
-_REPEATED: dict[str, Callable[[_Made], Compute | None]] = {
+_RECOMPUTABLE: dict[str, Callable[[_Result], Compute | None]] = {
     'Gelu': _pointwise(torch.ops.aten.gelu, 'approximate'),
     'Silu': _pointwise(nn.functional.silu),
     'Mish': _pointwise(nn.functional.mish),
@@ -306,7 +311,7 @@ _REPEATED: dict[str, Callable[[_Made], Compute | None]] = {
     'Relu': _relu,
     'ToCopy': _cast,
     'Mul': _product,
-    'Add': _sum,
+    'Add': _residual_sum,
     'NativeDropout': _dropout,
     'NativeLayerNorm': _norm(_layer_norm, nn.LayerNorm),
     'NativeGroupNorm': _norm(_group_norm, nn.GroupNorm),

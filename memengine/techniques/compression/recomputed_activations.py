@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from memengine._torch_private.autograd import version_of
 from memengine.techniques.codecs.codec import Codec
-from memengine.techniques.compression.backward_needs import IN_PLACE, Need
-from memengine.techniques.compression.recomputable_ops import Repetition
-from memengine.techniques.compression.rules import EXACT, WHEN_COMPILED, Repeat
-from memengine.techniques.compression.scope import Handle, add_rule, chosen_modules, rules_of
+from memengine.techniques.compression.backward_needs import IN_PLACE_FORMS, Need
+from memengine.techniques.compression.hooks import RuleHandle, add_rule, chosen_modules, rules_of
+from memengine.techniques.compression.recomputable_ops import Recomputation
+from memengine.techniques.compression.rules import COMPILE_CONFLICTS, EXACT, FindRecomputation
 from memengine.techniques.modules.blocks import Selector
 from memengine.techniques.technique import Settings, Technique, setting
 
@@ -81,15 +81,11 @@ def recompute_activations(
     return rule
 
 
-class RecomputedActivations(Handle):
-    """What is computed again; made by :func:`recompute_activations`.
-
-    Attributes:
-        kept: Bytes that were not kept, in all forward passes so far, and by module and need.
-    """
+class RecomputedActivations(RuleHandle):
+    """What is computed again; made by :func:`recompute_activations`."""
 
     setting = _SETTING
-    by_view = False
+    codes_each_view = False
     fidelity = EXACT
 
     def __init__(self, model: nn.Module) -> None:
@@ -97,52 +93,52 @@ class RecomputedActivations(Handle):
         self._is_same: dict[tuple[object, ...], bool] = {}
         self._uses: Counter[tuple[object, ...]] = Counter()
 
-    def codec(self, name: str, need: Need, tensor: Tensor, repeat: Repeat) -> Codec | None:
+    def codec(self, name: str, need: Need, tensor: Tensor, find: FindRecomputation) -> Codec | None:
         """Keep nothing of what can be computed again."""
-        repetition = repeat()
-        if repetition is None or not self._gives(tensor, repetition, name, need):
+        recomputation = find()
+        if recomputation is None or not self._serves(tensor, recomputation, name, need):
             return None
-        return repetition.code
+        return recomputation.code
 
-    def _gives(self, tensor: Tensor, repetition: Repetition, name: str, need: Need) -> bool:
-        """Whether a repetition gives a tensor, as far as can be told, now or by comparing before.
+    def _serves(self, tensor: Tensor, recomputation: Recomputation, name: str, need: Need) -> bool:
+        """Whether it gives the tensor, as far as can be told, now or by comparing before.
 
         Raises:
             RuntimeError: When it did before, and does not any more.
         """
-        if not repetition.is_exact:  # what comes from codes cannot be compared
-            once = repetition.operation in IN_PLACE or repetition.operation == 'Relu'
-            return repetition.trail.is_certain and version_of(tensor) <= once
-        if not repetition.trail.is_certain:
-            return _is_same(tensor, repetition)
+        if not recomputation.is_exact:  # what comes from codes cannot be compared
+            once = recomputation.operation in (*IN_PLACE_FORMS, 'Relu')
+            return recomputation.sources.are_certain and version_of(tensor) <= once
+        if not recomputation.sources.are_certain:
+            return _is_same(tensor, recomputation)
         layout = tensor.stride(), tensor.dtype, version_of(tensor)
-        kind = (name, need, repetition.operation, *layout)
+        kind = (name, need, recomputation.operation, *layout)
         self._uses[kind] += 1
         uses = self._uses[kind]
         if uses == 1:
-            self._is_same[kind] = _is_same(tensor, repetition)
+            self._is_same[kind] = _is_same(tensor, recomputation)
         elif self._is_same[kind] and uses & (uses - 1) == 0:  # the second, fourth, eighth ... time
-            self._is_same[kind] = _is_same(tensor, repetition)
-            if not self._is_same[kind] and not _is_near(tensor, repetition):
+            self._is_same[kind] = _is_same(tensor, recomputation)
+            if not self._is_same[kind] and not _is_near(tensor, recomputation):
                 raise RuntimeError(
-                    f'{_SETTING}: what {name} is given was the result of {repetition.operation} in '
-                    'the first steps and is another by now: something has changed it behind '
+                    f'{_SETTING}: what {name} is given was the result of {recomputation.operation} '
+                    'in the first steps and is another by now: something has changed it behind '
                     f"autograd's back, or used other weights; set exclude=['{name}']"
                 )
         return self._is_same[kind]
 
 
 @torch.no_grad()
-def _is_same(tensor: Tensor, repetition: Repetition) -> bool:
+def _is_same(tensor: Tensor, recomputation: Recomputation) -> bool:
     """Whether what is computed again is there already, bit for bit (any NaN is like another)."""
-    again = repetition.code(tensor).decode()
+    again = recomputation.code(tensor).decode()
     return torch.equal(again, tensor) or torch.allclose(again, tensor, 0, 0, equal_nan=True)
 
 
 @torch.no_grad()
-def _is_near(tensor: Tensor, repetition: Repetition) -> bool:
+def _is_near(tensor: Tensor, recomputation: Recomputation) -> bool:
     """Whether it is but rounding, of an operation that adds up in any order."""
-    difference = repetition.code(tensor).decode() - tensor
+    difference = recomputation.code(tensor).decode() - tensor
     return not difference.norm() > 1e-3 * tensor.norm()
 
 
@@ -169,7 +165,7 @@ TECHNIQUE = Technique(
     call='memengine.recompute_activations',
     shorthand='modules',
     after=('efficient_conv_bn_eval',),  # which keeps less of what norms read
-    conflicts=WHEN_COMPILED,
+    conflicts=COMPILE_CONFLICTS,
     use_when='always when memory is short; first',
     saves='what norms, activation functions, gates and dropout gave, bit for bit: three eighths of '
     "a vision transformer's bytes, a third of ResNet-50's, two thirds of EfficientNet's",

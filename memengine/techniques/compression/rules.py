@@ -9,17 +9,17 @@ from torch import Tensor
 
 from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.compression.backward_needs import Need
-from memengine.techniques.compression.recomputable_ops import Repetition
+from memengine.techniques.compression.recomputable_ops import Recomputation
 
-__all__ = ['EXACT', 'WHEN_COMPILED', 'Repeat', 'Rule', 'Tally']
+__all__ = ['COMPILE_CONFLICTS', 'EXACT', 'FindRecomputation', 'KeptBytes', 'Rule']
 
 EXACT = 100  # a fidelity
-_COMPILED = 'what compiled code saves cannot be told apart; set one of them'
-WHEN_COMPILED = {'compile': _COMPILED, 'compile_blocks': _COMPILED}  # conflicts of all rules
-Repeat = Callable[[], Repetition | None]
+_WHY_NOT_COMPILED = 'what compiled code saves cannot be told apart; set one of them'
+COMPILE_CONFLICTS = dict.fromkeys(('compile', 'compile_blocks'), _WHY_NOT_COMPILED)  # of all rules
+FindRecomputation = Callable[[], Recomputation | None]
 
 
-class Tally:
+class KeptBytes:
     """How many bytes were saved before, and after: in all, and where.
 
     Attributes:
@@ -46,17 +46,17 @@ class Rule(Protocol):
         setting: What errors call it.
         fidelity: Of several rules' codes of one tensor, that of the highest is kept; EXACT for one
             that gives back what there was, which comes before all others.
-        by_view: Whether each view of a storage has a code of its own, because its shape matters.
+        codes_each_view: Whether views of one storage have codes of their own: their shape matters.
         kept: What it has saved so far.
     """
 
     setting: str
     fidelity: int
-    by_view: bool
-    kept: Tally
+    codes_each_view: bool
+    kept: KeptBytes
 
-    def codec(self, name: str, need: Need, tensor: Tensor, repeat: Repeat) -> Codec | None:
+    def codec(self, name: str, need: Need, tensor: Tensor, find: FindRecomputation) -> Codec | None:
         """How to keep a tensor that the module of that name needs; None for as it is.
 
-        ``repeat()`` finds out how to compute the tensor's storage again from what is kept anyway.
+        ``find()`` finds out how to compute the tensor's storage again from what is kept anyway.
         """

@@ -1,4 +1,4 @@
-"""Saved tensors by the memory that they are views of, so that each piece of it is coded once."""
+"""Saved tensors by the memory that they are views of, so that no part of it is coded twice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable, Container, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,60 +15,61 @@ from memengine._torch_private.autograd import storage_key, version_of
 from memengine.memory.ledger import tensors_in
 from memengine.memory.meter import count_kept
 from memengine.techniques.codecs.codec import Code, Codec
-from memengine.techniques.codecs.facts import fact_codec
+from memengine.techniques.codecs.lossless_by_need import lossless_codec_for
 from memengine.techniques.codecs.memory_order import is_dense
 from memengine.techniques.compression.backward_needs import Need
-from memengine.techniques.compression.recomputable_ops import Repeated
-from memengine.techniques.compression.rules import Repeat, Rule
+from memengine.techniques.compression.recomputable_ops import RecomputedCode
+from memengine.techniques.compression.rules import FindRecomputation, Rule
 from memengine.techniques.modules.saved_tensors import KeptAsIs, current_backward, is_in_backward
-from memengine.techniques.offload import is_offloading, offloaded
+from memengine.techniques.offload import is_offloading, offload_tensor
 
-__all__ = ['Memory', 'Saved']
+__all__ = ['SavedStorage', 'SavedTensor', 'still_alive']
 
-_MOSTLY = 0.75  # of a storage: from here on it is coded whole, else each view of it
+_MOST = 0.75  # of a storage: from here on it is coded whole, else each view of it
 _Layout = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape and strides, in elements
+_References: TypeAlias = 'list[weakref.ref[SavedTensor]]'
 
 
-class Saved:
+class SavedTensor:
     """A saved tensor: as it is, or in a code.
 
     Attributes:
         memory: The storage that it is a view of.
         rule: The rule that has a codec for it.
         codec: That codec, or one for a fact that all it is needed for is.
-        is_settled: Whether its operation has been looked at.
+        is_examined: Whether its operation has been looked at.
         is_whole: Whether it stays as it is.
         module: Which saved it.
     """
 
     __slots__ = (
-        '__weakref__', '_ahead', '_dtype', '_is_metered', '_kept', '_layout', '_moved', '_name',
-        '_need', '_piece', '_rules', '_told', 'codec', 'is_settled', 'is_whole',
+        '__weakref__', '_counted_bytes', '_dtype', '_is_metered', '_kept', '_layout', '_name',
+        '_need', '_offloaded', '_part', '_prefetched', '_rules', 'codec', 'is_examined', 'is_whole',
         'memory', 'module', 'rule',
     )  # fmt: skip
 
     def __init__(
         self,
         tensor: Tensor,
-        memory: Memory,
+        memory: SavedStorage,
         module: nn.Module,
         rules: Sequence[tuple[Rule, str]],
     ) -> None:
-        self._keep(KeptAsIs(tensor))
+        self._hold(KeptAsIs(tensor))
         self.memory, self.module = memory, module
         self.rule: Rule | None = None
         self.codec: Codec | None = None
-        self.is_settled = self.is_whole = self._is_metered = False
+        self.is_examined = self.is_whole = self._is_metered = False
         self._layout, self._dtype = _layout_of(tensor), tensor.dtype
         self._rules, self._name = rules, ''  # of the module that saves it
-        self._told = (0, 0)
-        self._piece: _Piece | None = None
-        self._ahead: Tensor | None = None
-        self._moved: Callable[[], Tensor] | None = None
+        self._counted_bytes = (0, 0)
+        self._part: _CodedPart | None = None
+        self._prefetched: Tensor | None = None
+        self._offloaded: Callable[[], Tensor] | None = None
         self._need: Need | None = None
-        memory.add(self)
+        memory.add_view(self)
 
-    def _keep(self, kept: KeptAsIs) -> None:
+    def _hold(self, kept: KeptAsIs) -> None:
         # A function, not the object, in which a meter would count the tensor.
         self._kept: Callable[[], KeptAsIs] | None = lambda: kept
 
@@ -83,15 +84,15 @@ class Saved:
         assert self._kept is not None
         return self._kept().content
 
-    def stay(self) -> None:
+    def keep_or_offload(self) -> None:
         """Stay as it is: here, or where an offload that is active moves it to."""
         self.is_whole = True
         if is_offloading():
-            self._moved, self._kept = offloaded(self.content), None
+            self._offloaded, self._kept = offload_tensor(self.content), None
         else:
-            self.meter()
+            self.show_to_meters()
 
-    def meter(self) -> None:
+    def show_to_meters(self) -> None:
         """Let meters count the tensor from now on."""
         if not self._is_metered:
             self._is_metered = True
@@ -106,173 +107,173 @@ class Saved:
         """What autograd is given for the tensor."""
         if self._kept is not None:
             return self._kept().tensor()
-        if self._moved is not None:
-            return self._moved()
-        assert self._piece is not None
-        ahead, self._ahead = self._ahead, None
-        return self._piece.read(self._layout) if ahead is None else ahead
+        if self._offloaded is not None:
+            return self._offloaded()
+        assert self._part is not None
+        tensor, self._prefetched = self._prefetched, None
+        return self._part.view_at(self._layout) if tensor is None else tensor
 
-    def ahead(self) -> Tensor:
+    def prefetch(self) -> Tensor:
         """The tensor, for what is computed from it in backward before autograd asks for it too.
 
         That comes next, as a rule, so what is decoded in backward is kept until then.
         """
         tensor = self.tensor()
-        if self._piece is not None and is_in_backward():
-            self._ahead = tensor
+        if self._part is not None and is_in_backward():
+            self._prefetched = tensor
         return tensor
 
     @property
     def is_exact(self) -> bool:
         """Whether it gives back what was saved."""
-        if self._piece is None or self.rule is None:
+        if self._part is None or self.rule is None:
             return True  # no code, or one of a fact
-        code = self._piece.code
-        return isinstance(code, Repeated) and code.repetition.is_exact
+        code = self._part.code
+        return isinstance(code, RecomputedCode) and code.recomputation.is_exact
 
-    def settle(self, need: Need, node: Any, repeat: Repeat) -> None:
+    def choose_codec(self, need: Need, node: Any, find: FindRecomputation) -> None:
         """Learn what the tensor is for, and so how to code it; its memory decides whether.
 
         Args:
             need: What the derivative needs of it.
             node: The node that saved it.
-            repeat: As rules take it.
+            find: As rules take it.
         """
         assert self._kept is not None
         if self._kept().is_modified:
             return  # an error in backward, as it is without codes
         self._need = need
-        self.codec = fact_codec(need, self.content, node)
+        self.codec = lossless_codec_for(need, self.content, node)
         if self.codec is None and need.is_of_values and self.content.is_floating_point():
             for rule, name in self._rules:
-                if (codec := rule.codec(name, need, self.content, repeat)) is not None:
+                if (codec := rule.codec(name, need, self.content, find)) is not None:
                     self.rule, self.codec, self._name = rule, codec, name
                     return
 
-    def take(self, piece: _Piece) -> None:
-        """Let go of the tensor, for a piece that it can be read from."""
+    def replace_by(self, part: _CodedPart) -> None:
+        """Let go of the tensor, for a coded part that it can be read from."""
         if self.rule is not None and self._need is not None:
-            self._told = self.content.nbytes, 0 if piece.is_counted else piece.nbytes
-            self.rule.kept.add(self._name, self._need.value, *self._told)
-            piece.is_counted = True
-        self._piece, self._kept = piece, None
+            self._counted_bytes = self.content.nbytes, 0 if part.is_counted else part.nbytes
+            self.rule.kept.add(self._name, self._need.value, *self._counted_bytes)
+            part.is_counted = True
+        self._part, self._kept = part, None
 
-    def keep(self, memory: Tensor) -> None:
+    def revert_to(self, memory: Tensor) -> None:
         """Stay as it is for good, let go of the code, as the memory is kept anyway."""
         if not self.is_here:
             offset, shape, stride = self._layout
             here = memory if memory.dtype == self._dtype else memory.view(self._dtype)
-            self._keep(KeptAsIs(here.as_strided(shape, stride, offset)))
-            self._piece, self._moved, self._is_metered = None, None, False
-            if self.rule is not None and self._need is not None and any(self._told):
-                before, after = self._told
+            self._hold(KeptAsIs(here.as_strided(shape, stride, offset)))
+            self._part, self._offloaded, self._is_metered = None, None, False
+            if self.rule is not None and self._need is not None and any(self._counted_bytes):
+                before, after = self._counted_bytes
                 self.rule.kept.add(self._name, self._need.value, -before, -after)
         self.rule = self.codec = None
 
 
-class Memory:
+class SavedStorage:
     """A storage in one state, with what is saved of it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage, self._version = weakref.ref(tensor.untyped_storage()), version_of(tensor)
-        self._new: list[weakref.ref[Saved]] = []  # in the order of saving; not decided upon
-        self._coded: list[weakref.ref[Saved]] = []
-        self._as_it_is: list[weakref.ref[Saved]] = []
-        self._pieces: dict[_Layout | None, weakref.ref[_Piece]] = {}  # None: of most of it
+        self._undecided: _References = []  # in the order of saving
+        self._coded: _References = []
+        self._kept_whole: _References = []
+        self._parts: dict[_Layout | None, weakref.ref[_CodedPart]] = {}  # None: of most of it
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether the tensor is a view of it; an address is used again when it is free."""
         return self._storage() is not None and self._version == version_of(tensor)
 
-    def add(self, saved: Saved) -> None:
+    def add_view(self, saved: SavedTensor) -> None:
         """Note what is saved of it."""
-        self._new.append(weakref.ref(saved))
+        self._undecided.append(weakref.ref(saved))
 
-    def settle(self, alive: Container[int] = ()) -> None:
+    def code_or_keep(self, alive: Container[int] = ()) -> None:
         """Code what is saved, unless something needs the memory as it is.
 
         Args:
             alive: Addresses of storages that somebody else holds now, so that it is no price that
                 they are here until they are coded.
         """
-        new = _alive(self._new)
+        new = still_alive(self._undecided)
         if not new:
             return
         content = new[0].content
         if storage_key(content.untyped_storage()) not in alive:
             for one in new:
-                one.meter()
-        if not all(one.is_settled for one in new):
+                one.show_to_meters()
+        if not all(one.is_examined for one in new):
             return  # until the others' operations are looked at
         if any(one.codec is None for one in new) or self._is_kept():
-            stays = [*new, *_alive(self._coded)]
+            stays = [*new, *still_alive(self._coded)]
             self._coded = []
-            self._pieces.clear()
+            self._parts.clear()
         else:
             self._code(new)
             stays = [one for one in new if one.is_here]
             self._coded += [weakref.ref(one) for one in new if not one.is_here]
         for one in stays:
-            one.keep(content)
-            one.stay()
-        self._as_it_is += [weakref.ref(one) for one in stays]
-        self._new = []
+            one.revert_to(content)
+            one.keep_or_offload()
+        self._kept_whole += [weakref.ref(one) for one in stays]
+        self._undecided = []
 
     def _is_kept(self) -> bool:
-        return any(reference() is not None for reference in reversed(self._as_it_is))
+        return any(reference() is not None for reference in reversed(self._kept_whole))
 
-    def _code(self, new: list[Saved]) -> None:
-        values = [one for one in new if one.rule is not None]
+    def _code(self, new: list[SavedTensor]) -> None:
+        of_values = [one for one in new if one.rule is not None]
         for one in new:
             if one.rule is None:
                 assert one.codec is not None
-                one.take(_new_piece(one.codec, one.content))
-        best = max(values, key=lambda one: one.fidelity, default=None)
-        for one in values:
-            assert best is not None
-            if (piece := self._piece_for(one, values, best)) is not None:
-                one.take(piece)
+                one.replace_by(_coded_part(one.codec, one.content))
+        for one in of_values:
+            if (part := self._part_for(one, of_values)) is not None:
+                one.replace_by(part)
 
-    def _piece_for(self, one: Saved, others: list[Saved], best: Saved) -> _Piece | None:
-        """A piece that serves: one that is there already, or a new one by the best's codec."""
+    def _part_for(self, one: SavedTensor, others: list[SavedTensor]) -> _CodedPart | None:
+        """A part that serves: one that is there, or a new one by the codec of most fidelity."""
         content = one.content
         layout = _layout_of(content)
         for key in (layout, None):  # the very view, or most of the storage
-            piece = self._pieces[key]() if key in self._pieces else None
-            if piece is not None and piece.serves(content):
-                return piece
+            part = self._parts[key]() if key in self._parts else None
+            if part is not None and part.can_serve(content):
+                return part
+        best = max(others, key=lambda other: other.fidelity)
         assert best.rule is not None and best.codec is not None
-        by_view = best.rule.by_view
+        by_view = best.rule.codes_each_view
         codec = one.codec if by_view and one.rule is best.rule else best.codec
         assert codec is not None
         views = [other.content for other in others if other.is_here]
-        base = content if by_view else _base(content, views)
-        piece = _new_piece(codec, base)
+        base = content if by_view else _base_for(content, views)
+        part = _coded_part(codec, base)
         whole = content.untyped_storage().nbytes()
-        if piece.nbytes >= whole:
+        if part.nbytes >= whole:
             return None
-        is_most = base.nbytes >= _MOSTLY * whole
-        self._pieces[None if is_most else layout] = weakref.ref(piece)
-        return piece
+        is_most = base.nbytes >= _MOST * whole
+        self._parts[None if is_most else layout] = weakref.ref(part)
+        return part
 
 
-def _alive(references: list[weakref.ref[Saved]]) -> list[Saved]:
+def still_alive(references: _References) -> list[SavedTensor]:
+    """Those that autograd has not let go of."""
     return [one for one in (reference() for reference in references) if one is not None]
 
 
-def _base(view: Tensor, views: list[Tensor]) -> Tensor:
+def _base_for(view: Tensor, views: list[Tensor]) -> Tensor:
     """What to code for a view: all of its storage, if views of that are most of it, or itself."""
     storage = view.untyped_storage()
     for other in views:
         if other.nbytes == storage.nbytes() and is_dense(other):
             return other
     parts = {_layout_of(other): other.nbytes for other in views}
-    if sum(parts.values()) >= _MOSTLY * storage.nbytes() and storage.nbytes() % view.itemsize == 0:
+    if sum(parts.values()) >= _MOST * storage.nbytes() and storage.nbytes() % view.itemsize == 0:
         return view.new_empty(0).set_(storage, 0, (storage.nbytes() // view.itemsize,), (1,))
     return view
 
 
-def _new_piece(codec: Codec, base: Tensor) -> _Piece:
+def _coded_part(codec: Codec, base: Tensor) -> _CodedPart:
     with torch.no_grad():
         code = codec(base)
     nbytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(code))
@@ -280,7 +281,7 @@ def _new_piece(codec: Codec, base: Tensor) -> _Piece:
         code = _OffloadedCode(code)
     else:
         count_kept(code)
-    return _Piece(code, base, nbytes)
+    return _CodedPart(code, base, nbytes)
 
 
 class _OffloadedCode:
@@ -297,7 +298,7 @@ class _OffloadedCode:
     def _move_out(self, part: object) -> int | None:
         if not isinstance(part, Tensor):
             return None
-        self._tensors.append(offloaded(part))
+        self._tensors.append(offload_tensor(part))
         return len(self._tensors) - 1
 
     def decode(self) -> Tensor:
@@ -307,11 +308,11 @@ class _OffloadedCode:
             return unpickler.load().decode()
 
 
-class _Piece:
+class _CodedPart:
     """A code, and which part of a storage it stands for."""
 
     __slots__ = (
-        '__weakref__', '_backward', '_decoded', '_dtype', '_end', '_found', '_is_dense',
+        '__weakref__', '_decoded', '_decoded_in', '_decoded_layout', '_dtype', '_end', '_is_dense',
         '_layout', 'code', 'is_counted', 'nbytes',
     )  # fmt: skip
 
@@ -320,22 +321,22 @@ class _Piece:
         self._layout, self._dtype, self._is_dense = _layout_of(base), base.dtype, is_dense(base)
         self._end = _end_of(base)
         self._decoded: weakref.ref[torch.UntypedStorage] | None = None
-        self._backward, self._found = -1, self._layout  # when, and how what was decoded lies
+        self._decoded_in, self._decoded_layout = -1, self._layout  # in which backward, and how
 
-    def serves(self, view: Tensor) -> bool:
+    def can_serve(self, view: Tensor) -> bool:
         """Whether a view of the storage can be read from it."""
         layout = _layout_of(view)
         within = self._is_dense and layout[0] >= self._layout[0] and _end_of(view) <= self._end
         return view.dtype == self._dtype and (within or layout == self._layout)
 
-    def read(self, layout: _Layout) -> Tensor:
+    def view_at(self, layout: _Layout) -> Tensor:
         """A view that it serves; of memory that an earlier one still holds, as q, k and v do."""
         storage = self._decoded() if self._decoded is not None else None
-        if storage is None or self._backward != current_backward():
+        if storage is None or self._decoded_in != current_backward():
             base = self.code.decode()
-            storage, self._backward = base.untyped_storage(), current_backward()
-            self._decoded, self._found = weakref.ref(storage), _layout_of(base)
-        offset, shape, stride = self._found
+            storage, self._decoded_in = base.untyped_storage(), current_backward()
+            self._decoded, self._decoded_layout = weakref.ref(storage), _layout_of(base)
+        offset, shape, stride = self._decoded_layout
         if layout != self._layout:
             offset, shape, stride = offset + layout[0] - self._layout[0], *layout[1:]
         view = torch.empty(0, dtype=self._dtype, device=storage.device)

@@ -18,7 +18,7 @@ from torch import nn
 
 from memengine._torch_private.modules import BatchNorm, Convolution, forward_pre_hooks_of
 from memengine.suggest import did_you_mean
-from memengine.techniques.conv_bn.pairs import Enter, Exit, OwnHook, Pair, Pairs
+from memengine.techniques.conv_bn.pairs import ConvBNPairs, EnterLayer, LeaveLayer, OwnHook, Pair
 from memengine.techniques.technique import Handle, Report, Settings, Technique, setting
 
 __all__ = ['ConvBNEval', 'EfficientConvBNEvalSettings', 'efficient_conv_bn_eval']
@@ -38,7 +38,7 @@ class ConvBNEval(Handle):
 
     def __init__(self, strict: bool, report: Callable[[str], Any]) -> None:
         self.is_checked = False
-        self._pairs = Pairs()
+        self._pairs = ConvBNPairs()
         self._strict, self._report = strict, report
         self._handles: list[Any] = []
 
@@ -124,7 +124,7 @@ class ConvBNEval(Handle):
         self._report(what)
 
 
-class _Check(OwnHook):
+class _CheckHook(OwnHook):
     """Forward hook of the model: says what was found as soon as there is something to see."""
 
     def __init__(self, found: ConvBNEval) -> None:
@@ -135,7 +135,7 @@ class _Check(OwnHook):
             self.found.check()
 
 
-def _named(model: nn.Module, modules: str | Iterable[str] | None) -> dict[str, nn.Module]:
+def _layers_below(model: nn.Module, modules: str | Iterable[str] | None) -> dict[str, nn.Module]:
     """The convolution and BatchNorm layers below the named modules, by their names in ``model``."""
     if isinstance(modules, str):  # MMEngine's page writes "[backbone]"
         modules = [name.strip() for name in modules.strip('[]').split(',')]
@@ -211,20 +211,21 @@ def efficient_conv_bn_eval(
         >>> model(images).sum().backward()
         >>> found.pairs
     """
-    layers = _named(model, modules)
+    layers = _layers_below(model, modules)
     found = ConvBNEval(strict, report)
     for kind, name in ((Convolution, 'convolution'), (BatchNorm, 'BatchNorm')):
         if not any(isinstance(layer, kind) for layer in layers.values()):
             where = modules or type(model).__name__
             found._complain(f'{_SETTING} does nothing: there is no {name} layer in {where}')
-    if any(isinstance(h, Enter) for m in layers.values() for h in forward_pre_hooks_of(m).values()):
+    hooks = (h for layer in layers.values() for h in forward_pre_hooks_of(layer).values())
+    if any(isinstance(hook, EnterLayer) for hook in hooks):
         raise ValueError('efficient_conv_bn_eval: it is on already; name all modules in one call')
     for name, layer in layers.items():
         found._handles += [
-            layer.register_forward_pre_hook(Enter(found._pairs, name), prepend=True),
-            layer.register_forward_hook(Exit(), prepend=True, always_call=True),
+            layer.register_forward_pre_hook(EnterLayer(found._pairs, name), prepend=True),
+            layer.register_forward_hook(LeaveLayer(), prepend=True, always_call=True),
         ]
-    found._handles.append(model.register_forward_hook(_Check(found)))
+    found._handles.append(model.register_forward_hook(_CheckHook(found)))
     return found
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 __all__ = ['Geometry', 'conv_bn_eval', 'frozen_bn']
 
 
-def _each(value: int | Sequence[int], axes: int) -> list[int]:
+def _per_axis(value: int | Sequence[int], axes: int) -> list[int]:
     values = [value] if isinstance(value, int) else list(value)
     return values * axes if len(values) == 1 else values
 
@@ -37,15 +37,15 @@ class Geometry(NamedTuple):
         """From the arguments of ``F.conv2d``, ``F.conv_transpose2d`` or one of their kin."""
         axes = arguments['weight'].dim() - 2
         return cls(
-            _each(arguments.get('stride', 1), axes),
-            _each(arguments.get('padding', 0), axes),
-            _each(arguments.get('dilation', 1), axes),
+            _per_axis(arguments.get('stride', 1), axes),
+            _per_axis(arguments.get('padding', 0), axes),
+            _per_axis(arguments.get('dilation', 1), axes),
             transposed,
-            _each(arguments.get('output_padding', 0), axes),
+            _per_axis(arguments.get('output_padding', 0), axes),
             arguments.get('groups', 1),
         )
 
-    def scaled(self, weight: Tensor, scale: Tensor) -> Tensor:
+    def scaled_weight(self, weight: Tensor, scale: Tensor) -> Tensor:
         """``weight``, [K, C/G, R] or transposed [C, K/G, R], times ``scale`` [K]."""
         kernel = [1] * (weight.dim() - 2)
         if not self.transposed:
@@ -53,7 +53,7 @@ class Geometry(NamedTuple):
         grouped = weight.unflatten(0, (self.groups, -1))  # [G, C/G, K/G, R]
         return (grouped * scale.view(self.groups, 1, -1, *kernel)).flatten(0, 1)
 
-    def products(self, one: Tensor, other: Tensor) -> Tensor:
+    def channel_products(self, one: Tensor, other: Tensor) -> Tensor:
         """Scalar products of the output channels of two tensors like the weight, [K]."""
         if not self.transposed:
             return torch.linalg.vecdot(one.flatten(1), other.flatten(1))
@@ -75,7 +75,7 @@ class _ConvBNEval(torch.autograd.Function):
         bias: Tensor | None,
         gamma: Tensor | None,
         beta: Tensor | None,
-        before: Tensor,
+        preactivation: Tensor,
         mean: Tensor,
         var: Tensor,
         output: Tensor,
@@ -85,24 +85,24 @@ class _ConvBNEval(torch.autograd.Function):
         activation: Callable[[Tensor], Tensor] | None,
     ) -> Tensor:
         needs_x = ctx.needs_input_grad[1] or ctx.needs_input_grad[3]
-        ctx.save_for_backward(before if needs_x else None, weight, bias, gamma, mean, var)
+        ctx.save_for_backward(preactivation if needs_x else None, weight, bias, gamma, mean, var)
         ctx.eps, ctx.geometry, ctx.activation = eps, geometry, activation
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         return normalise(output, mean, var, gamma, beta, eps=eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        before, weight, bias, gamma, mean, var = ctx.saved_tensors
+        preactivation, weight, bias, gamma, mean, var = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_gamma, needs_beta = ctx.needs_input_grad[:5]
         geometry, grad = ctx.geometry, grads[0].to(ctx.x_dtype)
-        if before is None:
+        if preactivation is None:
             x = grad.new_empty(1).expand(ctx.x_shape)  # backward of the input asks for its shape
         else:
-            x = before if ctx.activation is None else ctx.activation(before)
+            x = preactivation if ctx.activation is None else ctx.activation(preactivation)
         inv_std = torch.rsqrt(var + ctx.eps)  # [K]
         scale = inv_std if gamma is None else inv_std * gamma
         # The fused weight is made anew: kept, it would cost more than it saves on small inputs.
-        fused = geometry.scaled(weight, scale).to(x.dtype) if needs_x else weight.to(x.dtype)
+        fused = geometry.scaled_weight(weight, scale).to(x.dtype) if needs_x else weight.to(x.dtype)
         grad_x, grad_fused, _ = torch.ops.aten.convolution_backward(
             grad, x, fused, None, *geometry, [needs_x, needs_weight or needs_gamma, False]
         )
@@ -113,10 +113,10 @@ class _ConvBNEval(torch.autograd.Function):
             grad_bias = scale * total
         if needs_gamma:
             offset = -mean if bias is None else bias - mean
-            along = geometry.products(grad_fused.to(weight.dtype), weight)
+            along = geometry.channel_products(grad_fused.to(weight.dtype), weight)
             grad_gamma = inv_std * (along + offset * total)
         if needs_weight:
-            grad_weight = geometry.scaled(grad_fused.to(weight.dtype), scale)
+            grad_weight = geometry.scaled_weight(grad_fused.to(weight.dtype), scale)
         grad_beta = total if needs_beta else None
         return grad_x, grad_weight, grad_bias, grad_gamma, grad_beta, *[None] * 8
 
@@ -132,7 +132,7 @@ def conv_bn_eval(
     affine: tuple[Tensor | None, Tensor | None],
     eps: float,
     activation: Callable[[Tensor], Tensor] | None = None,
-    before: Tensor | None = None,
+    preactivation: Tensor | None = None,
 ) -> Tensor:
     """BatchNorm in eval mode of ``output``, the convolution of ``x``.
 
@@ -157,7 +157,7 @@ def conv_bn_eval(
     more and over tensors of the output's size less often; where ``weight`` is frozen and
     BatchNorm's is not, it computes the former's gradient for the latter's.
     """
-    kept = x if before is None else before
+    kept = x if preactivation is None else preactivation
     return _ConvBNEval.apply(
         *(x, weight, bias, *affine, kept, *statistics, output.detach()),
         *(normalise, eps, geometry, activation),

@@ -23,7 +23,7 @@ from memengine._torch_private.modules import forward_hooks_of, forward_pre_hooks
 from memengine._torch_private.ops import is_traceable_wrapper_subclass
 from memengine.techniques.conv_bn.gradient import Geometry, conv_bn_eval, frozen_bn
 
-__all__ = ['Enter', 'Exit', 'OwnHook', 'Pair', 'Pairs']
+__all__ = ['ConvBNPairs', 'EnterLayer', 'LeaveLayer', 'OwnHook', 'Pair']
 
 Pair = tuple[str, str]  # a convolution and a BatchNorm by their names
 
@@ -36,7 +36,7 @@ _KEEP_THEIR_INPUT = {F.silu, F.hardswish, F.mish, F.gelu}
 _local = threading.local()  # .modes: those of this thread's calls, innermost last
 
 
-class _Output(NamedTuple):
+class _ConvOutput(NamedTuple):
     """How a convolution's output came about."""
 
     name: str
@@ -45,11 +45,11 @@ class _Output(NamedTuple):
     bias: Tensor | None = None
     geometry: Geometry | None = None
     activation: Callable[[Tensor], Tensor] | None = None
-    before: Tensor | None = None
+    preactivation: Tensor | None = None
     versions: tuple[int, ...] = ()  # of the output and these tensors: were any changed since?
 
 
-class Pairs:
+class ConvBNPairs:
     """What meets in forward passes, and how it is carried out.
 
     Attributes:
@@ -79,7 +79,7 @@ class Pairs:
         vars(self).update(state)
         self._forget_tensors()
 
-    def convolve(self, mode: _Mode, function: Any, args: Any, kwargs: Any) -> Tensor:
+    def convolve(self, mode: _LayerMode, function: Any, args: Any, kwargs: Any) -> Tensor:
         """A convolution as it always is; how its output came about is remembered beside it."""
         arguments = dict(zip(_CONVOLUTIONS[function], args, strict=False)) | kwargs
         x, weight, bias = arguments['input'], arguments['weight'], arguments.get('bias')
@@ -89,28 +89,28 @@ class Pairs:
             or x.dim() != weight.dim()  # no batch axis
             or is_traceable_wrapper_subclass(x)
             or is_traceable_wrapper_subclass(weight)
-            or _has_others(forward_hooks_of(mode.layer))  # who may ask for the output's gradient
+            or _has_other_hooks(forward_hooks_of(mode.layer))  # which may ask for its gradient
         ):
             return function(*args, **kwargs)
         x, arguments['padding'] = _explicit_padding(x, weight, arguments)
         x = arguments['input'] = _as_convolved(x)
-        activation, before, versions = self._activated.get(x, (None, None, None))
-        if versions != _versions(x, before):
-            activation = before = None
+        activation, preactivation, versions = self._activated.get(x, (None, None, None))
+        if versions != _versions(x, preactivation):
+            activation = preactivation = None
         output = function(**arguments)
         if not output.requires_grad:
-            self._outputs[output] = _Output(mode.name)
+            self._outputs[output] = _ConvOutput(mode.name)
         else:
-            self._outputs[output] = _Output(
+            self._outputs[output] = _ConvOutput(
                 *(mode.name, x, weight, bias),
                 Geometry.of(arguments, 'output_padding' in _CONVOLUTIONS[function]),
-                *(activation, before, _versions(output, x, weight, bias, before)),
+                *(activation, preactivation, _versions(output, x, weight, bias, preactivation)),
             )
         return output
 
     def normalise(
         self,
-        mode: _Mode,
+        mode: _LayerMode,
         input: Tensor,
         running_mean: Tensor | None,
         running_var: Tensor | None,
@@ -122,7 +122,7 @@ class Pairs:
     ) -> Tensor:
         """BatchNorm, without keeping ``input`` where it is an output of a convolution."""
         plain = (running_mean, running_var, weight, bias, training, momentum, eps)
-        source: _Output | None = self._outputs.pop(input, None)
+        source: _ConvOutput | None = self._outputs.pop(input, None)
         if not torch.is_grad_enabled():
             return F.batch_norm(input, *plain)
         keeps_nothing = not (training or running_var is None or _needs_gradient(weight))
@@ -147,21 +147,21 @@ class Pairs:
             (weight, bias),
             eps,
             source.activation,
-            source.before,
+            source.preactivation,
         )
         # No gradient comes this way, unless something else has used the convolution's output.
         input.register_hook(partial(self._see_other_user, pair))
         mode.normalised = output
         return output
 
-    def activate(self, activation: Callable[[Tensor], Tensor], before: Tensor) -> Tensor:
+    def activate(self, activation: Callable[[Tensor], Tensor], preactivation: Tensor) -> Tensor:
         """An activation that keeps its input: a convolution of the result need not keep that."""
-        output = activation(before)
-        self._activated[output] = (activation, before, _versions(output, before))
+        output = activation(preactivation)
+        self._activated[output] = (activation, preactivation, _versions(output, preactivation))
         return output
 
     def _why_not(
-        self, pair: Pair, source: _Output, output: Tensor, training: bool, norm: nn.Module
+        self, pair: Pair, source: _ConvOutput, output: Tensor, training: bool, norm: nn.Module
     ) -> str | None:
         """Why BatchNorm has to keep its input, or None."""
         if training:
@@ -172,12 +172,12 @@ class Pairs:
         if self._has_other_user.get(pair, current_backward()) != current_backward():
             return 'something else uses the output of the convolution, too'
         if (
-            _has_others(forward_pre_hooks_of(norm))
+            _has_other_hooks(forward_pre_hooks_of(norm))
             or gradient_hooks_of(output)
             or output.retains_grad
         ):
             return 'a hook looks at the output of the convolution'
-        now = _versions(output, source.x, source.weight, source.bias, source.before)
+        now = _versions(output, source.x, source.weight, source.bias, source.preactivation)
         if source.versions != now:
             return 'a tensor was changed in place between the two'
         return None
@@ -186,10 +186,10 @@ class Pairs:
         self._has_other_user.setdefault(pair, current_backward())
 
 
-class _Mode(TorchFunctionMode):
+class _LayerMode(TorchFunctionMode):
     """What happens to functions that a convolution or a normalisation layer calls."""
 
-    def __init__(self, pairs: Pairs, layer: nn.Module, name: str) -> None:
+    def __init__(self, pairs: ConvBNPairs, layer: nn.Module, name: str) -> None:
         super().__init__()
         self.pairs, self.layer, self.name = pairs, layer, name
         self.normalised: Any = None  # what BatchNorm gave in this call
@@ -211,21 +211,21 @@ class OwnHook:
     """A hook of this technique, which asks for no gradient."""
 
 
-class Enter(OwnHook):
+class EnterLayer(OwnHook):
     """Forward pre-hook: a layer's call begins."""
 
-    def __init__(self, pairs: Pairs, name: str) -> None:
+    def __init__(self, pairs: ConvBNPairs, name: str) -> None:
         self.pairs, self.name = pairs, name
 
     def __call__(self, layer: nn.Module, args: Any) -> None:
         """Watch what the layer calls."""
         self.pairs.has_run |= torch.is_grad_enabled()
-        mode = _Mode(self.pairs, layer, self.name)
+        mode = _LayerMode(self.pairs, layer, self.name)
         mode.__enter__()
         _modes().append(mode)
 
 
-class Exit(OwnHook):
+class LeaveLayer(OwnHook):
     """Forward hook: the layer's call has ended, or raised."""
 
     def __call__(self, layer: nn.Module, args: Any, output: Any) -> None:
@@ -238,14 +238,14 @@ def _needs_gradient(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad
 
 
-def _modes() -> list[_Mode]:
+def _modes() -> list[_LayerMode]:
     if not hasattr(_local, 'modes'):
         _local.modes = []
-    modes: list[_Mode] = _local.modes
+    modes: list[_LayerMode] = _local.modes
     return modes
 
 
-def _has_others(hooks: dict[int, Any]) -> bool:
+def _has_other_hooks(hooks: dict[int, Any]) -> bool:
     return any(not isinstance(hook, OwnHook) for hook in hooks.values())
 
 

@@ -24,7 +24,7 @@ __all__ = ['WeightNormLinear', 'shared_weights']
 
 
 @dataclass
-class _Step:
+class _Shared:
     """What the forwards of one step share, which all see the same weight."""
 
     is_last: bool  # whether the next forward's backward hands the gradient over
@@ -39,7 +39,7 @@ class _WeightNormLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight_v: Tensor, weight_g: Tensor, step: _Step, *parameters: Tensor
+        ctx: Any, x: Tensor, weight_v: Tensor, weight_g: Tensor, step: _Shared, *parameters: Tensor
     ) -> Tensor:
         device_type, dtype = x.device.type, x.dtype
         if torch.is_autocast_enabled(device_type):
@@ -101,7 +101,7 @@ class WeightNormLinear(nn.Module):
         super().__init__()
         self.weight_v = nn.Parameter(torch.empty(out_features, in_features))
         self.weight_g = nn.Parameter(torch.empty(out_features, 1))
-        self._step: _Step | None = None  # in slices, while it is under way
+        self._step: _Shared | None = None  # in slices, while it is under way
         self.reset_parameters()
 
     @torch.no_grad()
@@ -112,7 +112,7 @@ class WeightNormLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., K]."""
-        step = self._step or _Step(is_last=True)
+        step = self._step or _Shared(is_last=True)
         weights = (self.weight_v, self.weight_g)
         receivers: tuple[Tensor, ...] = weights
         if not step.is_last:  # the parameters' hooks wait
@@ -148,7 +148,7 @@ def shared_weights(modules: Iterable[nn.Module]) -> Iterator[Any]:
         for layer in module.modules()
         if isinstance(layer, WeightNormLinear)
     }
-    steps = {layer: _Step(is_last=False) for layer in layers}
+    steps = {layer: _Shared(is_last=False) for layer in layers}
     for layer, step in steps.items():
         layer._step = step
 

@@ -55,11 +55,11 @@ def _repeated(model: nn.Module, parts: dict[str, nn.Module]) -> dict[str, nn.Mod
         kinds.setdefault(_holder(model, name)[0], []).append(type(module))
     repeated = {kind for some in kinds.values() for kind in some if some.count(kind) > 1}
     found = {name: module for name, module in parts.items() if type(module) in repeated}
-    stages = {type(found[outer]) for inner in found for outer in _above(inner, found)}
+    stages = {type(found[outer]) for inner in found for outer in _enclosing_names(inner, found)}
     return {name: module for name, module in found.items() if type(module) not in stages}
 
 
-def _above(name: str, names: Iterable[str]) -> list[str]:
+def _enclosing_names(name: str, names: Iterable[str]) -> list[str]:
     return [other for other in names if name.startswith(f'{other}.')]
 
 
@@ -99,7 +99,7 @@ def select_modules(
     for selector in wanted:
         chosen.update(_matches(model, selector, setting)[::every])
     for name in chosen:
-        if outer := _above(name, chosen):
+        if outer := _enclosing_names(name, chosen):
             raise ValueError(
                 f'{setting}: {outer[0]} holds {name}, and both are selected; select one of them'
             )
@@ -123,7 +123,7 @@ def _matches(model: nn.Module, selector: Selector, setting: str) -> list[str]:
         found = [name for name in modules if name and fnmatchcase(name, selector)]
     else:
         found = [name for name, module in modules.items() if type(module).__name__ == selector]
-    found = [name for name in found if not _above(name, found)]
+    found = [name for name in found if not _enclosing_names(name, found)]
     members = [member for name in found for member in _members(name, modules[name])]
     if not members:
         raise ValueError(_no_match(model, selector, setting))

@@ -10,7 +10,7 @@ import torch
 
 __all__ = ['private_generator', 'restart_private_generators']
 
-_APART = 0x9E3779B97F4A7C15  # so that a private stream is not the stream that dropout draws from
+_SEED_OFFSET = 0x9E3779B97F4A7C15  # so that a private stream is not the one of dropout
 _generators: dict[torch.device, tuple[int, torch.Generator]] = {}
 
 
@@ -36,7 +36,7 @@ def private_generator(device: torch.device) -> torch.Generator:
     if generator is None:
         generator = torch.Generator(device)
     if seeded != seed:
-        generator.manual_seed(seed ^ _APART)
+        generator.manual_seed(seed ^ _SEED_OFFSET)
         _generators[device] = (seed, generator)
     return generator
 

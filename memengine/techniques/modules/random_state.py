@@ -44,7 +44,9 @@ class RandomState:
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self._devices = tuple(devices)
         self._cpu = torch.get_rng_state()
-        self._accelerators = [_device_module(d).get_rng_state(*_index(d)) for d in self._devices]
+        self._accelerators = [
+            torch.get_device_module(d).get_rng_state(*_device_argument(d)) for d in self._devices
+        ]
         self._python = random.getstate()
         numpy = _numpy()
         self._numpy = None if numpy is None else numpy.random.get_state()
@@ -53,7 +55,7 @@ class RandomState:
         """Set all generators back to this state."""
         torch.set_rng_state(self._cpu)
         for device, state in zip(self._devices, self._accelerators, strict=True):
-            _device_module(device).set_rng_state(state, *_index(device))
+            torch.get_device_module(device).set_rng_state(state, *_device_argument(device))
         random.setstate(self._python)
         if self._numpy is not None:
             _numpy().random.set_state(self._numpy)
@@ -75,15 +77,11 @@ class RandomState:
             torch.equal(self._cpu, now._cpu)
             and all(map(torch.equal, self._accelerators, now._accelerators))
             and self._python == now._python
-            and _plain(self._numpy) == _plain(now._numpy)
+            and _comparable(self._numpy) == _comparable(now._numpy)
         )
 
 
-def _device_module(device: torch.device) -> Any:
-    return torch.get_device_module(device)
-
-
-def _index(device: torch.device) -> tuple[torch.device, ...]:
+def _device_argument(device: torch.device) -> tuple[torch.device, ...]:
     """The argument that names the device: Apple's backend has a single one and takes none."""
     return () if device.type == 'mps' else (device,)
 
@@ -93,6 +91,6 @@ def _numpy() -> Any:
     return sys.modules.get('numpy')
 
 
-def _plain(state: Any) -> Any:
+def _comparable(state: Any) -> Any:
     """NumPy's state in a form that compares as a whole."""
     return None if state is None else (state[0], state[1].tobytes(), *state[2:])

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from memengine._torch_private.autograd import (
     base_of,
+    check_unmodified,
     current_backward,
     is_functorch_tensor,
     version_of,
@@ -39,15 +40,10 @@ class KeptAsIs:
         Raises:
             RuntimeError: When it was modified in place since.
         """
-        if self.is_modified:
-            raise RuntimeError(
-                'one of the variables needed for gradient computation has been modified by an '
-                f'inplace operation: a tensor of shape {tuple(self.content.shape)} is at version '
-                f'{version_of(self.content)}; expected version {self._version} instead'
-            )
+        check_unmodified(self.content, self._version)
         return self.content
 
-    def ahead(self) -> Tensor:
+    def prefetch(self) -> Tensor:
         """The same; there is nothing to decode."""
         return self.tensor()
 

@@ -76,19 +76,19 @@ def materialize(
     empty = [
         part
         for part in module.modules()
-        if any(t.is_meta and id(t) not in done for t in _own(part).values())
+        if any(t.is_meta and id(t) not in done for t in _own_tensors(part).values())
     ]
     if empty and init_fn is None:
         _refuse_constructors(model, empty)
     for part in empty:
         part.to_empty(device=device, recurse=False)
-        for tensor in _own(part).values():
-            tensor.fill_(_unset(tensor))
+        for tensor in _own_tensors(part).values():
+            tensor.fill_(_unset_value(tensor))
     if empty:
-        with _others_on_meta(model, {id(t) for part in empty for t in _own(part).values()}):
+        with _others_on_meta(model, {id(t) for part in empty for t in _own_tensors(part).values()}):
             _initialize(model, empty, init_fn)
     names = {part: name for name, part in module.named_modules()}
-    missing = [f'{names[part]}.{key}'.lstrip('.') for part in empty for key in _untouched(part)]
+    missing = [f'{names[part]}.{key}'.lstrip('.') for part in empty for key in _without_value(part)]
     if missing:
         raise ValueError(
             f'{len(missing)} tensors of {type(module).__name__} were built on the meta device and '
@@ -96,7 +96,7 @@ def materialize(
             'modules a method reset_parameters(), or the model init_weights()'
         )
     for part in module.modules():
-        for tensor in _own(part).values():
+        for tensor in _own_tensors(part).values():
             if id(tensor) not in done:
                 tensor.data = tensor.data.to(device)
                 if dist.is_initialized():
@@ -104,27 +104,25 @@ def materialize(
                 done.add(id(tensor))
 
 
-def _own(module: nn.Module) -> dict[str, Tensor]:
-    return {
-        **dict(module.named_parameters(recurse=False)),
-        **dict(module.named_buffers(recurse=False)),
-    }
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    parameters: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
+    return parameters | dict(module.named_buffers(recurse=False))
 
 
-def _unset(tensor: Tensor) -> float | int | bool:
+def _unset_value(tensor: Tensor) -> float | int | bool:
     """A value that nobody gives."""
     if tensor.is_floating_point() or tensor.is_complex():
         return torch.nan
     return False if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max
 
 
-def _untouched(part: nn.Module) -> list[str]:
+def _without_value(part: nn.Module) -> list[str]:
     def is_untouched(tensor: Tensor) -> bool:
         if tensor.is_floating_point() or tensor.is_complex():
             return bool(tensor.isnan().any())
-        return tensor.dtype != torch.bool and bool((tensor == _unset(tensor)).any())
+        return tensor.dtype != torch.bool and bool((tensor == _unset_value(tensor)).any())
 
-    return [key for key, tensor in _own(part).items() if is_untouched(tensor)]
+    return [key for key, tensor in _own_tensors(part).items() if is_untouched(tensor)]
 
 
 def _initialize(
@@ -159,7 +157,7 @@ def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
 
 def _initializers(module: nn.Module) -> Iterator[nn.Module]:
     """The outermost modules that initialise all that is in them, as often as they are asked."""
-    once = hasattr(module, 'is_init') or _library(module) == 'transformers'  # MMEngine's, too
+    once = hasattr(module, 'is_init') or _library_of(module) == 'transformers'  # MMEngine's, too
     if not once and callable(getattr(module, 'init_weights', None)):
         yield module
     else:
@@ -167,7 +165,7 @@ def _initializers(module: nn.Module) -> Iterator[nn.Module]:
             yield from _initializers(child)
 
 
-def _library(module: nn.Module) -> str | None:
+def _library_of(module: nn.Module) -> str | None:
     """That of whose models this is one."""
     defined = [kind.__module__ for kind in type(module).__mro__]
     return next(
@@ -179,7 +177,7 @@ def _library(module: nn.Module) -> str | None:
 def _refuse_constructors(model: nn.Module, empty: Collection[nn.Module]) -> None:
     able = {part for outer in _initializers(model) for part in outer.modules()}
     for part in model.modules():
-        library = _library(part)
+        library = _library_of(part)
         if library and part not in able and any(inner in empty for inner in part.modules()):
             raise ValueError(
                 f'{type(part).__name__} of {library} draws its values while it is constructed, '

@@ -31,12 +31,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from memengine._torch_private.autograd import after_backward
-from memengine._torch_private.distributed import CAN_SHARD_ON_CPU, make_root
+from memengine._torch_private.distributed import CAN_SHARD_ON_CPU, mark_as_root
 from memengine._torch_private.modules import own_parameters
 from memengine._torch_private.ops import pytree
-from memengine.techniques.sharding.buffers import one_unit_at_a_time
 from memengine.techniques.sharding.materializing import materialize
 from memengine.techniques.sharding.units import Units, choose_units
+from memengine.techniques.sharding.without_overlap import one_unit_at_a_time
 from memengine.techniques.technique import Settings, Technique, setting
 
 __all__ = ['ShardedModel', 'shard_model']
@@ -134,7 +134,7 @@ def shard_model(
             default once, but with ``offload`` in every slice, as whole gradients are on the device.
         prefetch: Whether the next unit is gathered, and the last one's gradient reduced, while one
             computes; by default, unless ``offload``. See
-            :mod:`memengine.techniques.sharding.buffers`.
+            :mod:`memengine.techniques.sharding.without_overlap`.
         replicas: Copies of the model among the ranks (hybrid sharding): a rank then holds
             replicas / N of it, and only gradients cross between copies. Copies are consecutive
             ranks, so as many as there are machines keeps gathering inside of them.
@@ -229,7 +229,7 @@ class ShardedModel:
         self._free_after = free_after
         self._reduce_once = reduce_once
         self._is_last = True  # whether the next backward is the step's last
-        self._is_queued = False
+        self._is_reduction_queued = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; its backward reduces gradients unless in :meth:`no_sync`."""
@@ -237,7 +237,7 @@ class ShardedModel:
         if self._scalars and torch.is_grad_enabled():
             for output in pytree.tree_leaves(outputs):
                 if isinstance(output, Tensor) and output.requires_grad:
-                    output.register_hook(self._queue)
+                    output.register_hook(self._queue_scalar_reduction)
         return outputs
 
     @contextmanager
@@ -247,7 +247,7 @@ class ShardedModel:
         Updates of the parameters may be made inside, after the last backward.
         """
         root: Any = self.model
-        make_root(root)
+        mark_as_root(root)
         root.unshard()
         try:
             yield
@@ -261,27 +261,27 @@ class ShardedModel:
         """Around forward and backward of every slice but the last: nothing is reduced (see
         ``reduce_once``), and what ``free_after='step'`` keeps is kept."""
         before = self._is_last
-        self._set_last(False)
+        self._set_last_backward(False)
         try:
             yield
         finally:
-            self._set_last(before)
+            self._set_last_backward(before)
 
-    def _set_last(self, is_last: bool) -> None:
+    def _set_last_backward(self, is_last: bool) -> None:
         root: Any = self.model
         self._is_last = is_last
         if self._reduce_once:
             root.set_requires_gradient_sync(is_last)
         root.set_reshard_after_backward(is_last, recurse=self._free_after == 'step')
 
-    def _queue(self, gradient: Tensor) -> None:
+    def _queue_scalar_reduction(self, gradient: Tensor) -> None:
         """Backward has begun: scalars are reduced at its end, as all their gradients are there."""
-        if not self._is_queued:
-            self._is_queued = True
+        if not self._is_reduction_queued:
+            self._is_reduction_queued = True
             after_backward(self._reduce_scalars)
 
     def _reduce_scalars(self) -> None:
-        self._is_queued = False
+        self._is_reduction_queued = False
         if not self._is_last:
             return
         for parameter in self._scalars:

@@ -43,7 +43,7 @@ class FrozenPart(WrappedForward):
     @contextmanager
     def first_pass(self) -> Iterator[None]:
         """Around the forward pass of some slices, in their order."""
-        with self._in_place(keeps=True):
+        with self._installed(keeps=True):
             yield
 
     @contextmanager
@@ -52,11 +52,11 @@ class FrozenPart(WrappedForward):
         if not self._repeatable:
             yield
             return
-        with self._in_place(keeps=False):
+        with self._installed(keeps=False):
             yield
 
     @contextmanager
-    def _in_place(self, keeps: bool) -> Iterator[None]:
+    def _installed(self, keeps: bool) -> Iterator[None]:
         self._keeps = keeps
         self.begin()
         try:
@@ -66,9 +66,9 @@ class FrozenPart(WrappedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the part and keep its outputs, or return them."""
-        return self._run(args, kwargs) if self._keeps else self._next(_rows(args)[0])
+        return self._run_and_keep(args, kwargs) if self._keeps else self._next_kept(_rows(args)[0])
 
-    def _run(self, args: Any, kwargs: Any) -> Any:
+    def _run_and_keep(self, args: Any, kwargs: Any) -> Any:
         state = RandomState(accelerators_of(self.module))
         outputs = self.plain(*args, **kwargs)
         rows = isinstance(outputs, Tensor) and outputs.shape[:1] == _rows(args)
@@ -77,7 +77,7 @@ class FrozenPart(WrappedForward):
             self._kept.append(outputs)
         return outputs
 
-    def _next(self, count: int) -> Tensor:
+    def _next_kept(self, count: int) -> Tensor:
         if len(self._kept[0]) < count:
             self._kept = [torch.cat(self._kept)]
         first = self._kept[0]

@@ -92,14 +92,14 @@ class GradCache:
         if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
             raise TypeError('GradCache: models= is a list of encoders; a single one is model=')
         self.models = [model] if model is not None else list(models or ())
-        self.chunk_sizes = _sizes(chunk_sizes if chunk_size is None else chunk_size, self.models)
+        self.chunk_sizes = _as_sizes(chunk_sizes if chunk_size is None else chunk_size, self.models)
         self.loss_fn = loss_fn
         self.loss_type = _loss_type(loss_type, one_model=model is not None)
         self.scaler = scaler if fp16 else None
         self.split_input_fn = split_input_fn or split_batch
         self.get_rep_fn = get_rep_fn
         self.keep_graph = keep_graph
-        self._per_forward = [_multiple(forward_chunk_size, size) for size in self.chunk_sizes]
+        self._per_forward = [_per_forward_of(forward_chunk_size, size) for size in self.chunk_sizes]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """See :meth:`cache_step`."""
@@ -131,7 +131,7 @@ class GradCache:
         if self.loss_type is None:
             loss_fn = self.loss_fn
         else:
-            model_inputs, loss_fn = self._views(*model_inputs, **loss_kwargs)
+            model_inputs, loss_fn = self._one_model_form(*model_inputs, **loss_kwargs)
             loss_kwargs = {}
         if len(model_inputs) != len(self.models):
             raise TypeError(
@@ -174,7 +174,7 @@ class GradCache:
                     f'DistributedDataParallel, got {type(model).__name__}; wrap it, or leave it out'
                 )
 
-    def _views(
+    def _one_model_form(
         self, model_input: Any, labels: Tensor | None = None, **loss_kwargs: Any
     ) -> tuple[tuple[Any], Callable[[Any], Any]]:
         """Input and loss of the one-model form."""
@@ -230,7 +230,7 @@ def _loss_type(loss_type: str | None, one_model: bool) -> str | None:
     return loss_type
 
 
-def _sizes(sizes: Any, models: Sequence[nn.Module]) -> list[int]:
+def _as_sizes(sizes: Any, models: Sequence[nn.Module]) -> list[int]:
     several = list(sizes) if isinstance(sizes, (list, tuple)) else [sizes] * len(models)
     if len(several) != len(models):
         raise ValueError(f'GradCache: got {len(several)} chunk sizes for {len(models)} models')
@@ -243,7 +243,7 @@ def _sizes(sizes: Any, models: Sequence[nn.Module]) -> list[int]:
     return several
 
 
-def _multiple(forward_chunk_size: int | None, chunk_size: int) -> int:
+def _per_forward_of(forward_chunk_size: int | None, chunk_size: int) -> int:
     if forward_chunk_size is None:
         return 1
     if forward_chunk_size < 1 or forward_chunk_size % chunk_size:

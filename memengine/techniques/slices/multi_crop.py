@@ -93,7 +93,7 @@ def plan_slices(
     for crops in _runs_of_one_size(sizes):
         height, width = sizes[crops.start]
         budget = int(micro_batch_size * largest / (height * width))
-        across, along = _fewest(len(crops), batch_size, budget)
+        across, along = _fewest_parts(len(crops), batch_size, budget)
         slices += [
             CropSlice(some_crops, some_samples)
             for some_samples in even_parts(range(batch_size), along)
@@ -108,7 +108,7 @@ def _runs_of_one_size(sizes: Sequence[tuple[int, int]]) -> list[range]:
     return [range(*ends) for ends in zip(starts, [*starts[1:], len(sizes)], strict=True)]
 
 
-def _fewest(crops: int, samples: int, budget: int) -> tuple[int, int]:
+def _fewest_parts(crops: int, samples: int, budget: int) -> tuple[int, int]:
     """Into how many parts to cut crops and samples, for the fewest slices within the budget."""
 
     def parts(crops_each: int) -> tuple[int, int]:

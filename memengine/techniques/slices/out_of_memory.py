@@ -26,14 +26,14 @@ __all__ = ['is_out_of_memory', 'run_until_it_fits']
 
 T = TypeVar('T')
 
-_WORDS = re.compile(r"out of memory|can't allocate memory|STATUS_ALLOC_FAILED", re.IGNORECASE)
+_MESSAGES = re.compile(r"out of memory|can't allocate memory|STATUS_ALLOC_FAILED", re.IGNORECASE)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on an accelerator or on the CPU."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and bool(_WORDS.search(str(error)))
+    return isinstance(error, RuntimeError) and bool(_MESSAGES.search(str(error)))
 
 
 def run_until_it_fits(
@@ -61,18 +61,18 @@ def run_until_it_fits(
     ranks one number is reduced before each exchange, so that all of them shrink alike.
     """
     ranks = _Ranks(module)
-    before = _State(module)
+    before = _StepStart(module)
     while True:
         try:
             return step(ranks.exchange)
         except (RuntimeError, MemoryError) as error:
-            elsewhere = isinstance(error, _ElsewhereError)
-            if not elsewhere and not (is_out_of_memory(error) and ranks.can_repeat()):
+            on_other_rank = isinstance(error, _OtherRankError)
+            if not on_other_rank and not (is_out_of_memory(error) and ranks.can_repeat()):
                 raise
             words = str(error)
         # Here the error is gone, and with it the tensors that its traceback held.
-        if not elsewhere:
-            ranks.agree(fits=False)
+        if not on_other_rank:
+            ranks.tell_fit(fits=False)
         if not shrink():
             raise torch.OutOfMemoryError(words)
         before.restore()
@@ -91,7 +91,7 @@ def _forget_reductions(module: nn.Module) -> None:
             part.__setstate__(part.__getstate__())
 
 
-class _State:
+class _StepStart:
     """What a step changes before the update: generators, buffers and gradients."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -115,7 +115,7 @@ class _State:
                 parameter.grad.copy_(gradient)
 
 
-class _ElsewhereError(RuntimeError):
+class _OtherRankError(RuntimeError):
     """Another rank ran out of memory."""
 
 
@@ -134,19 +134,19 @@ class _Ranks:
     def can_repeat(self) -> bool:
         return self._alone_in_forward and not (self._several and self._exchanging)
 
-    def agree(self, fits: bool) -> None:
+    def tell_fit(self, fits: bool) -> None:
         """Tell the others whether the step fits here; raise if it does not on one of them."""
         if self._failures is None or not self._alone_in_forward:
             return
         self._failures.fill_(not fits)
         dist.all_reduce(self._failures)
         if fits and self._failures.item():
-            raise _ElsewhereError('another rank ran out of memory')
+            raise _OtherRankError('another rank ran out of memory')
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
         """Around a block in which ranks exchange data; entered by all of them or by none."""
-        self.agree(fits=True)
+        self.tell_fit(fits=True)
         self._exchanging = True
         yield
         self._exchanging = False

@@ -111,7 +111,7 @@ def sliced_step(
     (2021), for the cached gradients.
     """
     towers = [towers] if isinstance(towers, Tower) else list(towers)
-    runs = _plan(towers, coupled_loss is not None, slice_loss is not None, keep_graph)
+    runs = _plan_runs(towers, coupled_loss is not None, slice_loss is not None, keep_graph)
     step = _Step(runs, slice_loss, context, backward, exchange)
     kept = step.first_pass()
     coupled = None if coupled_loss is None else step.run_coupled_loss(coupled_loss, kept)
@@ -133,17 +133,17 @@ class _Step:
         self._runs = runs
         self._slice_loss = slice_loss
         self._context, self._backward, self._exchange = context, backward, exchange
-        self._sync = SyncOnce(run.module for run in runs for _ in range(run.graphs))
+        self._sync = SyncOnce(run.module for run in runs for _ in range(run.graph_count))
 
     def first_pass(self) -> list[Losses]:
         """Embed what the coupled loss reads; additive losses of the slices that keep a graph."""
         kept = []
         for run in self._runs:
-            for group in run.groups():
+            for group in run.first_pass_groups():
                 with torch.no_grad(), self._context():
                     run.embed_without_graph(group)
             for piece in run.kept:
-                with self._sync.graph(run.module), self._context():
+                with self._sync.next_graph(run.module), self._context():
                     outputs = run.embed_and_keep(piece)
                     if self._slice_loss is not None:
                         kept.append(self._slice_loss(outputs, piece))
@@ -161,14 +161,14 @@ class _Step:
             loss = total_loss(losses)
             if not loss.requires_grad:
                 raise ValueError('the loss depends neither on the embeddings nor on any parameter')
-            with self._sync.loss(), _without_autocast(loss):
+            with self._sync.shared_backward(), _without_autocast(loss):
                 self._backward(sum(map(total_loss, kept), start=loss))
         _check_dependence(self._runs)
         return _detached(losses)
 
     def second_pass(self, coupled: bool) -> list[Any]:
         """A slice's additive loss and its cached gradient, in one backward; the losses."""
-        later = [(run, *work) for run in self._runs for work in run.later()]
+        later = [(run, *work) for run in self._runs for work in run.second_pass_slices()]
         sharing = [] if self._slice_loss is None else [run.module for run in self._runs]
         done = []
         with shared_weights(sharing) as before_the_last:
@@ -176,10 +176,10 @@ class _Step:
                 is_last = number == len(later)
                 if is_last:
                     before_the_last()
-                with self._sync.graph(run.module) as synchronises:
-                    awaited = _awaited(run.module) if synchronises and coupled else []
+                with self._sync.next_graph(run.module) as synchronises:
+                    zeros = _zero_gradients(run.module) if synchronises and coupled else []
                     exchange = self._exchange if synchronises or is_last else nullcontext
-                    losses = self._second_pass_of(run, piece, state, awaited, exchange)
+                    losses = self._second_pass_of(run, piece, state, zeros, exchange)
                 if losses is not None:
                     done.append(losses)
         return done
@@ -189,7 +189,7 @@ class _Step:
         run: TowerRun,
         piece: Any,
         state: RandomState | None,
-        awaited: list[tuple[Tensor, Tensor]],
+        zeros: list[tuple[Tensor, Tensor]],
         exchange: Context,
     ) -> Any:
         # A repeated slice counts once, in backward too where layers are checkpointed.
@@ -200,7 +200,7 @@ class _Step:
             with exchange():
                 cached = [] if state is None else run.cached_gradients(outputs, piece)
                 loss = None if losses is None else total_loss(losses)
-                _push([*cached, *awaited], loss, self._backward)
+                _run_backward([*cached, *zeros], loss, self._backward)
         return None if losses is None else _detached(losses)
 
 
@@ -276,7 +276,7 @@ class SyncOnce:
         self._left = Counter(member for graph in graphs for member in synchronising(graph))
 
     @contextmanager
-    def graph(self, module: nn.Module) -> Iterator[bool]:
+    def next_graph(self, module: nn.Module) -> Iterator[bool]:
         """Around the forward (and backward) of the module's next graph.
 
         Yields:
@@ -291,7 +291,7 @@ class SyncOnce:
             yield any(self._left[member] == 0 for member in members)
 
     @contextmanager
-    def loss(self) -> Iterator[None]:
+    def shared_backward(self) -> Iterator[None]:
         """Around a backward through graphs of any of the modules."""
         with ExitStack() as stack:
             for module, left in self._left.items():
@@ -313,10 +313,8 @@ class _WithCachedGradients(torch.autograd.Function):
         return (grads[0], None, *ctx.gradients)
 
 
-def _push(
-    pairs: Sequence[tuple[Tensor, Tensor]],
-    loss: Tensor | None,
-    backward: Callable[[Tensor], Any],
+def _run_backward(
+    pairs: Sequence[tuple[Tensor, Tensor]], loss: Tensor | None, backward: Callable[[Tensor], Any]
 ) -> None:
     """One backward from a slice's loss, if it has one, and with given gradients from tensors."""
     roots, gradients = [root for root, _ in pairs], [gradient for _, gradient in pairs]
@@ -330,7 +328,7 @@ def _push(
             torch.autograd.backward(roots, gradients)
 
 
-def _plan(
+def _plan_runs(
     towers: Sequence[Tower], coupled: bool, additive: bool, keep_graph: int
 ) -> list[TowerRun]:
     """Which slices keep their graph: the last ``keep_graph`` of all that the coupled loss reads."""
@@ -352,7 +350,7 @@ def _check_ddp(runs: Sequence[TowerRun]) -> None:
     time, and takes those of the other towers for unused before their backward."""
     for module in {run.module for run in runs if run.kept}:
         sharing = [run for run in runs if run.module is module and run.trained]
-        all_kept = all(run.graphs == len(run.kept) for run in sharing)
+        all_kept = all(run.graph_count == len(run.kept) for run in sharing)
         if _finds_unused(module) and len(sharing) > 1 and all_kept:
             raise ValueError(
                 'keep_graph keeps all slices of several towers in one DDP module with '
@@ -374,7 +372,7 @@ def _check_dependence(runs: Sequence[TowerRun]) -> None:
         )
 
 
-def _awaited(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+def _zero_gradients(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Parameters that DDP awaits in the last backward, though they got their gradient before.
 
     It reduces when every parameter has taken part in that one backward. Those of the loss, or of

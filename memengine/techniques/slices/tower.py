@@ -93,14 +93,14 @@ class TowerRun:
         read = [piece for piece in tower.slices if coupled and is_read(piece)]
         once = [piece for piece in tower.slices if not (coupled and is_read(piece))]
         self.is_read = bool(read)
-        tensors = _tensors(tower.slices) if read else []
+        tensors = _tensors_in(tower.slices) if read else []
         encoder = tower.module if tower.part is None else tower.part
         learned = any(tensor.requires_grad for tensor in [*encoder.parameters(), *tensors])
         self.trained = learned or additive
         self.kept = read[max(len(read) - keep_graph, 0) :] if self.trained else []
         self._graph_free = read[: len(read) - len(self.kept)]
         self.repeated = self._graph_free if self.trained else []
-        self._later = [*self.repeated, *(once if additive else [])]
+        self._second_pass = [*self.repeated, *(once if additive else [])]
         self._states: list[RandomState] = []  # of the repeated slices
         self._frozen = None
         inputs_trained = any(tensor.requires_grad for tensor in tensors)
@@ -113,27 +113,27 @@ class TowerRun:
         self._pending: list[Tensor | None] = []  # rows of their gradients not yet pushed
         self._structure: pytree.TreeSpec | None = None
 
-    def groups(self) -> Iterator[Sequence[Any]]:
+    def first_pass_groups(self) -> Iterator[Sequence[Any]]:
         """The graph-free slices, as many together as go through one forward."""
         size = self._tower.slices_per_forward
         for start in range(0, len(self._graph_free), size):
             yield self._graph_free[start : start + size]
 
     @property
-    def graphs(self) -> int:
+    def graph_count(self) -> int:
         """Graphs that the step builds of this tower."""
-        return len(self.kept) + len(self._later)
+        return len(self.kept) + len(self._second_pass)
 
-    def later(self) -> Iterator[tuple[Any, RandomState | None]]:
+    def second_pass_slices(self) -> Iterator[tuple[Any, RandomState | None]]:
         """Slices that get a graph one by one, with the random state of those that are repeated."""
-        yield from zip_longest(self._later, self._states if self.trained else [])
+        yield from zip_longest(self._second_pass, self._states if self.trained else [])
 
     def embed_without_graph(self, group: Sequence[Any]) -> None:
         """First pass of slices that are embedded again later, if trained."""
         state = RandomState(self._devices)
         piece = group[0] if len(group) == 1 else self._tower.join(group)
         with self._frozen.first_pass() if self._frozen else nullcontext():
-            self._chunks.append(self._read(self.encode(piece), piece))
+            self._chunks.append(self._coupled_tensors(self.encode(piece), piece))
         torch.clear_autocast_cache()  # else weights cast without graph reach the second pass
         if not self.trained:
             return
@@ -148,7 +148,7 @@ class TowerRun:
     def embed_and_keep(self, piece: Any) -> Any:
         """First pass of a slice that keeps its graph."""
         outputs = self.encode(piece)
-        self._graphs.append(self._read(outputs, piece))
+        self._graphs.append(self._coupled_tensors(outputs, piece))
         return outputs
 
     def encode(self, piece: Any) -> Any:
@@ -160,7 +160,7 @@ class TowerRun:
         with self._frozen.second_pass() if self._frozen else nullcontext():
             return self.encode(piece)
 
-    def _read(self, outputs: Any, piece: Any) -> list[Tensor]:
+    def _coupled_tensors(self, outputs: Any, piece: Any) -> list[Tensor]:
         """What the coupled loss reads of a slice's embeddings, as a flat list of tensors."""
         name = type(self.module).__name__
         if self._tower.coupled_part is not None:
@@ -203,7 +203,7 @@ class TowerRun:
     def cached_gradients(self, outputs: Any, piece: Any) -> list[tuple[Tensor, Tensor]]:
         """Embeddings of the next repeated slice, each with its part of the cached gradient."""
         pairs = []
-        for index, output in enumerate(self._read(outputs, piece)):
+        for index, output in enumerate(self._coupled_tensors(outputs, piece)):
             pending = self._pending[index]
             if pending is None:
                 continue
@@ -213,7 +213,7 @@ class TowerRun:
         return pairs
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _tensors_in(tree: Any) -> list[Tensor]:
     if isinstance(tree, Mapping) and not isinstance(tree, dict):
         tree = dict(tree)
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
@@ -225,7 +225,7 @@ def _check_tower(tower: Tower) -> None:
         raise ValueError(f'there is no slice for {name}')
     if tower.slices_per_forward < 1:
         raise ValueError(f'slices_per_forward must be at least 1, got {tower.slices_per_forward}')
-    for tensor in _tensors(tower.slices):
+    for tensor in _tensors_in(tower.slices):
         base = base_of(tensor)  # a slice is a view
         if tensor.requires_grad and not (tensor if base is None else base).is_leaf:
             raise ValueError(

@@ -111,7 +111,7 @@ class TestPipeline:
     def test_in_step_is_the_same_as_one_after_the_other(self):
         pipeline = Pipeline([dict(type='torchvision/Resize', size=[2, 2]), *TO_TENSOR])
         images = [image(), Image.new('RGB', (3, 3), (1, 2, 3))]
-        together = pipeline.in_step([{'img': img} for img in images])
+        together = pipeline.apply_to_all([{'img': img} for img in images])
         alone = [pipeline({'img': img}) for img in images]
         for one, two in zip(together, alone, strict=True):
             assert torch.equal(one['img'], two['img'])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from mmengine.logging import HistoryBuffer
 
-from memengine.engine.checkpoint.files import CheckpointError, safe_loading, write_whole
+from memengine.engine.checkpoint.files import CheckpointError, atomic_write, safe_loading
 from tests.engine.toy import Losses, toy_runner
 
 
@@ -96,7 +96,7 @@ def test_a_damaged_file_says_so(tmp_path):
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     path = tmp_path / 'last.pth'
     path.write_text('old')
-    with pytest.raises(RuntimeError), write_whole(path) as partial:
+    with pytest.raises(RuntimeError), atomic_write(path) as partial:
         partial.write_text('half')
         raise RuntimeError
     assert path.read_text() == 'old'

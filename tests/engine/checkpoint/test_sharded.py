@@ -13,7 +13,7 @@ from memengine.engine.checkpoint import sharded as sharded_checkpoint
 from memengine.engine.checkpoint.convert import convert
 from memengine.engine.checkpoint.files import CheckpointError, find_latest
 from memengine.engine.checkpoint.sharded import ShardedWriter, read_sharded
-from memengine.engine.checkpoint.state import by_index, by_name
+from memengine.engine.checkpoint.state import key_by_index, key_by_name
 from memengine.engine.optim import OptimWrapper
 from tests.engine.toy import Losses, params, toy_runner
 
@@ -66,9 +66,9 @@ def test_several_optimisers_go_by_names_too():
     model(torch.ones(1, 2)).sum().backward()
     for wrapper in wrappers.values():
         wrapper.step()
-    named = by_name(wrappers.state_dict(), model, wrappers)
+    named = key_by_name(wrappers.state_dict(), model, wrappers)
     assert [*named['w1']['state']] == ['1.weight', '1.bias']
-    assert by_index(named) == wrappers.state_dict()
+    assert key_by_index(named) == wrappers.state_dict()
 
 
 def test_last_checkpoint_may_be_remote(tmp_path):

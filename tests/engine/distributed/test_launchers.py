@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from memengine.engine.distributed import processes as distributed
-from memengine.engine.distributed.launchers import Ranks, first_host, read_ranks, tasks_per_node
+from memengine.engine.distributed.launchers import (
+    ProcessRank,
+    first_host,
+    read_rank,
+    tasks_per_node,
+)
 
 ROOT = Path(__file__).parents[3]
 PREFIXES = ('SLURM_', 'OMPI_', 'PMI_', 'MPI_', 'MASTER_', 'TORCHELASTIC_')
@@ -41,15 +46,15 @@ SLURM = dict(
 
 def test_slurm(monkeypatch):
     set_all(monkeypatch, **SLURM)
-    assert read_ranks('slurm') == Ranks(5, 7, 1, 3, 'gpu03', 24567)
-    assert read_ranks('slurm', port=4000).port == 4000
+    assert read_rank('slurm') == ProcessRank(5, 7, 1, 3, 'gpu03', 24567)
+    assert read_rank('slurm', port=4000).port == 4000
     set_all(monkeypatch, MASTER_ADDR='head', MASTER_PORT=1)
-    assert read_ranks('slurm') == Ranks(5, 7, 1, 3, 'head', 1)
+    assert read_rank('slurm') == ProcessRank(5, 7, 1, 3, 'head', 1)
 
 
 def test_a_slurm_step_on_some_of_the_jobs_nodes(monkeypatch):
     set_all(monkeypatch, **SLURM, SLURM_STEP_NODELIST='gpu9', SLURM_STEP_TASKS_PER_NODE='2(x2)')
-    ranks = read_ranks('slurm')
+    ranks = read_rank('slurm')
     assert (ranks.address, ranks.local_world_size) == ('gpu9', 2)
 
 
@@ -80,17 +85,17 @@ def test_mpi(monkeypatch):
         OMPI_COMM_WORLD_LOCAL_RANK=1,
         OMPI_COMM_WORLD_LOCAL_SIZE=2,
     )
-    assert read_ranks('mpi') == Ranks(1, 2, 1, 2, '127.0.0.1', 29500)
+    assert read_rank('mpi') == ProcessRank(1, 2, 1, 2, '127.0.0.1', 29500)
     set_all(monkeypatch, OMPI_COMM_WORLD_LOCAL_SIZE=1, OMPI_COMM_WORLD_LOCAL_RANK=0)
     with pytest.raises(ValueError, match='mpirun -x MASTER_ADDR=HOST -np N'):
-        read_ranks('mpi')
+        read_rank('mpi')
     set_all(monkeypatch, MASTER_ADDR='head')
-    assert read_ranks('mpi').address == 'head'
+    assert read_rank('mpi').address == 'head'
 
 
 def test_mpich(monkeypatch):
     set_all(monkeypatch, PMI_RANK=1, PMI_SIZE=2, MPI_LOCALRANKID=1, MPI_LOCALNRANKS=2)
-    assert read_ranks('mpi') == Ranks(1, 2, 1, 2, '127.0.0.1', 29500)
+    assert read_rank('mpi') == ProcessRank(1, 2, 1, 2, '127.0.0.1', 29500)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +110,7 @@ def test_a_launcher_that_was_not_used_is_said(launcher, missing, how):
     with pytest.raises(
         ValueError, match=f"launcher='{launcher}' needs {missing}.*start with {how}"
     ):
-        read_ranks(launcher)
+        read_rank(launcher)
 
 
 def ranks_on_gpus(monkeypatch, ranks, gpus):
@@ -114,13 +119,13 @@ def ranks_on_gpus(monkeypatch, ranks, gpus):
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
-    assert ranks_on_gpus(monkeypatch, Ranks(6, 8, 2, 4, 'a', 1), gpus=4) == 2
+    assert ranks_on_gpus(monkeypatch, ProcessRank(6, 8, 2, 4, 'a', 1), gpus=4) == 2
     with pytest.raises(ValueError, match=r'8 processes .* has 4 GPU\(s\)'):
-        ranks_on_gpus(monkeypatch, Ranks(6, 8, 6, 8, 'a', 1), gpus=4)
+        ranks_on_gpus(monkeypatch, ProcessRank(6, 8, 6, 8, 'a', 1), gpus=4)
 
 
 def test_a_slurm_task_that_sees_its_own_gpu_only_takes_it(monkeypatch):
-    task = Ranks(3, 4, 3, 4, 'a', 1)
+    task = ProcessRank(3, 4, 3, 4, 'a', 1)
     with pytest.raises(ValueError, match='4 processes'):
         ranks_on_gpus(monkeypatch, task, gpus=1)
     set_all(monkeypatch, **SLURM, SLURM_GPUS_PER_TASK=1)

@@ -6,17 +6,17 @@ import random
 import pytest
 
 from memengine.techniques.checkpointing import budget as recompute_plan
-from memengine.techniques.checkpointing.budget import Trace, _Op, plan_by_budget
+from memengine.techniques.checkpointing.budget import Trace, _MeasuredOp, plan_by_budget
 
 MANY = 1000  # FLOPs for each byte, as products have
 
 
 def trace(generator, products):
     ops = [
-        _Op((f'op {index}', 0), MANY * nbytes + generator.randrange(MANY), nbytes, True)
+        _MeasuredOp((f'op {index}', 0), MANY * nbytes + generator.randrange(MANY), nbytes, True)
         for index, nbytes in enumerate(generator.choices(range(1, 9), k=products))
     ]
-    ops.append(_Op(('dropout', 0), 5, 5, False))
+    ops.append(_MeasuredOp(('dropout', 0), 5, 5, False))
     return Trace(ops, sum(op.nbytes for op in ops), generator.randrange(1, 6), 0)
 
 
@@ -69,7 +69,7 @@ def test_many_ways_are_thinned_and_the_budget_is_still_used(monkeypatch):
     generator = random.Random(0)
     traces = [trace(generator, 6) for _ in range(12)]
     best = facts(traces, plan_by_budget(traces, 0.6))
-    monkeypatch.setattr(recompute_plan, '_MOST_WAYS', 32)
+    monkeypatch.setattr(recompute_plan, '_MOST_PLANS', 32)
     fewer = facts(traces, plan_by_budget(traces, 0.6))
     limit = 0.6 * sum(one.plain_bytes for one in traces)
     assert fewer[0] <= limit
@@ -78,7 +78,11 @@ def test_many_ways_are_thinned_and_the_budget_is_still_used(monkeypatch):
 
 def test_what_costs_next_to_nothing_is_not_kept():
     """An op without products: the bytes are for what follows the modules."""
-    traces = [Trace([_Op(('mm', 0), 10**6, 4, True), _Op(('gelu', 0), 4, 4, True)], 8, 1, 1)]
+    traces = [
+        Trace(
+            [_MeasuredOp(('mm', 0), 10**6, 4, True), _MeasuredOp(('gelu', 0), 4, 4, True)], 8, 1, 1
+        )
+    ]
     assert plan_by_budget(traces, 0.9) == [frozenset({('mm', 0)})]
     assert plan_by_budget(traces, 1) == [None]
     assert plan_by_budget(traces, 0) == [frozenset()]

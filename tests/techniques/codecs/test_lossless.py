@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
 from memengine.techniques.codecs.lossless import (
+    between,
     bitmask,
-    narrow,
-    positive,
+    narrow_ints,
+    positive_mask,
     shape_only,
-    sign,
+    sign_mask,
     two_valued,
-    within,
 )
 
 CORNERS = torch.tensor([-7.0, -3.0, -1.0, -0.0, 0.0, 1e-45, 0.5, 1.0, 3.0, 6.0, 7.0])
@@ -56,11 +56,11 @@ def inputs(dtype):
 @pytest.mark.parametrize(
     ('function', 'codec'),
     [
-        (F.relu, positive),
-        (lambda x: F.leaky_relu(x, 0.1), sign),
-        (F.relu6, lambda x: within(x, 0, 6, inside=3, outside=6)),
-        (F.hardtanh, lambda x: within(x, -1, 1, inside=0, outside=1)),
-        (F.hardsigmoid, lambda x: within(x, -3, 3, inside=0, outside=3)),
+        (F.relu, positive_mask),
+        (lambda x: F.leaky_relu(x, 0.1), sign_mask),
+        (F.relu6, lambda x: between(x, 0, 6, inside=3, outside=6)),
+        (F.hardtanh, lambda x: between(x, -1, 1, inside=0, outside=1)),
+        (F.hardsigmoid, lambda x: between(x, -3, 3, inside=0, outside=3)),
     ],
 )
 def test_derivatives_from_one_bit_are_torchs_own(function, codec, dtype):
@@ -71,8 +71,8 @@ def test_derivatives_from_one_bit_are_torchs_own(function, codec, dtype):
 @pytest.mark.parametrize(
     ('function', 'codec'),
     [
-        (F.relu, positive),
-        (lambda x: F.leaky_relu(x, 0.1), sign),
+        (F.relu, positive_mask),
+        (lambda x: F.leaky_relu(x, 0.1), sign_mask),
     ],
 )
 def test_nan_goes_the_way_it_goes_in_torch(function, codec):
@@ -82,7 +82,7 @@ def test_nan_goes_the_way_it_goes_in_torch(function, codec):
 
 def test_nan_is_within_any_bounds():
     # torch's own derivative of hardtanh takes it either way, by where in the tensor it is
-    assert within(torch.tensor([math.nan]), -1, 1, inside=0.5, outside=1).decode() == 0.5
+    assert between(torch.tensor([math.nan]), -1, 1, inside=0.5, outside=1).decode() == 0.5
 
 
 def test_a_wrong_code_gives_another_gradient():
@@ -94,7 +94,7 @@ def test_a_wrong_code_gives_another_gradient():
 
 @pytest.mark.parametrize('values', LAYOUTS)
 def test_bits_of_any_layout(values):
-    code = positive(values)
+    code = positive_mask(values)
     decoded = code.decode()
     assert torch.equal(decoded, (values > 0).to(values.dtype))
     assert decoded.stride() == values.stride()
@@ -171,7 +171,7 @@ def test_more_than_two_values_are_kept_as_they_are():
 )
 def test_integers_in_the_narrowest_dtype(low, high, expected):
     values = torch.tensor([[low, high, 0], [1, 2, high]]).t()
-    code = narrow(values)
+    code = narrow_ints(values)
     assert code.narrowed.dtype == expected
     assert code.narrowed.nbytes == 6 * expected.itemsize
     decoded = code.decode()
@@ -180,22 +180,22 @@ def test_integers_in_the_narrowest_dtype(low, high, expected):
 
 
 def test_integers_that_need_their_width_are_kept_as_they_are():
-    assert narrow(torch.tensor([0, 2**31])) is None
-    assert narrow(torch.tensor([-(2**31) - 1])) is None
-    assert narrow(torch.tensor([3], dtype=torch.uint8)) is None
-    assert narrow(torch.tensor([300], dtype=torch.int16)) is None
-    assert narrow(torch.empty(0, dtype=torch.int64)) is None
+    assert narrow_ints(torch.tensor([0, 2**31])) is None
+    assert narrow_ints(torch.tensor([-(2**31) - 1])) is None
+    assert narrow_ints(torch.tensor([3], dtype=torch.uint8)) is None
+    assert narrow_ints(torch.tensor([300], dtype=torch.int16)) is None
+    assert narrow_ints(torch.empty(0, dtype=torch.int64)) is None
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bool])
 def test_narrow_is_for_integers(dtype):
     with pytest.raises(TypeError, match='integers'):
-        narrow(torch.ones(3, dtype=dtype))
+        narrow_ints(torch.ones(3, dtype=dtype))
 
 
 def test_max_pool_from_shape_and_narrow_indices():
     def codec(tensor):
-        return shape_only(tensor) if tensor.is_floating_point() else narrow(tensor)
+        return shape_only(tensor) if tensor.is_floating_point() else narrow_ints(tensor)
 
     for layout in (torch.contiguous_format, torch.channels_last):
         values = torch.randn(2, 3, 8, 8).contiguous(memory_format=layout)
@@ -217,19 +217,23 @@ def test_shape_alone(values):
 def test_global_random_state_and_inputs_are_untouched():
     values, before = torch.randn(50).relu(), torch.get_rng_state()
     kept = values.clone()
-    for codec in (positive, sign, shape_only, two_valued):
+    for codec in (positive_mask, sign_mask, shape_only, two_valued):
         codec(values)
     assert torch.equal(values, kept)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_codes_are_apart_from_the_tensor():
-    for values, codec in ((torch.ones(9), two_valued), (torch.ones(9).long(), narrow)):
+    for values, codec in ((torch.ones(9), two_valued), (torch.ones(9).long(), narrow_ints)):
         code = codec(values)
         values.zero_()
         assert (code.decode() == 1).all()
 
 
 def test_pickle():
-    for code in (positive(torch.randn(9)), narrow(torch.arange(9)), shape_only(torch.randn(2, 3))):
+    for code in (
+        positive_mask(torch.randn(9)),
+        narrow_ints(torch.arange(9)),
+        shape_only(torch.randn(2, 3)),
+    ):
         assert torch.equal(pickle.loads(pickle.dumps(code)).decode(), code.decode())

@@ -5,7 +5,7 @@ import torch
 
 from memengine.techniques.codecs import top_k as selection
 from memengine.techniques.codecs.top_k import (
-    largest,
+    largest_elements,
     mask_of_blocks,
     offsets_in_blocks,
     positions_of,
@@ -43,14 +43,14 @@ def test_parts_of_any_size_give_the_same(monkeypatch):
     flat = torch.randn(30 * 96)
     whole = mask_of_blocks(flat, 96, 10)
     for chunk in (1, 96, 200, 2000):
-        monkeypatch.setattr(selection, 'CHUNK', chunk)
+        monkeypatch.setattr(selection, 'CHUNK_NUMEL', chunk)
         assert torch.equal(mask_of_blocks(flat, 96, 10), whole)
 
 
 def test_largest_leaves_out_zeros_and_as_many_ties_as_it_must():
     flat = torch.tensor([0.0, 2.0, -2.0, 0.0, 2.0, 1.0, -3.0, -0.0])
     for kept, count in ((1, 1), (2, 2), (3, 3), (5, 5), (7, 5)):
-        mask, positions = largest(flat, kept)
+        mask, positions = largest_elements(flat, kept)
         assert torch.equal(positions, mask.nonzero()[:, 0])
         assert mask.sum() == count and mask[6] and not mask[[0, 3, 7]].any()
         assert mask[5] == (kept >= 5)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memengine.memory import saved_bytes
 from memengine.memory.allocated import allocated_peak_bytes
 from memengine.techniques.layers.weight_norm import WeightNormLinear, shared_weights
-from memengine.techniques.sharding.gradients import (
+from memengine.techniques.sharding.clipping import (
     clip_each_grad_norm_,
     clip_grad_norm_,
     clip_grad_value_,

@@ -185,7 +185,7 @@ def test_ranks_follow_one_process_and_reduce_once():
 
 def test_modules_that_cannot_wait_need_not():
     sync = SyncOnce([nn.Linear(1, 1)])
-    with sync.graph(nn.Linear(1, 1)) as last, sync.loss():
+    with sync.next_graph(nn.Linear(1, 1)) as last, sync.shared_backward():
         assert not last
 
 

@@ -30,10 +30,10 @@ from memengine._torch_private.autograd import (
 )
 from memengine._torch_private.modules import is_compiled
 from memengine.memory.ledger import owned_by, tensors_in
-from memengine.techniques.compression.backward_needs import IN_PLACE, needs_of, operation
-from memengine.techniques.compression.recomputable_ops import Held, Repetition, repetition_of
-from memengine.techniques.compression.rules import EXACT, Rule, Tally
-from memengine.techniques.compression.saved_storage import Memory, Saved
+from memengine.techniques.compression.backward_needs import IN_PLACE_FORMS, needs_of, operation_name
+from memengine.techniques.compression.recomputable_ops import Source, recomputation_of
+from memengine.techniques.compression.rules import EXACT, KeptBytes, Rule
+from memengine.techniques.compression.saved_storage import SavedStorage, SavedTensor, still_alive
 from memengine.techniques.modules.blocks import Selector, select_modules
 from memengine.techniques.modules.saved_tensors import (
     KeptAsIs,
@@ -48,21 +48,19 @@ from memengine.techniques.modules.wrapped_forward import (
     wrapper_of,
 )
 from memengine.techniques.offload import ActivationOffload
-from memengine.techniques.technique import Handle as TechniqueHandle
-from memengine.techniques.technique import Report
+from memengine.techniques.technique import Handle, Report
 
-__all__ = ['Handle', 'Place', 'add_rule', 'chosen_modules', 'remove_rule', 'rules_of']
+__all__ = ['RuleHandle', 'add_rule', 'chosen_modules', 'remove_rule', 'rules_of']
 
-Handled = TypeVar('Handled', bound='Handle')
+AnyHandle = TypeVar('AnyHandle', bound='RuleHandle')
 
-_state = threading.local()  # .scope: of the forward that runs; .asked_for: see _asked_for
+_state = threading.local()  # .hooks: of the forward that runs; .collected: see _held_in_field
 
 
 def rules_of(model: nn.Module) -> list[Rule]:
     """The rules that hold in a model's modules, each once."""
-    places = (wrapper_of(module, Place) for module in model.modules())
-    found = {id(rule): rule for place in places if place is not None for rule, _ in place.rules}
-    return list(found.values())
+    forwards = filter(None, (wrapper_of(m, CompressedForward) for m in model.modules()))
+    return list({id(rule): rule for forward in forwards for rule, _ in forward.rules}.values())
 
 
 def add_rule(model: nn.Module, rule: Rule, modules: Container[nn.Module]) -> None:
@@ -88,14 +86,14 @@ def add_rule(model: nn.Module, rule: Rule, modules: Container[nn.Module]) -> Non
                 'and would move what is not compressed yet; apply it afterwards'
             )
     for name, module in model.named_modules():
-        place = wrapper_of(module, Place)
-        if place is None:
-            place = Place(name, module)
-            place.begin()
-        place.users.append(rule)
+        forward = wrapper_of(module, CompressedForward)
+        if forward is None:
+            forward = CompressedForward(name, module)
+            forward.begin()
+        forward.model_rules.append(rule)
         if module in modules:
-            rules = [*place.rules, (rule, name or THE_MODEL)]
-            place.rules = sorted(rules, key=_order)
+            rules = [*forward.rules, (rule, name or THE_MODEL)]
+            forward.rules = sorted(rules, key=_order)
 
 
 def _order(pair: tuple[Rule, str]) -> tuple[bool, int]:
@@ -136,24 +134,24 @@ def remove_rule(model: nn.Module, rule: Rule) -> None:
         ValueError: When a forward has been wrapped by something else in the meantime; nothing is
             changed then.
     """
-    places = []
+    forwards = []
     for name, module in model.named_modules():
-        place = wrapper_of(module, Place)
-        if place is None and 'forward' in vars(module):
+        forward = wrapper_of(module, CompressedForward)
+        if forward is None and 'forward' in vars(module):
             raise ValueError(
                 f'{rule.setting}: the forward of {name or THE_MODEL} was wrapped again '
                 'afterwards; undo that first'
             )
-        if place is not None and any(user is rule for user in place.users):
-            places.append(place)
-    for place in places:
-        place.rules = [pair for pair in place.rules if pair[0] is not rule]
-        place.users = [user for user in place.users if user is not rule]
-        if not place.users:
-            place.undo()
+        if forward is not None and any(user is rule for user in forward.model_rules):
+            forwards.append(forward)
+    for forward in forwards:
+        forward.rules = [pair for pair in forward.rules if pair[0] is not rule]
+        forward.model_rules = [user for user in forward.model_rules if user is not rule]
+        if not forward.model_rules:
+            forward.undo()
 
 
-class Handle(TechniqueHandle):
+class RuleHandle(Handle):
     """A rule's way back to its model, which it does not hold and copies do not take along.
 
     Attributes:
@@ -164,7 +162,7 @@ class Handle(TechniqueHandle):
 
     def __init__(self, model: nn.Module) -> None:
         self._model: Callable[[], nn.Module | None] = weakref.ref(model)
-        self.kept = Tally()
+        self.kept = KeptBytes()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), '_model': _nothing}
@@ -181,7 +179,7 @@ class Handle(TechniqueHandle):
             raise ValueError(f'{self.setting}: the model that this was made for is not there')
         return model
 
-    def __enter__(self: Handled) -> Handled:
+    def __enter__(self: AnyHandle) -> AnyHandle:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -209,7 +207,7 @@ def _nothing() -> None:
     return None
 
 
-class Place(WrappedForward):
+class CompressedForward(WrappedForward):
     """A module's forward that knows which rules hold for what is saved in it."""
 
     setting = 'compressed activations'
@@ -217,157 +215,163 @@ class Place(WrappedForward):
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__(name, module)
         self.rules: list[tuple[Rule, str]] = []  # with what its model calls this module
-        self.users: list[Rule] = []  # that hold here or elsewhere in their model
+        self.model_rules: list[Rule] = []  # that hold here or elsewhere in their model
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; what it saves is kept by the rules."""
-        scope = getattr(_state, 'scope', None)
-        if scope is not None:
-            return self._run(scope, args, kwargs)
+        hooks = getattr(_state, 'hooks', None)
+        if hooks is not None:
+            return self._run_with(hooks, args, kwargs)
         off = not torch.is_grad_enabled() or not self.module.training
         off |= is_under_functorch()  # which has no graph
         if off or is_in_backward() or is_checkpointing():  # of which the middle one recomputes
             return self.plain(*args, **kwargs)
-        scope = _state.scope = _Scope(self.module)
+        hooks = _state.hooks = _ForwardHooks(self.module)
         try:
-            with scope:
-                return self._run(scope, args, kwargs)
+            with hooks:
+                return self._run_with(hooks, args, kwargs)
         finally:
-            _state.scope = None
-            scope.close()
+            _state.hooks = None
+            hooks.let_go()
 
-    def _run(self, scope: _Scope, args: Any, kwargs: Any) -> Any:
-        outside, scope.place = scope.place, self
+    def _run_with(self, hooks: _ForwardHooks, args: Any, kwargs: Any) -> Any:
+        outside, hooks.forward = hooks.forward, self
         try:
             outputs = self.plain(*args, **kwargs)
         finally:
-            scope.place = outside
-        scope.settle(outputs, (args, kwargs))
+            hooks.forward = outside
+        hooks.examine_operations(outputs, (args, kwargs))
         if outside is None:
-            scope.end()
+            hooks.finish()
         return outputs
 
 
-class _Scope(saved_tensors_hooks):
+class _ForwardHooks(saved_tensors_hooks):
     """The saved-tensor hooks of one forward."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.place: Place | None = None  # the innermost module that runs
+        self.forward: CompressedForward | None = None  # the innermost module that runs
         self._owned = owned_by([module])
-        self._first = next_node_number()
-        self._looked_at: set[int] = set()  # nodes of the graph, by number
-        self._unsettled: dict[int, list[weakref.ref[Saved]]] = {}  # by the node that saved it
-        self._memory_of: dict[int, Memory] = {}
-        self._saving: set[int] = set()  # nodes that have saved something here, by number
+        self._first_node = next_node_number()
+        self._seen_nodes: set[int] = set()  # by number, as are the others
+        self._unexamined: dict[int, list[weakref.ref[SavedTensor]]] = {}  # by the saving node
+        self._storages: dict[int, SavedStorage] = {}
+        self._saving_nodes: set[int] = set()  # that have saved something here
         super().__init__(self._pack, _unpack)
 
     def _pack(self, tensor: Tensor) -> Any:
-        self._saving.add(next_node_number() - 1)
+        # Autograd numbers nodes as it makes them, and a node saves before the next one is made: so
+        # the last number that was given is that of the node that saves.
+        number = next_node_number() - 1
+        self._saving_nodes.add(number)
         if not is_plain(tensor):
             return tensor
         storage = tensor.untyped_storage()
         if storage_key(storage) in self._owned or is_parameter(tensor) or not tensor.numel():
             return KeptAsIs(tensor)
-        memory = self._memory_of.get(storage_key(storage))
+        memory = self._storages.get(storage_key(storage))
         if memory is None or not memory.is_of(tensor):
-            memory = self._memory_of[storage_key(storage)] = Memory(tensor)
-        assert self.place is not None
-        saved = Saved(tensor, memory, self.place.module, self.place.rules)
-        self._unsettled.setdefault(next_node_number() - 1, []).append(weakref.ref(saved))
+            memory = self._storages[storage_key(storage)] = SavedStorage(tensor)
+        assert self.forward is not None
+        saved = SavedTensor(tensor, memory, self.forward.module, self.forward.rules)
+        self._unexamined.setdefault(number, []).append(weakref.ref(saved))
         return saved
 
-    def settle(self, outputs: Any, inputs: Any) -> None:
+    def examine_operations(self, outputs: Any, inputs: Any) -> None:
         """Decide how to keep what the operations behind a module's outputs have saved."""
-        if not self._unsettled:
+        if not self._unexamined:
             return
-        touched: dict[Memory, None] = {}
-        nodes = {node_number(node): node for node in self._new_nodes(outputs)}
+        touched: dict[SavedStorage, None] = {}
+        nodes = {node_number(node): node for node in self._unseen_nodes(outputs)}
         for number, node in nodes.items():
-            # What acts in place saves a copy, whose node comes next and leads nowhere.
-            copied = number + 1 not in nodes and operation(node) in IN_PLACE
-            for saved in self._settle_node(node, (number, number + 1) if copied else (number,)):
-                touched[saved.memory] = None
+            # A next number that outputs depend on is another operation's, not that of a copy.
+            numbers = [n for n in _saving_numbers(node) if n == number or n not in nodes]
+            touched |= dict.fromkeys(saved.memory for saved in self._examine_node(node, numbers))
         if not touched:
             return
         given = tensors_in((inputs, outputs))
         alive = {storage_key(tensor.untyped_storage()) for tensor in given if is_plain(tensor)}
         for memory in touched:
-            memory.settle(alive)
+            memory.code_or_keep(alive)
 
-    def _settle_node(self, node: Any, numbers: Sequence[int]) -> list[Saved]:
-        """Learn what a node has saved, under its own number or another."""
-        waiting = [n for n in numbers if n in self._unsettled]
-        found: list[Saved] = []
-        for field, need in needs_of(node).items() if waiting else ():
-            saved = _asked_for(node, field)
-            if isinstance(saved, Saved):
-                saved.settle(need, node, partial(self._repeat, node, field, saved.content))
+    def _examine_node(self, node: Any, numbers: Sequence[int]) -> list[SavedTensor]:
+        """Learn what a node has saved under these numbers, of which the first is its own."""
+        found: list[SavedTensor] = []
+        has_saved_here = any(number in self._unexamined for number in numbers)
+        for field, need in needs_of(node).items() if has_saved_here else ():
+            saved = _held_in_field(node, field)
+            if isinstance(saved, SavedTensor):
+                find = partial(recomputation_of, node, field, saved.content, self._find_source)
+                saved.choose_codec(need, node, find)
                 found.append(saved)
-        for number in waiting:
-            kept = [one for one in (reference() for reference in self._unsettled[number]) if one]
-            if number == numbers[0]:  # all of it is this node's
-                del self._unsettled[number]
-                found += [one for one in kept if one not in found]
+        kept = still_alive(self._unexamined.pop(numbers[0], []))  # all of it is this node's
+        found += [saved for saved in kept if saved not in found]
         for saved in found:
-            saved.is_settled = True
+            saved.is_examined = True
         return found
 
-    def _repeat(self, node: Any, field: str, tensor: Tensor) -> Repetition | None:
-        return repetition_of(node, field, tensor, self._held)
-
-    def _held(self, node: Any, field: str) -> Held | None:
+    def _find_source(self, node: Any, field: str) -> Source | None:
         """What is held of another node of this forward, if it has saved with these hooks."""
-        number = node_number(node)
-        ours = number in self._saving or number + 1 in self._saving and operation(node) in IN_PLACE
-        return _asked_for(node, field) if ours else None
+        is_ours = not self._saving_nodes.isdisjoint(_saving_numbers(node))
+        return _held_in_field(node, field) if is_ours else None
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """What no output depends on is kept as it is, if it is kept at all."""
-        for references in self._unsettled.values():
-            for saved in filter(None, (reference() for reference in references)):
-                saved.is_settled = True
-        for memory in self._memory_of.values():
-            memory.settle()
+        for references in self._unexamined.values():
+            for saved in still_alive(references):
+                saved.is_examined = True
+        for memory in self._storages.values():
+            memory.code_or_keep()
 
-    def close(self) -> None:
+    def let_go(self) -> None:
         """Let go of everything; hooks that are methods hold themselves."""
-        self._unsettled, self._memory_of = {}, {}
+        self._unexamined, self._storages = {}, {}
         self.pack_hook = _unpack
 
-    def _new_nodes(self, outputs: Any) -> Iterator[Any]:
+    def _unseen_nodes(self, outputs: Any) -> Iterator[Any]:
         """Nodes of this forward's graph that have not been looked at."""
         tensors = [outputs] if isinstance(outputs, Tensor) else tensors_in(outputs)
         pending = [tensor.grad_fn for tensor in tensors]
         while pending:
             node = pending.pop()
-            if node is None or not self._first <= node_number(node) < next_node_number():
-                continue  # a leaf, whose number is the largest, or what came before
-            if node_number(node) not in self._looked_at:
-                self._looked_at.add(node_number(node))
+            if node is None or not self._first_node <= node_number(node) < next_node_number():
+                continue  # a leaf, whose number is the largest there is, or of an earlier graph
+            if node_number(node) not in self._seen_nodes:
+                self._seen_nodes.add(node_number(node))
                 yield node
                 pending.extend(parent for parent, _ in node.next_functions)
 
 
-def _asked_for(node: Any, field: str) -> Saved | KeptAsIs | None:
+def _saving_numbers(node: Any) -> tuple[int, ...]:
+    """The numbers under which hooks see a node save.
+
+    What acts in place saves a copy of its input. That is made after the operation's own node and
+    has a node too, so it is saved under the next number; nothing but the copy leads to that node.
+    """
+    number = node_number(node)
+    return (number, number + 1) if operation_name(node) in IN_PLACE_FORMS else (number,)
+
+
+def _held_in_field(node: Any, field: str) -> SavedTensor | KeptAsIs | None:
     """What hooks hold of a node's field, if they are ours."""
     if not has_saved(node, field):
         return None
-    found: list[Saved | KeptAsIs] = []
-    _state.asked_for = found
+    found: list[SavedTensor | KeptAsIs] = []
+    _state.collected = found
     try:
         saved_by(node, field)  # unpacks it
     except RuntimeError:  # a backward inside of the forward has used it up
         return None
     finally:
-        _state.asked_for = None
+        _state.collected = None
     return found[0] if found else None
 
 
 def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
-    found = getattr(_state, 'asked_for', None)
+    found = getattr(_state, 'collected', None)
     if found is None:
         return packed.tensor()
     found.append(packed)

@@ -13,22 +13,14 @@ from memengine._torch_private.ops import TorchDispatchMode, argument_names, pytr
 
 __all__ = ['ReceivedBytes']
 
-# Libraries of operators that communicate.
-_LIBRARIES = (
-    'c10d',
-    '_c10d_functional',
-    '_c10d_functional_autograd',
-    'c10d_functional',
-    '_dtensor',
-    'symm_mem',
+# Whose operators communicate.
+_OPERATOR_LIBRARIES = frozenset(
+    ('c10d', '_c10d_functional', '_c10d_functional_autograd', 'c10d_functional')
+    + ('_dtensor', 'symm_mem')
 )
 
 
-def _size(tensors: Any) -> int:
-    return sum(t.nbytes for t in pytree.tree_leaves(tensors) if isinstance(t, Tensor))
-
-
-class _Call:
+class _Collective:
     """A collective's arguments by name, and the group in it."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -37,17 +29,18 @@ class _Call:
         group = process_group_of(values[named])
         self.ranks, self.rank = group.size(), group.rank()
 
-    def size(self, *names: str) -> int:
+    def nbytes(self, *names: str) -> int:
         """Bytes of the tensors in the first of the arguments that there is."""
-        return _size(next(self.values[name] for name in names if name in self.values))
+        tensors = pytree.tree_leaves(next(self.values[n] for n in names if n in self.values))
+        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
     @property
     def outputs(self) -> int:
-        return self.size('output_tensors', 'output_tensor', 'output_lists', 'outputs', 'output')
+        return self.nbytes('output_tensors', 'output_tensor', 'output_lists', 'outputs', 'output')
 
     @property
     def inputs(self) -> int:
-        return self.size(
+        return self.nbytes(
             'input_tensors', 'input_tensor', 'input_list', 'inputs', 'input', 'tensors', 'tensor'
         )
 
@@ -55,14 +48,14 @@ class _Call:
     def is_root(self) -> bool:
         return self.rank == self.values.get('root_rank', self.values.get('src'))
 
-    def of_others(self, nbytes: float) -> float:
+    def from_others(self, nbytes: float) -> float:
         """What others have sent of it, each its own number of rows or all as many."""
         rows = self.values['output_split_sizes'] or [1] * self.ranks
         return nbytes * (1 - rows[self.rank] / sum(rows)) if sum(rows) else 0.0
 
 
 # What a rank receives in a collective, in bytes.
-_RECEIVED: dict[str, Callable[[_Call], float]] = {
+_RECEIVED: dict[str, Callable[[_Collective], float]] = {
     'nothing': lambda call: 0.0,
     'everything': lambda call: call.inputs,
     'all_reduce': lambda call: 2 * call.inputs * (call.ranks - 1) / call.ranks,
@@ -76,10 +69,10 @@ _RECEIVED: dict[str, Callable[[_Call], float]] = {
     'all_to_all_of_lists': lambda call: (
         call.outputs - call.values['output_tensors'][call.rank].nbytes
     ),
-    'all_to_all': lambda call: call.of_others(call.outputs),
+    'all_to_all': lambda call: call.from_others(call.outputs),
     'functional_all_gather': lambda call: call.inputs * (call.ranks - 1),
     'share_of_others': lambda call: call.inputs * (call.ranks - 1) / call.ranks,
-    'functional_all_to_all': lambda call: call.of_others(
+    'functional_all_to_all': lambda call: call.from_others(
         sum(call.values['output_split_sizes']) * call.values['input'][:1].nbytes
     ),
 }
@@ -170,7 +163,7 @@ class ReceivedBytes(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # which does its communication in operators of its own
         kwargs = kwargs or {}
-        if func.namespace in _LIBRARIES:
+        if func.namespace in _OPERATOR_LIBRARIES:
             self._count(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -185,7 +178,6 @@ class ReceivedBytes(TorchDispatchMode):
         if received == 'nothing':
             return
         names = argument_names(func)
-        self.nbytes += _RECEIVED[received](
-            _Call({**dict(zip(names, args, strict=False)), **kwargs})
-        )
+        call = _Collective(dict(zip(names, args, strict=False)) | kwargs)
+        self.nbytes += _RECEIVED[received](call)
         self.calls[name] = self.calls.get(name, 0) + 1

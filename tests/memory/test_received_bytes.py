@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from memengine.memory.wire import _RULES, ReceivedBytes
+from memengine.memory.received_bytes import _RULES, ReceivedBytes
 from memengine.techniques import shard_model
 from memengine.testing import run_ranks
 from tests.marks import NEEDS_SHARDING

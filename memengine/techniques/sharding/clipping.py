@@ -27,7 +27,7 @@ def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
-def _here(tensor: Tensor) -> Tensor:
+def _local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -43,7 +43,7 @@ def grad_norms(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
 
     Cost: one all-reduce of P numbers where any of them is sharded.
     """
-    local = [_here(grad) for grad in grads]
+    local = [_local_part(grad) for grad in grads]
     device = local[0].device
     filled = [part for part in local if part.numel()]
     held = iter(foreach_norm(filled, norm_type) if filled else ())
@@ -103,7 +103,7 @@ def clip_grad_norm_(
             f'the norm of the gradients is {total.item()}, so they cannot be clipped'
         )
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for part in map(_here, grads):
+    for part in map(_local_part, grads):
         part.mul_(scale.to(part.device))
     return total
 
@@ -121,7 +121,7 @@ def clip_each_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float)
     grads = _gradients(parameters)
     norms = grad_norms(grads)
     scales = (max_norm / (norms + 1e-6)).clamp(max=1.0)
-    local = [_here(grad) for grad in grads]
+    local = [_local_part(grad) for grad in grads]
     foreach_mul_(local, [s.to(part.device) for s, part in zip(scales, local, strict=True)])
     return torch.linalg.vector_norm(norms)
 
@@ -136,5 +136,5 @@ def clip_grad_value_(
     if not any(isinstance(grad, DTensor) for grad in grads):
         nn.utils.clip_grad_value_(parameters, clip_value, foreach)
         return
-    for part in map(_here, grads):
+    for part in map(_local_part, grads):
         part.clamp_(-clip_value, clip_value)

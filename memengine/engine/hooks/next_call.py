@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-__all__ = ['around_next_call']
+__all__ = ['wrap_next_call']
 
 
-def around_next_call(owner: Any, name: str, context: AbstractContextManager[Any]) -> None:
+def wrap_next_call(owner: Any, name: str, context: AbstractContextManager[Any]) -> None:
     """Let the next call of ``owner.name`` run inside ``context``.
 
     A hook's ``before_...`` has no counterpart that is called when the step between raises; the

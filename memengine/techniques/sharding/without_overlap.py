@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from memengine._torch_private.distributed import gather_where_computed
+from memengine._torch_private.distributed import gather_on_compute_stream
 from memengine._torch_private.ops import pytree
 
 __all__ = ['one_unit_at_a_time']
 
 
-class _FreedReduceScatter:
+class _FreeingReduceScatter:
     """``fully_shard``'s reduction, whose input can be freed before the next one.
 
     It asks for an input on the stream that computes, and then for an output on the stream that
@@ -71,7 +71,7 @@ def one_unit_at_a_time(model: Any) -> None:
     Cost: what computes waits for what is sent. Before torch has ``set_custom_reduce_scatter`` the
     input of a reduction is still kept until the next.
     """
-    reduces: Any = _FreedReduceScatter()
+    reduces: Any = _FreeingReduceScatter()
 
     @torch.compiler.disable
     def free_before_backward(module: nn.Module, args: Any, outputs: Any) -> None:
@@ -86,4 +86,4 @@ def one_unit_at_a_time(model: Any) -> None:
             module.set_custom_reduce_scatter(reduces)
             # Before fully_shard's own hook, which gathers.
             module.register_forward_hook(free_before_backward, prepend=True)
-    gather_where_computed(model)  # the buffer is freed when the unit is gathered
+    gather_on_compute_stream(model)  # the buffer is freed when the unit is gathered

@@ -12,20 +12,20 @@ from torch import Tensor
 from memengine._torch_private.autograd import saved_by
 from memengine.techniques.codecs.codec import Code, Codec
 from memengine.techniques.codecs.lossless import (
+    between,
     bitmask,
-    narrow,
-    positive,
+    narrow_ints,
+    positive_mask,
     shape_only,
-    sign,
+    sign_mask,
     two_valued,
-    within,
 )
 from memengine.techniques.compression.backward_needs import Need
 
-__all__ = ['fact_codec']
+__all__ = ['lossless_codec_for']
 
 
-def fact_codec(need: Need, tensor: Tensor, node: Any) -> Codec | None:
+def lossless_codec_for(need: Need, tensor: Tensor, node: Any) -> Codec | None:
     """A codec that gives back all that a derivative uses, bit for bit.
 
     Args:
@@ -38,14 +38,16 @@ def fact_codec(need: Need, tensor: Tensor, node: Any) -> Codec | None:
     """
     if need is Need.WITHIN:
         low, high = saved_by(node, 'min_val'), saved_by(node, 'max_val')
-        return partial(within, low=low, high=high, inside=_between(low, high), outside=math.inf)
-    if need in _MAYBE:
-        code = _MAYBE[need](tensor)
+        return partial(
+            between, low=low, high=high, inside=_number_between(low, high), outside=math.inf
+        )
+    if need in _BY_VALUES:
+        code = _BY_VALUES[need](tensor)
         return None if code is None else lambda _: code
-    return _CODECS.get(need)
+    return _BY_NEED.get(need)
 
 
-def _between(low: float, high: float) -> float:
+def _number_between(low: float, high: float) -> float:
     if low < 0 < high:
         return 0.0
     if math.isinf(high):
@@ -53,14 +55,14 @@ def _between(low: float, high: float) -> float:
     return high - max(1.0, abs(high)) if math.isinf(low) else (low + high) / 2
 
 
-_CODECS: dict[Need, Codec] = {
-    Need.POSITIVE: positive,
-    Need.SIGN: sign,
+_BY_NEED: dict[Need, Codec] = {
+    Need.POSITIVE: positive_mask,
+    Need.SIGN: sign_mask,
     Need.BOOL: bitmask,
     Need.SHAPE: shape_only,
 }
 # Which only the values tell: dropout's mask among the factors, indices that fewer bytes hold.
-_MAYBE: dict[Need, Callable[[Tensor], Code | None]] = {
+_BY_VALUES: dict[Need, Callable[[Tensor], Code | None]] = {
     Need.PRODUCT: two_valued,
-    Need.INDICES: narrow,
+    Need.INDICES: narrow_ints,
 }

@@ -1,0 +1,305 @@
+"""What may stand where in a config: the table of schemas.
+
+:data:`TOP_SCHEMAS` lists those that MMEngine's Runner knows, :data:`PARAMETERS` those that go by
+the name of an argument, wherever it is. Classes are never listed here: registries know them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from mmengine.optim import BaseOptimWrapper
+from mmengine.runner import Runner
+from mmengine.utils.dl_utils import set_multi_processing
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.utils.data import DataLoader
+
+from memengine.engine.config.schema import (
+    BOOL,
+    NON_NEGATIVE_INT,
+    NON_NEGATIVE_NUMBER,
+    POSITIVE_INT,
+    POSITIVE_NUMBER,
+    SEED,
+    Config,
+    Constraint,
+    Schema,
+    SchemaChoice,
+    one_of,
+)
+
+__all__ = [
+    'DEFAULT_HOOK_TYPES',
+    'FREE_KEYS',
+    'PARAMETERS',
+    'TOP_CONSTRAINTS',
+    'TOP_KEYS',
+    'TOP_SCHEMAS',
+    'TRIPLETS',
+]
+
+FREE = Schema()
+MODEL = Schema('MODELS', complete=True)
+PART = Schema('MODELS')
+DATASET = Schema('DATASETS', complete=True)
+SAMPLER = Schema('DATA_SAMPLERS', supplied=('dataset', 'seed'), complete=True)
+TRANSFORM = Schema('TRANSFORMS', complete=True)
+HOOK = Schema('HOOKS', builder_keys=('priority',), complete=True)
+METRIC = Schema('METRICS', complete=True)
+INITIALIZER = Schema(
+    'WEIGHT_INITIALIZERS',
+    children={'override': Schema('WEIGHT_INITIALIZERS', builder_keys=('name',))},
+)
+VIS_BACKEND = Schema('VISBACKENDS', supplied=('save_dir',), complete=True)
+FUNCTION = Schema('FUNCTIONS', positional=1)
+OPTIMIZER = Schema(
+    'OPTIMIZERS',
+    positional=1,
+    complete=True,
+    constraints={'lr': POSITIVE_NUMBER, 'weight_decay': NON_NEGATIVE_NUMBER},
+)
+SCHEDULER = Schema(
+    'PARAM_SCHEDULERS',
+    builder_keys=('convert_to_iter_based',),
+    supplied=('optimizer', 'epoch_length'),
+    complete=True,
+)
+VISUALIZER = Schema(
+    'VISUALIZERS', supplied=('name', 'save_dir'), children={'vis_backends': VIS_BACKEND}
+)
+
+
+def _loader_rule(loader: Config) -> Iterator[tuple[str, str]]:
+    if loader.get('num_workers', 0) == 0:
+        for key, off in (('persistent_workers', False), ('prefetch_factor', None)):
+            if loader.get(key, off) != off:
+                yield key, f'needs num_workers above 0; set {key}={off} or num_workers=1'
+    if 'shuffle' in loader:
+        advice = f"sampler=dict(type='DefaultSampler', shuffle={loader['shuffle']})"
+        yield 'shuffle', f'the sampler decides about the order; write {advice} instead'
+
+
+LOADER = Schema(
+    accepts=DataLoader,
+    builder_keys=('num_batch_per_epoch', 'disable_subprocess_warning'),
+    required=('dataset', 'sampler'),
+    children={
+        'dataset': DATASET,
+        'sampler': SAMPLER,
+        'batch_sampler': Schema('DATA_SAMPLERS', supplied=('sampler', 'batch_size')),
+        'collate_fn': FUNCTION,
+        'worker_init_fn': FUNCTION,
+    },
+    constraints={
+        'batch_size': POSITIVE_INT,
+        'num_workers': NON_NEGATIVE_INT,
+        'num_batch_per_epoch': POSITIVE_INT,
+    },
+    rule=_loader_rule,
+)
+
+_TRAIN_LOOP = Schema(
+    'LOOPS',
+    supplied=('runner', 'dataloader'),
+    complete=True,
+    constraints={
+        'max_epochs': POSITIVE_INT,
+        'max_iters': POSITIVE_INT,
+        'val_interval': POSITIVE_INT,
+        'stop_at_iter': POSITIVE_INT,
+    },
+)
+_EVAL_LOOP = Schema(
+    'LOOPS', supplied=('runner', 'dataloader', 'evaluator'), constraints={'fp16': BOOL}
+)
+
+
+def _train_loop(config: Config) -> Schema:
+    if 'type' in config:
+        return _TRAIN_LOOP
+    by_epoch = config.get('by_epoch', 'max_iters' not in config)
+    default = 'EpochBasedTrainLoop' if by_epoch else 'IterBasedTrainLoop'
+    return replace(_TRAIN_LOOP, default=default, builder_keys=('by_epoch',))
+
+
+def _clip_grad(config: Config) -> Schema:
+    by_value = config.get('type') == 'value'
+    return Schema(
+        accepts=clip_grad_value_ if by_value else clip_grad_norm_,
+        positional=1,
+        builder_keys=('type',),
+        complete=True,
+        constraints={
+            'type': one_of('norm', 'value', 'each_norm'),
+            'max_norm': POSITIVE_NUMBER,
+            'clip_value': POSITIVE_NUMBER,
+        },
+    )
+
+
+_PARAMWISE = Schema(
+    accepts=(
+        'custom_keys',
+        'bias_lr_mult',
+        'bias_decay_mult',
+        'norm_decay_mult',
+        'dwconv_decay_mult',
+        'flat_decay_mult',
+        'dcn_offset_lr_mult',
+        'bypass_duplicate',
+    ),
+    children={
+        # Beside these two, a parameter group may have any setting of the user's own.
+        'custom_keys': Schema(entry=Schema(accepts=('lr_mult', 'decay_mult'), lenient=True))
+    },
+)
+_OPTIM_WRAPPER = Schema(
+    'OPTIM_WRAPPERS',
+    default='OptimWrapper',
+    builder_keys=('constructor', 'paramwise_cfg'),
+    required=('optimizer',),
+    children={
+        'optimizer': OPTIMIZER,
+        'clip_grad': _clip_grad,
+        'paramwise_cfg': _PARAMWISE,
+        'constructor': Schema('OPTIM_WRAPPER_CONSTRUCTORS', bare_type=True),
+    },
+    constraints={'accumulative_counts': POSITIVE_INT},
+)
+
+
+def _optim_wrapper(config: Config) -> Schema:
+    if any(isinstance(value, BaseOptimWrapper) for value in config.values()):
+        return FREE  # several, built already, by free names
+    constructor = config.get('constructor', 'DefaultOptimWrapperConstructor')
+    name = getattr(constructor, '__name__', constructor)
+    if str(name).rpartition('.')[2] == 'DefaultOptimWrapperConstructor':
+        return _OPTIM_WRAPPER
+    # A constructor of the user's own may take keys of its own, and build several wrappers.
+    own = {**_OPTIM_WRAPPER.children, 'paramwise_cfg': FREE}
+    if 'optimizer' in config:
+        return replace(_OPTIM_WRAPPER, lenient=True, children=own)
+    return Schema(
+        entry=_OPTIM_WRAPPER, children={key: own[key] for key in ('constructor', 'paramwise_cfg')}
+    )
+
+
+def _schedulers(config: Any) -> Schema:
+    several = isinstance(config, Mapping) and 'type' not in config
+    return Schema(entry=SCHEDULER) if several else SCHEDULER
+
+
+def _evaluator(config: Any) -> Schema:
+    if isinstance(config, Mapping) and 'metrics' in config:
+        return Schema('EVALUATOR', default='Evaluator', complete=True, children={'metrics': METRIC})
+    return METRIC
+
+
+# The types of MMEngine's default hooks, which an entry without type takes.
+DEFAULT_HOOK_TYPES: Mapping[str, str] = {
+    'runtime_info': 'RuntimeInfoHook',
+    'timer': 'IterTimerHook',
+    'sampler_seed': 'DistSamplerSeedHook',
+    'logger': 'LoggerHook',
+    'param_scheduler': 'ParamSchedulerHook',
+    'checkpoint': 'CheckpointHook',
+}
+_DEFAULT_HOOKS = Schema(
+    entry=HOOK,
+    children={name: replace(HOOK, default=hook) for name, hook in DEFAULT_HOOK_TYPES.items()},
+)
+
+_ENVIRONMENT = Schema(
+    accepts=('cudnn_benchmark', 'mp_cfg', 'dist_cfg', 'resource_limit'),
+    children={
+        'mp_cfg': Schema(accepts=set_multi_processing, supplied=('distributed',)),
+        'dist_cfg': Schema(
+            accepts=torch.distributed.init_process_group, builder_keys=('port', 'init_backend')
+        ),
+    },
+    constraints={'cudnn_benchmark': BOOL, 'resource_limit': POSITIVE_INT},
+)
+
+
+def _unless_off(schema: Schema) -> SchemaChoice:
+    """For a key that may also be switched on or off."""
+    return lambda value: schema if value else FREE
+
+
+TOP_SCHEMAS: Mapping[str, SchemaChoice] = {
+    'model': MODEL,
+    'data_preprocessor': PART,
+    'train_dataloader': LOADER,
+    'val_dataloader': LOADER,
+    'test_dataloader': LOADER,
+    'train_cfg': _train_loop,
+    'val_cfg': replace(_EVAL_LOOP, default='ValLoop'),
+    'test_cfg': replace(_EVAL_LOOP, default='TestLoop'),
+    'optim_wrapper': _optim_wrapper,
+    'param_scheduler': _schedulers,
+    'auto_scale_lr': Schema(
+        accepts=('base_batch_size', 'enable'),
+        constraints={'base_batch_size': POSITIVE_INT, 'enable': BOOL},
+    ),
+    'val_evaluator': _evaluator,
+    'test_evaluator': _evaluator,
+    'default_hooks': _DEFAULT_HOOKS,
+    'custom_hooks': HOOK,
+    'env_cfg': _ENVIRONMENT,
+    'randomness': Schema(
+        accepts=Runner.set_randomness,
+        supplied=('self',),
+        constraints={'seed': SEED, 'deterministic': BOOL, 'diff_rank_seed': BOOL},
+    ),
+    'log_processor': Schema('LOG_PROCESSORS', default='LogProcessor', complete=True),
+    'visualizer': VISUALIZER,
+    'model_wrapper_cfg': Schema(
+        'MODEL_WRAPPERS',
+        default='MMDistributedDataParallel',
+        supplied=('module', 'device_ids'),
+    ),
+    'compile': _unless_off(Schema(accepts=torch.compile, supplied=('model',))),
+    'custom_imports': Schema(accepts=('imports', 'allow_failed_imports')),
+    'runner_type': Schema('RUNNERS', bare_type=True),
+    'tta_model': Schema('MODELS', supplied=('module',)),
+    'tta_pipeline': TRANSFORM,
+}
+
+TOP_CONSTRAINTS: Mapping[str, Constraint] = {
+    'launcher': one_of('none', 'pytorch', 'slurm', 'mpi'),
+    'resume': BOOL,
+    'find_unused_parameters': BOOL,
+}
+
+# What a run reads from its config beside the keys of techniques: the Runner's arguments, and more.
+TOP_KEYS = frozenset(inspect.signature(Runner.__init__).parameters) - {'self', 'cfg'} | {
+    *TOP_SCHEMAS,
+    *TOP_CONSTRAINTS,
+    'trusted_globals',
+    '_scope_',
+}
+FREE_KEYS = ('vars', 'custom')
+
+TRIPLETS = (
+    ('train_dataloader', 'train_cfg', 'optim_wrapper'),
+    ('val_dataloader', 'val_cfg', 'val_evaluator'),
+    ('test_dataloader', 'test_cfg', 'test_evaluator'),
+)
+
+# Arguments that mean the same wherever they are found below a type.
+PARAMETERS: Mapping[str, Schema] = {
+    'init_cfg': INITIALIZER,
+    'data_preprocessor': PART,
+    'pipeline': replace(TRANSFORM, complete=False),
+    'transforms': replace(TRANSFORM, complete=False),
+    'dataset': replace(DATASET, complete=False),
+    'datasets': replace(DATASET, complete=False),
+    'metrics': replace(METRIC, complete=False),
+    'vis_backends': VIS_BACKEND,
+    # MMCV's builder of normalisation layers takes this key out.
+    'norm_cfg': replace(PART, builder_keys=('requires_grad',), inferred=True, lenient=True),
+}
