@@ -74,7 +74,7 @@ def test_loss_and_gradients_are_the_plain_steps(size, keep_graph):
 def test_several_steps_with_dropout_decay_and_clipping(size, keep_graph):
     expected, model = (make(backbone=DROPOUT) for _ in range(2))
     plain, sliced = wrap(expected), in_slices(model, size, keep_graph)
-    for seed in range(4):
+    for seed in range(3):
         torch.manual_seed(seed)
         log = plain_in_slices(expected, data(seed), plain, size)
         state = torch.get_rng_state()

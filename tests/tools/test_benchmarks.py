@@ -99,7 +99,7 @@ def test_dino_slices(script, tmp_path):
 
 def test_recomputed_activations(script, tmp_path):
     page = page_with(tmp_path, 'recomputed_activations')
-    options = ['--models', 'mobilenetv3_small_100', '--batch', '2', '--repeats', '1']
+    options = ['--models', 'mobilenetv3_small_100', '--batch', '1', '--repeats', '1']
     script('recomputed_activations').run(*options, '--out', tmp_path, '--page', page)
     ways = results_of(tmp_path, 'recomputed_activations')['models']['mobilenetv3_small_100']
     plain, recomputed = ways['plain'], ways['recomputed']

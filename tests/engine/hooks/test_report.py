@@ -99,7 +99,7 @@ def test_curves_and_attention_of_the_teacher_on_queries(tmp_path, drawn):
         assert picture.height > picture.width * 3 / 4 * 0.9  # four rows of image, mean, two heads
 
 
-def test_the_backbone_where_there_is_no_teacher_and_images_of_all_data(tmp_path, drawn):
+def test_the_backbone_where_there_is_no_teacher_and_images_of_all_data(tmp_path, undrawn, drawn):
     model = WithTeacher()
     del model.teacher
     image_runner(tmp_path, dict(type='ReportHook', num_images=2), model=model, epochs=1).train()
@@ -108,7 +108,7 @@ def test_the_backbone_where_there_is_no_teacher_and_images_of_all_data(tmp_path,
     assert torch.equal(images.cpu(), Images().images[[0, BANK + QUERIES - 1]])
 
 
-def test_without_attention_the_log_says_so(tmp_path):
+def test_without_attention_the_log_says_so(tmp_path, undrawn):
     runner = image_runner(tmp_path, dict(type='ReportHook'), epochs=1)
     told, errors = messages_of(runner, logging.INFO), messages_of(runner, logging.ERROR)
     runner.train()
@@ -124,7 +124,7 @@ def test_without_attention_the_log_says_so(tmp_path):
         (dict(model=None), 'model has no backbone'),
     ],
 )
-def test_without_images_or_backbone_the_log_says_so(tmp_path, options, reason):
+def test_without_images_or_backbone_the_log_says_so(tmp_path, undrawn, options, reason):
     if 'model' in options:
         options['model'] = Classifier()
         options['model'].feature, options['model'].backbone = options['model'].backbone, None
@@ -144,7 +144,7 @@ def test_without_images_or_backbone_the_log_says_so(tmp_path, options, reason):
 
 
 @pytest.mark.parametrize('broken', ['attention_maps', 'write_report'])
-def test_a_failure_is_logged_and_nothing_else_is_lost(tmp_path, monkeypatch, broken):
+def test_a_failure_is_logged_and_nothing_else_is_lost(tmp_path, undrawn, monkeypatch, broken):
     from memengine.visualization import report as curves
 
     def fail(*args):

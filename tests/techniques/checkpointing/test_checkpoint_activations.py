@@ -195,24 +195,22 @@ def price(model, images):
     return flops.get_total_flops()
 
 
-def bytes_and_flops(checkpointed=None):
+@functools.cache
+def bytes_and_flops(plain=False, **options):
     """Bytes at the peak and FLOPs of a step."""
     torch.manual_seed(0)
     model, images = vit(depth=12), torch.randn(4, 3, 32, 32)
-    if checkpointed is not None:
-        checkpoint_activations(model, **checkpointed)
+    if not plain:
+        checkpoint_activations(model, **options)
         step_of(model, images)()  # what is kept is settled in the first step
     return saved_bytes(step_of(model, images), model, images), price(model, images)
 
 
-plain_facts = functools.cache(bytes_and_flops)
-
-
-@functools.cache
 def facts(**options):
     """Bytes at the peak and FLOPs of a step, as fractions of the plain step's."""
-    (nbytes, flops), (plain_bytes, plain_flops) = bytes_and_flops(options), plain_facts()
-    return nbytes / plain_bytes, flops / plain_flops - 1
+    pairs = zip(bytes_and_flops(**options), bytes_and_flops(plain=True), strict=True)
+    share, price_of_plain = (checkpointed / plain for checkpointed, plain in pairs)
+    return share, price_of_plain - 1
 
 
 def test_all_blocks_checkpointed():
