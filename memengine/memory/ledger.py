@@ -64,11 +64,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             pending.extend(item)
         elif not isinstance(item, (nn.Module, type)) and not callable(item):
             pending.extend(getattr(item, '__dict__', {}).values())
-            pending.extend(getattr(item, slot, None) for slot in _slots_of(type(item)))
+            pending.extend(getattr(item, slot, None) for slot in _slots_of(item.__class__))
 
 
 @functools.cache
-def _slots_of(kind: type) -> tuple[str, ...]:
+def _slots_of(kind: Any) -> tuple[str, ...]:
     return tuple(itertools.chain(*(getattr(c, '__slots__', ()) for c in kind.__mro__)))
 
 
