@@ -55,7 +55,7 @@ def test_a_model_keeps_less_by_every_way(benchmark, monkeypatch, tmp_path):
 
 
 def test_learning_over_seeds(benchmark, monkeypatch, tmp_path):
-    script = benchmark('dropit_learning', '--out', tmp_path, '--seeds', 2, '--epochs', 4)
+    script = benchmark('dropit_learning', '--out', tmp_path, '--seeds', 2, '--epochs', 8)
     two = {way: script.WAYS[way] for way in ('plain', 'gamma 0.9')}
     monkeypatch.setattr(script, 'WAYS', two)
     monkeypatch.setattr(
