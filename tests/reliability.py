@@ -1,7 +1,8 @@
 """The table of what may go wrong in a run, from the tests that carry ``pytest.mark.fault``.
 
 ``python -m tests.reliability`` writes it into ``docs/reliability.md``, which
-``tests/test_reliability.py`` compares. A mark says what goes wrong, what happens, and perhaps the figure that the test asserts.
+``tests/test_reliability.py`` compares. A mark says what goes wrong, what happens, and perhaps the
+figure that is asserted.
 """
 
 import ast
@@ -18,10 +19,11 @@ SUBJECTS = {  # by the folder of the test; the first that fits
     'engine/config': 'Configs',
     'engine/faults': 'Runs',
     'engine': 'Runs',
+    'test_launching': 'Runs',
     'datasets': 'Data',
     'models': 'Models',
     'techniques': 'Techniques',
-    '': 'Everything else',
+    '': 'Anything else',
 }
 
 
