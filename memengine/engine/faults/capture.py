@@ -6,7 +6,6 @@ The file holds data only and is read as checkpoints are. Beside it lies the run'
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,13 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from memengine._torch_private.ops import foreach_copy_
-from memengine.engine.checkpoint.files import atomic_write
+from memengine.engine.checkpoint.files import atomic_write, find_latest
 from memengine.engine.data_order import SeededDataset
 from memengine.engine.faults.guard import BadStep, Guarded
 from memengine.engine.step import unwrap
 from memengine.techniques.modules.random_state import RandomState, accelerators_of
 
-__all__ = ['CONFIG', 'FORMAT', 'StepStart', 'capture_step', 'local_values', 'rank_path']
+__all__ = ['CONFIG', 'FORMAT', 'StepStart', 'capture_step', 'plain', 'rank_path']
 
 FORMAT = 1
 CONFIG = 'config.py'
@@ -71,7 +70,7 @@ def rank_path(path: Path, rank: int) -> Path:
     return path if rank == 0 else path.with_name(f'{path.stem}_rank{rank}{path.suffix}')
 
 
-def local_values(tensor: Tensor) -> Tensor:
+def _local_values(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
@@ -124,12 +123,16 @@ def _content(
             max_iters=runner.max_iters,
             max_epochs=runner.max_epochs,
         ),
-        found=asdict(bad) | {'log_vars': _plain(bad.log_vars)},
+        found={**vars(bad), 'log_vars': plain(bad.log_vars)},
         state_dict={
-            name: local_values(value).cpu()
+            name: _local_values(value).cpu()
             for name, value in held.items()
             if isinstance(value, Tensor) and (runner.rank == 0 or name not in shared)
         },
+        accumulative_counts=wrapper.accumulative_counts,
+        updated_in_backward=wrapper.updates_in_backward,
+        # Weights that have changed by now are found again from the last checkpoint.
+        reference=_text(find_latest(runner.work_dir)) if wrapper.updates_in_backward else None,
         scaler=None if scaler is None else scaler.state_dict(),
         settings={name: vars(wrapper)[name] for name in SIZES if name in vars(wrapper)},
         random_state=start.random_state.state_dict(),
@@ -138,8 +141,13 @@ def _content(
     )
 
 
-def _plain(log_vars: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in log_vars.items()}
+def _text(path: str | Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def plain(log_vars: Mapping[str, Any]) -> dict[str, float]:
+    """Figures as numbers."""
+    return {name: torch.as_tensor(value).detach().item() for name, value in log_vars.items()}
 
 
 def _samples(runner: Any, batch: Any) -> list[str]:

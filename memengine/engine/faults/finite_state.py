@@ -1,4 +1,4 @@
-"""No checkpoint holds a NaN: weights and the optimiser's state are looked at before they are saved."""
+"""No checkpoint holds a NaN: weights and the optimiser's state are looked at before."""
 
 from __future__ import annotations
 

@@ -17,10 +17,6 @@ __all__ = ['BadStep', 'Guarded', 'OnNonFinite', 'StepGuard']
 
 OnNonFinite = Literal['stop', 'skip', 'rollback']
 
-# fp16 overflows now and then, and the scaler halves its scale. A gradient that is still not finite
-# when the scale has fallen by 2**24 is no overflow.
-MOST_OVERFLOWS = 24
-
 
 @dataclass
 class BadStep:
@@ -49,12 +45,17 @@ class BadStep:
 class StepGuard:
     """Decides before an update whether it may be carried out, the same on all ranks.
 
+    Args:
+        most_overflows: Steps in a row that a gradient scaler may skip. By then it has halved its
+            scale as often: a gradient that is not finite at 2**-24 of a scale is no overflow of it.
+
     Attributes:
         bad_step: The present iteration's, if it was refused.
         grad_norm: Of the last step that was looked at.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_overflows: int = 24) -> None:
+        self.most_overflows = most_overflows
         self.bad_step: BadStep | None = None
         self.grad_norm = 0.0
         self._overflows = 0
@@ -72,8 +73,8 @@ class StepGuard:
             loss: Scalar.
             grad_norm: Of all gradients together, scalar.
             parameters: Whose gradients it is the norm of.
-            may_overflow: Whether a gradient scaler takes care of gradients that are not finite.
-                It is let to, unless it has not got rid of them in 24 steps.
+            may_overflow: Whether a gradient scaler takes care of gradients that are not finite, as
+                it is let to ``most_overflows`` times.
 
         Cost: one synchronisation with the device, and with several ranks an all-reduce of two
         numbers.
@@ -87,7 +88,7 @@ class StepGuard:
         own_loss, self.grad_norm, bad_loss, bad_gradient = torch.cat([figures, is_bad]).tolist()
         if may_overflow and not bad_loss:
             self._overflows = self._overflows + 1 if bad_gradient else 0
-            if self._overflows <= MOST_OVERFLOWS:
+            if self._overflows <= self.most_overflows:
                 return not bad_gradient
         if not (bad_loss or bad_gradient):
             return True
@@ -108,7 +109,7 @@ def gradient_digest(parameters: Iterable[Tensor]) -> str:
     for grad in [parameter.grad for parameter in parameters if parameter.grad is not None]:
         local = (grad.to_local() if isinstance(grad, DTensor) else grad).detach().to_dense()
         same_nans = torch.where(local.isnan(), torch.nan, local).cpu().reshape(-1)
-        digest.update(same_nans.view(torch.uint8).numpy())
+        digest.update(same_nans.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -120,3 +121,8 @@ class Guarded(Protocol):
     on_nonfinite: OnNonFinite
     nonfinite_limit: int
     precision: Any
+    updates_in_backward: bool
+
+    @property
+    def accumulative_counts(self) -> int:
+        """Iterations to an update."""

@@ -45,6 +45,8 @@ class OptimizerInBackwardOptimWrapper(OptimWrapper):
     for hooks of the optimiser.
     """
 
+    updates_in_backward = True
+
     def __init__(self, optimizer: Optimizer, **kwargs: Any) -> None:
         super().__init__(optimizer, **kwargs)
         if self._accumulative_counts != 1:
@@ -60,7 +62,7 @@ class OptimizerInBackwardOptimWrapper(OptimWrapper):
             raise TECHNIQUE.refusal('optim_wrapper.on_nonfinite=skip')
         self._later: dict[nn.Parameter, None] = {}
         self._norms: list[Tensor] = []
-        self._logs_norm = bool(clip_grad) and clip_grad['type'] == 'each_norm'
+        self._logs_norm = (clip_grad or {}).get('type') == 'each_norm'
         check_steps_alone(optimizer)
 
     @contextmanager

@@ -97,7 +97,7 @@ class OptimWrapper(_OptimWrapper):
         loss_scale: For fp16: ``'dynamic'``, a fixed number, or arguments of ``GradScaler``.
         on_nonfinite: What follows a step whose loss or gradient is NaN or infinite on any rank,
             and which is never carried out: ``'stop'`` ends training, ``'skip'`` goes on with the
-            next batch, ``'rollback'`` does so from the weights and optimiser of the last checkpoint.
+            next batch, ``'rollback'`` does so from the last checkpoint's weights and optimiser.
         nonfinite_limit: Most such steps between two checkpoints; at one more training ends.
 
     Raises:
@@ -108,7 +108,10 @@ class OptimWrapper(_OptimWrapper):
 
     Attributes:
         guard: Asked before each update, if there is one; the Runner sets it.
+        updates_in_backward: Whether parameters have changed by then.
     """
+
+    updates_in_backward = False
 
     def __init__(
         self,
@@ -230,6 +233,11 @@ class OptimWrapper(_OptimWrapper):
         if not grads or (self.guard is None and not self.clip_grad_kwargs):
             return None
         return grad_norms(grads, self._norm_type)
+
+    @property
+    def accumulative_counts(self) -> int:
+        """Iterations whose gradients are averaged before an update."""
+        return int(self._accumulative_counts)
 
     @property
     def _norm_type(self) -> float:

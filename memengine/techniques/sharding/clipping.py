@@ -57,15 +57,15 @@ def grad_norms(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     norms = torch.stack(
         [next(held).to(device) if part.numel() else part.new_zeros(()).to(device) for part in local]
     )
-    sharded = torch.tensor([isinstance(grad, DTensor) for grad in grads], device=device)
-    if not sharded.any():
+    is_sharded = [isinstance(grad, DTensor) for grad in grads]
+    if not any(is_sharded):
         return norms
     (mesh, axis) = next(_shard_axis(grad) for grad in grads if isinstance(grad, DTensor))
     parts = (norms if math.isinf(norm_type) else norms**norm_type).to(mesh.device_type)
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     dist.all_reduce(parts, op, group=mesh.get_group(axis))
     whole = parts.to(device) if math.isinf(norm_type) else parts.to(device) ** (1 / norm_type)
-    return torch.where(sharded, whole, norms)
+    return torch.where(torch.tensor(is_sharded, device=device), whole, norms)
 
 
 def _shard_axis(grad: DTensor) -> tuple[Any, int]:
