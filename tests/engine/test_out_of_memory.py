@@ -83,6 +83,10 @@ def test_gradient_cache_halves_the_chunk_and_follows_the_smaller_one(kind, when,
 
 @pytest.mark.parametrize('when', ['graph', 'backward'])
 @pytest.mark.parametrize('accumulative_counts', [1, 2])
+@pytest.mark.fault(
+    'a step in slices runs out of memory',
+    'it is repeated in smaller slices, with the same gradient',
+)
 def test_accumulation_halves_the_micro_batch(when, accumulative_counts):
     model, expected = make(Classifier), make(Classifier)
     limit = Limit(1, when, layer_of(model))
@@ -189,6 +193,9 @@ def _rank(rank, world_size, kind, failing):
 @pytest.mark.parametrize(
     ('kind', 'when', 'world_size'),
     [(SimCLR, 'no graph', 2), (CLIP, 'graph', 4), (Classifier, 'graph', 2)],
+)
+@pytest.mark.fault(
+    'one rank runs out of memory in a step', 'all ranks repeat the step in smaller slices'
 )
 def test_all_ranks_shrink_when_one_runs_out_of_memory(kind, when, world_size):
     recovered = run_ranks(world_size, _rank, kind, when)

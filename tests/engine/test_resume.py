@@ -37,6 +37,9 @@ def uninterrupted(tmp_path, **kwargs):
 
 @pytest.mark.parametrize('loop', LOOPS)
 @pytest.mark.parametrize('stop', [1, 5, 7, 14])
+@pytest.mark.fault(
+    'a stop after any iteration', '`--resume` takes the same steps as the run that did not stop'
+)
 def test_resume_after_any_iteration_is_bit_exact(tmp_path, loop, stop):
     whole, final = uninterrupted(tmp_path, train_cfg=LOOPS[loop])
     assert len(whole) == 15
@@ -117,6 +120,9 @@ class Interrupt(Hook):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.fault(
+    'Ctrl-C in mid-epoch', 'checkpoint of that iteration; `--resume` goes on bit for bit'
+)
 def test_ctrl_c_saves_where_it_is_and_resume_goes_on(tmp_path):
     whole, final = uninterrupted(tmp_path)
     first, second = Losses(), Losses()

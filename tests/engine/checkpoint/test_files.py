@@ -46,6 +46,7 @@ def test_what_else_is_refused_by_name_until_trusted(tmp_path):
         load(tmp_path / 'a.pth')  # trust ends with the call
 
 
+@pytest.mark.fault('a checkpoint from a URL that would run code', 'refused, nothing is executed')
 def test_a_checkpoint_from_a_url_is_read_as_safely(tmp_path, monkeypatch):
     torch.save(Harmless(), tmp_path / 'a.pth')
     monkeypatch.setenv('TORCH_HOME', str(tmp_path / 'cache'))
@@ -93,6 +94,9 @@ def test_a_damaged_file_says_so(tmp_path):
         load(tmp_path / 'a.pth')
 
 
+@pytest.mark.fault(
+    'writing a checkpoint fails half way', 'the old file stays, the unfinished one is removed'
+)
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     path = tmp_path / 'last.pth'
     path.write_text('old')
@@ -125,6 +129,9 @@ def test_a_save_that_fails_keeps_the_last_checkpoint_usable(tmp_path, monkeypatc
     assert resumed.seen[0][0] == 5
 
 
+@pytest.mark.fault(
+    '`--resume` from a checkpoint of another model', 'refused, with what does not fit'
+)
 def test_resume_refuses_a_checkpoint_of_another_model(tmp_path):
     toy_runner(tmp_path).train()
     runner = toy_runner(tmp_path, resume=True)
