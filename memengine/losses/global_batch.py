@@ -34,6 +34,7 @@ from memengine.losses.tiles import check_tile_size, first_derivative_only
 
 __all__ = [
     'BatchLoss',
+    'at_least_fp32',
     'combine_logsumexp',
     'log_partition',
     'mean_over_ranks',
@@ -99,6 +100,18 @@ class BatchLoss(nn.Module):
             )
         if problem is not None:
             raise problem
+
+
+def at_least_fp32(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in one common type, which is fp32 or wider.
+
+    Returns:
+        The same tensors when nothing is to be cast; gradients come back in the original types.
+    """
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return tuple(tensor.to(dtype) for tensor in tensors)
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -50,10 +50,10 @@ def files_until_backward(step):
 @pytest.mark.parametrize(
     ('kind', 'wrapper', 'settings', 'most'),
     [
-        ('DINO', OptimWrapper, {}, 8),
-        ('DINO', AccumulationOptimWrapper, dict(micro_batch_size=2), 15),
-        (SimCLR, OptimWrapper, {}, 9),
-        (SimCLR, GradCacheOptimWrapper, dict(chunk_size=2), 15),
+        ('DINO', OptimWrapper, {}, 7),
+        ('DINO', AccumulationOptimWrapper, dict(micro_batch_size=2), 14),
+        (SimCLR, OptimWrapper, {}, 6),
+        (SimCLR, GradCacheOptimWrapper, dict(chunk_size=2), 12),
     ],
 )
 def test_a_batch_passes_few_files(kind, wrapper, settings, most):
