@@ -20,27 +20,13 @@ class _Table:
 
     def __init__(self, path: str, table: dict[str, Any]) -> None:
         self.path, self.table, self.held = path, table, dict(table)
-        self.versions = {
-            name: version_of(value)
-            for name, value in table.items()
-            if isinstance(value, Tensor) and not value.is_inference()
-        }
-
-    def written_to(self) -> str | None:
-        for name, version in self.versions.items():
-            value = self.held[name]
-            if version_of(value) != version and not isinstance(value, DTensor):
-                return f'{self.path}.{name}'.lstrip('.')
-        return None
-
-    def unchanged(self) -> set[str]:
-        return {name for name, value in self.held.items() if self.table.get(name) is value}
 
     def put_back(self) -> None:
-        for name in self.held.keys() - self.unchanged():
-            now, then = self.table.get(name), self.held[name]
-            if not isinstance(now, DTensor) and not isinstance(then, DTensor):
-                self.table[name] = then
+        table = self.table
+        for name, then in self.held.items():
+            now = table.get(name)
+            if now is not then and not isinstance(now, DTensor) and not isinstance(then, DTensor):
+                table[name] = then
 
 
 class ModuleState:
@@ -54,7 +40,7 @@ class ModuleState:
     Args:
         module: The module that is about to run.
 
-    Cost: some 2 microseconds and 1 kB for each module inside.
+    Cost: some 5 microseconds and 1 kB for each module inside.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -63,17 +49,29 @@ class ModuleState:
             self._tables += [_Table(path, vars(inner)), _Table(path, own_parameters(inner))]
             if not (isinstance(inner, BatchOrInstanceNorm) and inner.training):
                 self._tables.append(_Table(path, own_buffers(inner)))
+        self._versions = [
+            (table, name, version_of(value))
+            for table in self._tables
+            for name, value in table.held.items()
+            if isinstance(value, Tensor) and not value.is_inference()
+        ]
 
     def written_to(self) -> str | None:
         """The name of a tensor that was written to since, if there is one."""
-        return next(filter(None, (table.written_to() for table in self._tables)), None)
+        for table, name, version in self._versions:
+            value = table.held[name]
+            if version_of(value) != version and not isinstance(value, DTensor):
+                return f'{table.path}.{name}'.lstrip('.')
+        return None
 
     def forget_replaced_outputs(self) -> None:
         """Let go of results of an earlier step, with their graphs, that the forward replaced."""
-        for table in self._tables:
-            for name in table.versions.keys() - table.unchanged():
-                if table.held[name].grad_fn is not None:
-                    del table.held[name], table.versions[name]
+        for entry in list(self._versions):
+            table, name, _ = entry
+            value = table.held[name]
+            if value.grad_fn is not None and table.table.get(name) is not value:
+                self._versions.remove(entry)
+                del table.held[name]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -85,6 +83,7 @@ class ModuleState:
             yield
         finally:
             for table in now:
-                for name in table.table.keys() - table.held:
-                    del table.table[name]
+                if len(table.table) > len(table.held):
+                    for name in table.table.keys() - table.held:
+                        del table.table[name]
                 table.put_back()
