@@ -521,8 +521,7 @@ def test_metadata(tmp_path):
         Reader(file).load()
     unknown = {
         (module, name)
-        for module, name in named - distributed.METADATA_GLOBALS
-        if module not in distributed.METADATA_MODULES
-        and not (module == 'torch' and isinstance(getattr(torch, name), torch.dtype))
+        for module, name in named - distributed.METADATA_RECORDS
+        if not (module == 'torch' and isinstance(getattr(torch, name), torch.dtype))
     }
     assert named and not unknown

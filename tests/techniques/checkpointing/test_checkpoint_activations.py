@@ -414,7 +414,8 @@ class Changing(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ('inplace', 'message'), [(True, '0 changes its input in place'), (False, 'buffer count of 0')]
+    ('inplace', 'message'),
+    [(True, '0 changes its input in place'), (False, 'count of 0 changes in its forward')],
 )
 def test_what_cannot_be_repeated_is_refused(inplace, message):
     model = nn.Sequential(Changing(inplace))
