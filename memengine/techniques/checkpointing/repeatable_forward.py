@@ -16,6 +16,7 @@ from memengine._torch_private.modules import BatchOrInstanceNorm, own_buffers
 from memengine._torch_private.ops import (
     CHECKPOINT_HEEDS_HOOKS,
     compiled_checkpoints_write_twice,
+    do_not_compile,
     pytree,
 )
 from memengine.techniques.checkpointing.budget import Kept, Trace, measure
@@ -70,7 +71,7 @@ class CheckpointedForward(WrappedForward):
             return False
         return not (self.has_buffers and compiled_checkpoints_write_twice())
 
-    @torch.compiler.disable
+    @do_not_compile
     def _eager(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
         leaves, structure = pytree.tree_flatten((args, kwargs))

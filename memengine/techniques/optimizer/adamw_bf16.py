@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from memengine.techniques.technique import Settings, Technique
+from memengine.technique import Settings, Technique
 
 __all__ = ['AdamWBf16', 'stochastically_rounded']
 
