@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from mmengine.optim import OptimWrapper as _OptimWrapper
@@ -21,7 +20,6 @@ from memengine.techniques.sharding.clipping import (
     clip_grad_value_,
     grad_norms,
 )
-from memengine.techniques.technique import Settings, Technique, register, setting
 
 __all__ = ['AmpOptimWrapper', 'OptimWrapper', 'Precision']
 
@@ -315,30 +313,3 @@ def AmpOptimWrapper(  # noqa: N802 (a type name of MMEngine's config language)
         on_nonfinite,
         nonfinite_limit,
     )
-
-
-@dataclass(frozen=True)
-class MixedPrecisionSettings(Settings):
-    """Settings of precision, as ``optim_wrapper`` takes them."""
-
-    precision: Literal['fp32', 'bf16', 'fp16', 'float32', 'bfloat16', 'float16'] = setting(
-        'fp32', help='what matrix products and their like compute in'
-    )
-    loss_scale: Any = setting(
-        'dynamic', help="for fp16: 'dynamic', a number, or arguments of GradScaler"
-    )
-
-
-register(
-    Technique(
-        key='mixed_precision',
-        title='mixed precision',
-        settings=MixedPrecisionSettings,
-        switch='optim_wrapper.precision=bf16',
-        exactness='rounding',
-        use_when='always on a GPU; on a CPU that has bf16',
-        saves='about half of the activations of matrix products',
-        price='none, usually faster',
-        page='../config.md',
-    )
-)

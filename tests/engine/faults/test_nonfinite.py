@@ -266,9 +266,6 @@ def _train_on_a_rank(rank, world_size, folder):
 def test_all_ranks_refuse_what_one_has_found(tmp_path):
     results = run_ranks(2, _train_on_a_rank, str(tmp_path))
     assert not list((tmp_path / 'stop').glob('*.pth'))
-    assert (
-        len({changed for _, (*changed,), _ in results} if False else {str(r[1]) for r in results})
-        == 1
-    )
+    assert results[0][1] == results[1][1]
     assert len(results[0][1]) == 3 * SIZE // 8 - 3
     assert all(is_finite for _, _, is_finite in results)
