@@ -172,6 +172,12 @@ class _RepeatContext:
 
     def __exit__(self, *exception: Any) -> None:
         self._stack.__exit__(*exception)
+        if 'not found in storage' in str(exception[1]):  # torch: an op that the first one had not
+            raise ValueError(
+                f'{SETTING}: {self.name} computes something else when its forward is repeated, and '
+                'what keep or budget has kept is not found; if the model keeps a cache, switch it '
+                "off (transformers' use_cache=False), or leave keep and budget out"
+            ) from exception[1]
 
     def refuse_changes(self, when: str) -> None:
         """Refuse to repeat a forward of which a weight or buffer is another one by now."""
