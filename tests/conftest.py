@@ -48,6 +48,7 @@ def _no_scope_is_left():
 
 def pytest_collection_finish():
     gc.freeze()  # modules stay: collecting need not look through them each time
+    gc.set_threshold(*gc.get_threshold()[:2], 100)  # what is in cycles, a few MiB, may wait
     atexit.register(gc.unfreeze)  # at the end it counts what is left
 
 
