@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from memengine.engine.checkpoint.files import safe_loading
 from memengine.models.algorithms.by_sample import LossBySample
 from memengine.registry import MODELS
 
@@ -59,7 +60,9 @@ class CausalLanguageModel(LossBySample):
         auto: Any = transformers.AutoModelForCausalLM
         try:
             if pretrained:
-                self.model: Any = auto.from_pretrained(model_name, **options)
+                options.setdefault('trust_remote_code', False)  # code in the model's folder
+                with safe_loading(f'The pretrained file of {model_name}'):
+                    self.model: Any = auto.from_pretrained(model_name, **options)
             else:
                 settings = transformers.AutoConfig.for_model(model_name, **options)
                 self.model = auto.from_config(settings)
