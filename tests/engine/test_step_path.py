@@ -104,6 +104,7 @@ def test_nothing_is_decided_by_an_attribute_that_happens_to_be_there():
         'engine/step.py',
         'engine/runner.py',
         'engine/hooks/algorithm.py',
+        'engine/hooks/checkpoint.py',
         'engine/optim/optim_wrapper.py',
         'engine/optim/sliced.py',
         'engine/optim/schedulers.py',
