@@ -322,13 +322,17 @@ def test_schemas():
     assert ops.written_arguments(plain, args, kwargs) == []
 
 
-@relies_on('has norms, products and averages of many tensors')
+@relies_on('has norms, products, averages and copies of many tensors')
 def test_foreach():
     x, y = [torch.tensor([3.0, 4.0])], [torch.tensor([5.0, 4.0])]
     assert ops.foreach_norm(x, 2.0)[0] == 5
     ops.foreach_mul_(x, [torch.tensor(2.0)])
     ops.foreach_lerp_(x, y, 0.5)
     assert x[0].tolist() == [5.5, 6.0]
+    copies = [torch.zeros(2), torch.tensor(0)]
+    ops.foreach_copy_(copies, [x[0], torch.tensor(3)])
+    assert copies[0].tolist() == [5.5, 6.0]
+    assert copies[1] == 3
 
 
 @relies_on('has RMSNorm as one operator, that gives the result first')

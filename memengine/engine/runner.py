@@ -39,7 +39,8 @@ from memengine.engine.checkpoint.weights import (
 from memengine.engine.config.runner_schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
 from memengine.engine.distributed.processes import init_process_group, local_device_ids
-from memengine.engine.hooks import AlgorithmHook, CheckpointHook, FiniteLossHook, RandomStateHook
+from memengine.engine.faults.finite_state import each_optim_wrapper, refuse_nonfinite_state
+from memengine.engine.hooks import AlgorithmHook, CheckpointHook, NonFiniteHook, RandomStateHook
 from memengine.engine.step import unwrap
 from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
 from memengine.engine.wrappers.fsdp import FullyShardedDataParallel
@@ -218,7 +219,7 @@ class Runner(_Runner):
         ours = dict(
             random_state=dict(type=RandomStateHook),
             algorithm=dict(type=AlgorithmHook),
-            finite_loss=dict(type=FiniteLossHook),
+            finite_loss=dict(type=NonFiniteHook),
             **hooks_of_keys(self.cfg),
         )
         chosen = {**ours, **(hooks or {})}
@@ -298,6 +299,30 @@ class Runner(_Runner):
         """Go on from a checkpoint, on any number of ranks that see as many samples together."""
         self._resume = True  # loading is strict, and reads the optimiser's state too
         super().resume(filename, *args, **kwargs)
+
+    def roll_back(self) -> str | Path | None:
+        """Set weights and optimiser back to the last checkpoint's, at the present learning rate.
+
+        All else goes on: iterations, schedules, data. Every rank must call it.
+
+        Returns:
+            The checkpoint; None, and nothing is changed, if there is none.
+        """
+        self.wait_for_checkpoint()
+        latest = find_latest(self.work_dir)
+        if latest is None:
+            return None
+        layout = ShardLayout(self.model, self.optim_wrapper, [])
+        trusted = self.cfg.get('trusted_globals', ())
+        checkpoint = read_checkpoint(str(latest), trusted, layout, with_optimizer=True)
+        unwrap(self.model).load_state_dict(checkpoint['state_dict'])
+        groups = [g for w in each_optim_wrapper(self.optim_wrapper) for g in w.param_groups]
+        scheduled = [{k: v for k, v in group.items() if k != 'params'} for group in groups]
+        self.optim_wrapper.load_state_dict(checkpoint['optimizer'])
+        groups = [g for w in each_optim_wrapper(self.optim_wrapper) for g in w.param_groups]
+        for group, values in zip(groups, scheduled, strict=True):
+            group.update(values)
+        return latest
 
     def load_checkpoint(
         self,
@@ -381,7 +406,12 @@ class Runner(_Runner):
             backend_args: Of MMEngine's storage, for remote folders.
             asynchronous: Write a sharded checkpoint in the background.
             then: Called on rank 0 once the checkpoint is whole.
+
+        Raises:
+            NonFiniteError: When a weight, or what the optimiser holds, is NaN or infinite on any
+                rank; nothing is written then.
         """
+        refuse_nonfinite_state(unwrap(self.model), self.optim_wrapper if save_optimizer else None)
         done = dict(epoch=self.epoch + by_epoch, iter=self.iter + (not by_epoch))
         samples = dict(samples_per_step=samples_per_step(self))
         meta = {**done, **samples, **(meta or {})}

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memengine.engine.checkpoint.files import safe_loading
 from memengine.models.algorithms.by_sample import LossBySample
+from memengine.models.backbones.text_libraries import transformers_model
 from memengine.registry import MODELS
 
 __all__ = ['CausalLanguageModel']
@@ -50,24 +50,9 @@ class CausalLanguageModel(LossBySample):
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(data_preprocessor, init_cfg)
-        try:
-            import transformers
-        except ImportError as error:
-            raise ImportError(
-                'CausalLanguageModel needs transformers: pip install transformers'
-            ) from error
-        options = dict(config or {})
-        auto: Any = transformers.AutoModelForCausalLM
-        try:
-            if pretrained:
-                options.setdefault('trust_remote_code', False)  # code in the model's folder
-                with safe_loading(f'The pretrained file of {model_name}'):
-                    self.model: Any = auto.from_pretrained(model_name, **options)
-            else:
-                settings = transformers.AutoConfig.for_model(model_name, **options)
-                self.model = auto.from_config(settings)
-        except (OSError, ValueError) as error:
-            raise ValueError(f'CausalLanguageModel: {model_name!r}: {error}') from error
+        self.model: Any = transformers_model(
+            'AutoModelForCausalLM', model_name, pretrained, config, 'CausalLanguageModel'
+        )
 
     def targets(self, inputs: Any, data_samples: Any = None, size: Any = None) -> None:
         """None; the batch is checked here, once."""
