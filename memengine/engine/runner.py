@@ -9,14 +9,21 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.fileio import join_path
 from mmengine.model import is_model_wrapper
+from mmengine.runner import BaseLoop, save_checkpoint
 from mmengine.runner import Runner as _Runner
+<<<<<<< HEAD
 from mmengine.runner import save_checkpoint
+=======
+from mmengine.runner.checkpoint import _load_checkpoint_to_model
+>>>>>>> main
 from torch import nn
 from torch.utils.data import DataLoader
 
+from memengine._torch_private.data_loading import end_workers
 from memengine.engine.apply import apply_before_wrapping, apply_to_model, hooks_of_keys, refuse
 from memengine.engine.checkpoint.files import CheckpointError, atomic_write, find_latest
 from memengine.engine.checkpoint.sharded import SUFFIX, ShardedWriter, is_sharded
@@ -100,6 +107,10 @@ class Runner(_Runner):
     def from_cfg(cls, cfg: Any) -> Runner:
         """Build a runner from a config; without a ``default_scope`` it is memengine's."""
         cfg = copy.deepcopy(cfg)
+        cfg = cfg if isinstance(cfg, Config) else Config(cfg)
+        # MMEngine's own layout stays; yapf's, at every start and in every checkpoint, takes longer
+        # than to write it.
+        object.__setattr__(cfg, '_format_python_code', False)
         cfg.setdefault('default_scope', 'memengine')
         return super().from_cfg(cfg)
 
@@ -257,6 +268,27 @@ class Runner(_Runner):
             return model
         finally:
             self.call_hook('after_run')
+            self._end_workers()
+
+    def val(self) -> dict[str, float]:
+        """Evaluate on the validation data."""
+        try:
+            return super().val()
+        finally:
+            self._end_workers()
+
+    def test(self) -> dict[str, float]:
+        """Evaluate on the test data."""
+        try:
+            return super().test()
+        finally:
+            self._end_workers()
+
+    def _end_workers(self) -> None:
+        """End the processes that have loaded data, now that the run is over."""
+        for loop in (self._train_loop, self._val_loop, self._test_loop):
+            if isinstance(loop, BaseLoop) and isinstance(loop.dataloader, DataLoader):
+                end_workers(loop.dataloader)
 
     def _build_param_scheduler(self, scheduler: Any, optim_wrapper: Any) -> list[Any]:
         """Build schedules, but for those that begin only after training has ended."""
