@@ -15,11 +15,6 @@ from mmengine.fileio import join_path
 from mmengine.model import is_model_wrapper
 from mmengine.runner import BaseLoop, save_checkpoint
 from mmengine.runner import Runner as _Runner
-<<<<<<< HEAD
-from mmengine.runner import save_checkpoint
-=======
-from mmengine.runner.checkpoint import _load_checkpoint_to_model
->>>>>>> main
 from torch import nn
 from torch.utils.data import DataLoader
 
