@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import pkgutil
 import re
 import types
@@ -35,6 +36,7 @@ __all__ = [
     'register',
     'setting',
     'techniques',
+    'with_settings',
 ]
 
 S = TypeVar('S', bound='Settings')
@@ -369,6 +371,17 @@ class Technique(Generic[S]):
         one, two = sorted([self.name, theirs])
         place = f' ({where})' if where else ''
         return ValueError(f'{one} and {two} do not go together{place}: {self.conflicts[other]}')
+
+
+def with_settings(function: Callable[..., Handle]) -> Callable[[nn.Module, Any], Handle]:
+    """``apply`` of a technique by a function of a model that takes settings under their names."""
+    taken = inspect.signature(function).parameters
+
+    def apply(model: nn.Module, settings: Settings) -> Handle:
+        named = {name: value for name, value in vars(settings).items() if name in taken}
+        return function(model, **named)
+
+    return apply
 
 
 # ------------------------------------------------------------------ all of them
