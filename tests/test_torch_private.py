@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import active_children
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 from torch.utils.flop_counter import sdpa_flop_count
 
-from memengine._torch_private import autograd, distributed, modules, ops
+from memengine._torch_private import autograd, data_loading, distributed, modules, ops
 from memengine.techniques.compression.backward_needs import _NEEDS, IN_PLACE_FORMS, operation_name
 
 
@@ -529,3 +531,17 @@ def test_metadata(tmp_path):
         if not (module == 'torch' and isinstance(getattr(torch, name), torch.dtype))
     }
     assert named and not unknown
+
+
+# --- data loading ---
+
+
+@relies_on('keeps the processes of a loader in _iterator')
+def test_end_workers():
+    loader = DataLoader(range(4), num_workers=1, persistent_workers=True)
+    for _ in range(2):  # a loader whose processes have ended starts others
+        assert [int(x) for x in loader] == [0, 1, 2, 3]
+        (process,) = active_children()
+        data_loading.end_workers(loader)
+        assert process.exitcode == 0, 'told, not killed'
+    data_loading.end_workers(loader)
