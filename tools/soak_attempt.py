@@ -7,6 +7,7 @@ training; ranks meet through a file. Everything goes through the command line's 
 import os
 
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # before torch is imported
+os.environ.setdefault('TORCH_FR_BUFFER_SIZE', '0')  # torch's list of the last 2,000 collectives
 
 import hashlib
 import select
