@@ -48,7 +48,7 @@ from memengine.engine.data_order import reproducible
 from memengine.engine.distributed.processes import init_process_group, local_device_ids
 from memengine.engine.faults.finite_state import each_optim_wrapper, refuse_nonfinite_state
 from memengine.engine.hooks import AlgorithmHook, CheckpointHook, NonFiniteHook, RandomStateHook
-from memengine.engine.step import unwrap
+from memengine.engine.step import SlicedModel, unwrap
 from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
 from memengine.engine.wrappers.fsdp import FullyShardedDataParallel
 from memengine.registry import LOOPS, MODEL_WRAPPERS, MODELS, RUNNERS
@@ -231,6 +231,19 @@ class Runner(_Runner):
                 'of all ranks'
             )
 
+    def _refuse_lone_samples(self) -> None:
+        """Refuse batches of one sample where samples meet in the loss, which is 0 then."""
+        model = unwrap(self.model)
+        losses = losses_with_a_group(model).values()
+        is_local = any(loss.process_group is None for loss in losses)
+        fewest = self.world_size if is_local else 1
+        if samples_per_step(self) == fewest and isinstance(model, SlicedModel) and model.coupled:
+            raise ValueError(
+                f'train_dataloader.batch_size=1: in the loss of {type(model).__name__} samples are '
+                'compared with each other, so that one alone teaches nothing (the loss is 0); set '
+                'it to at least 2'
+            )
+
     def register_default_hooks(self, hooks: dict[str, Any] | None = None) -> None:
         """Register MMEngine's default hooks and memengine's; ``name=None`` leaves one out."""
         ours = dict(
@@ -260,6 +273,7 @@ class Runner(_Runner):
         if self._val_loop is not None:
             self._val_loop = self.build_val_loop(self._val_loop)
         refuse({**self.cfg, 'launcher': self.launcher}, self.hooks)
+        self._refuse_lone_samples()
         self.call_hook('before_run')
         self._init_model_weights()
         apply_to_model(unwrap(self.model), self.logger, self.hooks)
