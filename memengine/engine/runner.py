@@ -340,11 +340,15 @@ class Runner(_Runner):
                 return
             self._load_from = str(latest)
         if self._load_from is not None:
-            options = load_from_options(self._load_from)
-            if self._resume:
-                self.resume(options['filename'])
+            if not self._resume:
+                self.load_checkpoint(**load_from_options(self._load_from))
+            elif isinstance(self._load_from, str):
+                self.resume(self._load_from)
             else:
-                self.load_checkpoint(**options)
+                raise ValueError(
+                    'resume=True goes on with all of a checkpoint: name it by load_from=PATH, '
+                    f'not {self._load_from}'
+                )
             self._has_loaded = True
 
     def resume(self, filename: str, *args: Any, **kwargs: Any) -> None:
@@ -422,11 +426,12 @@ class Runner(_Runner):
                 model, checkpoint['state_dict'], filename, into, strict or self._resume
             )
         except CheckpointError as error:
-            if self._resume or part or into:
+            if self._resume or part or into or not isinstance(self._train_loop, BaseLoop):
                 raise
             raise CheckpointError(f'{error}{advise(model, names, filename)}') from error
         self._has_loaded = True
-        self.logger.info(f'Load checkpoint from {filename}')
+        which = f', its {part or "weights"} into {into}' if into else ''
+        self.logger.info(f'Load checkpoint from {filename}{which}')
         if left:
             self.logger.warning(f'{filename}: {left}')
         return checkpoint
