@@ -11,8 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 from mmengine.device import get_device
 from mmengine.fileio import join_path
 from mmengine.model import is_model_wrapper
+from mmengine.runner import BaseLoop, save_checkpoint
 from mmengine.runner import Runner as _Runner
-from mmengine.runner import save_checkpoint
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import nn
 from torch.utils.data import DataLoader
@@ -33,6 +33,7 @@ from memengine.engine.checkpoint.state import (
 from memengine.engine.config.runner_schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
 from memengine.engine.distributed.processes import init_process_group, local_device_ids
+from memengine.engine.faults.workers import DEFAULT_TIMEOUT_S, guard_workers, samples_named
 from memengine.engine.hooks import AlgorithmHook, CheckpointHook, FiniteLossHook, RandomStateHook
 from memengine.engine.step import unwrap
 from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
@@ -81,6 +82,7 @@ class Runner(_Runner):
     _load_from: Any
     _train_loop: Any
     _val_loop: Any
+    _test_loop: Any
     optim_wrapper: Any
     param_schedulers: Any
 
@@ -116,7 +118,9 @@ class Runner(_Runner):
         """A data loader whose order and augmentations follow from ``seed`` alone."""
         if isinstance(dataloader, dict) and seed is not None:
             dataloader = reproducible(dataloader, seed, diff_rank_seed)
-        return _Runner.build_dataloader(dataloader, seed, diff_rank_seed)
+        if isinstance(dataloader, dict) and dataloader.get('num_workers', 0):
+            dataloader = {'timeout': DEFAULT_TIMEOUT_S, **dataloader}
+        return guard_workers(_Runner.build_dataloader(dataloader, seed, diff_rank_seed))
 
     def build_train_loop(self, loop: Any) -> Any:
         """Build the training loop; without a ``type`` it is one of memengine's."""
@@ -244,11 +248,31 @@ class Runner(_Runner):
         )
         self._maybe_compile('train_step')
         try:
-            model = self.train_loop.run()
+            with samples_named(self._loaders):
+                model = self.train_loop.run()
             self.wait_for_checkpoint()
             return model
         finally:
             self.call_hook('after_run')
+
+    def val(self) -> dict[str, float]:
+        """Validate, as MMEngine does."""
+        with samples_named(self._loaders):
+            return super().val()
+
+    def test(self) -> dict[str, float]:
+        """Test, as MMEngine does."""
+        with samples_named(self._loaders):
+            return super().test()
+
+    def _loaders(self) -> dict[str, DataLoader]:
+        """The data loaders that are built, by the names of their settings."""
+        loops = dict(train=self._train_loop, val=self._val_loop, test=self._test_loop)
+        return {
+            f'{name}_dataloader': loop.dataloader
+            for name, loop in loops.items()
+            if isinstance(loop, BaseLoop)
+        }
 
     def _build_param_scheduler(self, scheduler: Any, optim_wrapper: Any) -> list[Any]:
         """Build schedules, but for those that begin only after training has ended."""

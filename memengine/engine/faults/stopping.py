@@ -22,7 +22,7 @@ __all__ = ['EvaluationStopped', 'StopRequest']
 DUPLICATE_SIGNAL_S = 3.0
 
 
-class EvaluationStopped(Exception):
+class EvaluationStopped(Exception):  # noqa: N818 (nothing went wrong)
     """All ranks have left an evaluation after the same batch, as one of them was asked to stop."""
 
 
@@ -68,9 +68,10 @@ class StopRequest(Hook):
         now = time.monotonic()
         if self._received is None:
             self._received = number, now
-        elif number == signal.SIGINT == self._received[0]:
-            if not is_distributed() or now - self._received[1] > DUPLICATE_SIGNAL_S:
-                raise Interrupted(number)
+            return
+        is_duplicate = is_distributed() and now - self._received[1] <= DUPLICATE_SIGNAL_S
+        if number == signal.SIGINT == self._received[0] and not is_duplicate:
+            raise Interrupted(number)
 
     def after(self, iterations: int) -> bool:
         """Whether to stop, ``iterations`` iterations having been done."""

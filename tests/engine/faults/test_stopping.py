@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: it saves after the step, and resumed it is the run that went on."""
+"""Signals that ask a run to stop: it saves after the step, and resuming goes on exactly."""
 
 import os
 import signal
