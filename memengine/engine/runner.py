@@ -143,7 +143,7 @@ class Runner(_Runner):
         """Put the model on its device and into its wrapper; nothing is ignored silently."""
         if is_model_wrapper(model):
             return super().wrap_model(model_wrapper_cfg, model)
-        model = apply_before_wrapping(model, self.cfg)
+        apply_before_wrapping(model, self.cfg)
         config = {'type': 'MMDistributedDataParallel', **(model_wrapper_cfg or {})}
         kind = config['type']
         wrapper = MODEL_WRAPPERS.get(kind) if isinstance(kind, str) else kind
