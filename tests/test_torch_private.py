@@ -479,6 +479,11 @@ def group():
     dist.destroy_process_group()
 
 
+@relies_on('tells through which store ranks have found each other')
+def test_default_store(group):
+    assert isinstance(distributed.default_store(), FakeStore)
+
+
 @relies_on('finds process groups by name')
 def test_process_groups(group):
     assert distributed.process_group_of(group) is group

@@ -87,7 +87,7 @@ class ImageDataset(Dataset):
         return type(self.source).__name__
 
     def sample_name(self, index: int) -> str:
-        """The sample at ``index`` in words: its number, its source and, if there is one, its file."""
+        """The sample at ``index`` in words: its number, its source and its file, if any."""
         file = f', {self._path(self.indices[index])!r}' if self._path is not None else ''
         return f'sample {index} of {self._source_name}{file}'
 

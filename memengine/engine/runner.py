@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,6 +14,7 @@ from mmengine.model import is_model_wrapper
 from mmengine.runner import BaseLoop, save_checkpoint
 from mmengine.runner import Runner as _Runner
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
+from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -32,8 +33,10 @@ from memengine.engine.checkpoint.state import (
 )
 from memengine.engine.config.runner_schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
+from memengine.engine.distributed.launchers import DEFAULT_TIMEOUT_S
 from memengine.engine.distributed.processes import init_process_group, local_device_ids
-from memengine.engine.faults.workers import DEFAULT_TIMEOUT_S, guard_workers, samples_named
+from memengine.engine.faults.ranks import RankWatch, ranks_named
+from memengine.engine.faults.workers import BATCH_TIMEOUT_S, guard_workers, samples_named
 from memengine.engine.hooks import AlgorithmHook, CheckpointHook, FiniteLossHook, RandomStateHook
 from memengine.engine.step import unwrap
 from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
@@ -42,6 +45,14 @@ from memengine.registry import LOOPS, MODEL_WRAPPERS, MODELS, RUNNERS
 from memengine.techniques.sharding.materializing import on_meta
 
 __all__ = ['Runner']
+
+# What a rank is doing from a method of its hooks on.
+_PLACES = dict(
+    before_train_iter='training',
+    before_val_iter='evaluation',
+    before_test_iter='testing',
+    before_save_checkpoint='saving',
+)
 
 
 @runtime_checkable
@@ -88,6 +99,7 @@ class Runner(_Runner):
 
     def __init__(self, *args: Any, default_scope: str = 'memengine', **kwargs: Any) -> None:
         self._sharded_writer = ShardedWriter()
+        self._watch: RankWatch | None = None  # of one rank among several
         super().__init__(*args, default_scope=default_scope, **kwargs)
 
     @classmethod
@@ -102,6 +114,9 @@ class Runner(_Runner):
         if self.distributed:
             init_process_group(self.launcher, env_cfg.get('dist_cfg', {}))
         super().setup_env(env_cfg)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            timeout_s = env_cfg.get('dist_cfg', {}).get('timeout', DEFAULT_TIMEOUT_S)
+            self._watch = RankWatch(timeout_s)
 
     def set_randomness(self, seed: int | None = None, *args: Any, **kwargs: Any) -> None:
         """Seed the run; a seed that is drawn goes into the config that the run writes out."""
@@ -119,7 +134,7 @@ class Runner(_Runner):
         if isinstance(dataloader, dict) and seed is not None:
             dataloader = reproducible(dataloader, seed, diff_rank_seed)
         if isinstance(dataloader, dict) and dataloader.get('num_workers', 0):
-            dataloader = {'timeout': DEFAULT_TIMEOUT_S, **dataloader}
+            dataloader = {'timeout': BATCH_TIMEOUT_S, **dataloader}
         return guard_workers(_Runner.build_dataloader(dataloader, seed, diff_rank_seed))
 
     def build_train_loop(self, loop: Any) -> Any:
@@ -248,7 +263,7 @@ class Runner(_Runner):
         )
         self._maybe_compile('train_step')
         try:
-            with samples_named(self._loaders):
+            with self._faults_named():
                 model = self.train_loop.run()
             self.wait_for_checkpoint()
             return model
@@ -257,13 +272,25 @@ class Runner(_Runner):
 
     def val(self) -> dict[str, float]:
         """Validate, as MMEngine does."""
-        with samples_named(self._loaders):
+        with self._faults_named():
             return super().val()
 
     def test(self) -> dict[str, float]:
         """Test, as MMEngine does."""
-        with samples_named(self._loaders):
+        with self._faults_named():
             return super().test()
+
+    def call_hook(self, fn_name: str, **kwargs: Any) -> None:
+        """Call a method of all hooks, as MMEngine does, and note where this rank is."""
+        if self._watch is not None and fn_name in _PLACES:
+            self._watch.at(f'{_PLACES[fn_name]}, iteration {self.iter}')
+        super().call_hook(fn_name, **kwargs)
+
+    @contextmanager
+    def _faults_named(self) -> Iterator[None]:
+        """Have errors name the sample or the rank that is at fault."""
+        with ranks_named(self._watch), samples_named(self._loaders):
+            yield
 
     def _loaders(self) -> dict[str, DataLoader]:
         """The data loaders that are built, by the names of their settings."""

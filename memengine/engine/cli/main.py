@@ -120,10 +120,14 @@ class _Command:
 
     def report_error(self, error: Exception) -> None:
         """Say what went wrong: in a sentence, with ``--debug`` below the traceback."""
-        from memengine.engine.cli.failure import explain, explain_lost_connection, lost_connection
+        from memengine.engine.cli.failure import explain, explain_lost_connection
+        from memengine.engine.faults.ranks import RankError, lost_connection
 
         if self.args.debug:
             traceback.print_exception(error)
+        if isinstance(error, RankError):
+            self.print_error(f'error: {error}')
+            return
         if lost_connection(error):
             self.print_error(f'error: {explain_lost_connection(error, self.cfg)}')
             return

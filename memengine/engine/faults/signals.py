@@ -41,7 +41,7 @@ class Interrupted(KeyboardInterrupt):
 
 def exit_status(interrupt: KeyboardInterrupt) -> int:
     """What a process ends with: 75 when it was preempted, else 128 and the signal's number."""
-    number = interrupt.signal if isinstance(interrupt, Interrupted) else signal.SIGINT
+    number: int = interrupt.signal if isinstance(interrupt, Interrupted) else signal.SIGINT
     return REQUEUE_STATUS if number in _PREEMPTION else 128 + number
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from memengine.engine.faults.signals import STOP_SIGNALS
 
 __all__ = [
-    'DEFAULT_TIMEOUT_S',
+    'BATCH_TIMEOUT_S',
     'NamesSamples',
     'SamplesInHand',
     'WorkerError',
@@ -27,12 +27,13 @@ __all__ = [
     'samples_named',
 ]
 
-DEFAULT_TIMEOUT_S = 300
+BATCH_TIMEOUT_S = 300
 """How long a batch is waited for, where the loader's ``timeout`` says nothing."""
 
 _DIED = re.compile(
     r'DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\) '
-    r'(?:exited unexpectedly(?: (?P<code>with exit code \d+))?|is (?P<signal>killed by signal: [\w ]+))'
+    r'(?:exited unexpectedly(?: (?P<code>with exit code \d+))?'
+    r'|is (?P<signal>killed by signal: [\w ]+))'
 )
 _LATE = re.compile(r'DataLoader timed out after (?P<seconds>[\d.]+) seconds')
 
@@ -49,11 +50,11 @@ class NamesSamples(Protocol):
         """The sample in words: its number, and its file if it has one."""
 
 
-class _InHand(NamedTuple):
+class _Worker(NamedTuple):
     """A worker, the sample that it loads (-1: none), and since when (nanoseconds of the clock)."""
 
     pid: int
-    index: int
+    sample: int
     since_ns: int
 
 
@@ -75,9 +76,9 @@ class SamplesInHand:
         if worker is not None:
             self._rows[worker.id] = torch.tensor([os.getpid(), index, time.time_ns()])
 
-    def read(self) -> list[_InHand]:
+    def read(self) -> list[_Worker]:
         """What the workers that have begun do now, or did when they died."""
-        return [_InHand(*row) for row in self._rows.tolist() if row[0]]
+        return [_Worker(*row) for row in self._rows.tolist() if row[0]]
 
 
 def guard_workers(loader: DataLoader) -> DataLoader:
@@ -141,11 +142,15 @@ def samples_named(loaders: Callable[[], Mapping[str, DataLoader]]) -> Iterator[N
             if hasattr(loader.dataset, 'in_hand')
             for worker in loader.dataset.in_hand.read()
         ]
+        for child in multiprocessing.active_children():
+            if child.pid in {worker.pid for worker, _, _ in workers}:
+                child.kill()  # one that hangs may hear nothing else, and would be waited for
+                child.join()
         said = _who_died(died, workers) if died else late and _who_hangs(late, workers)
         raise WorkerError(said or str(error)) from error
 
 
-_Workers: TypeAlias = 'list[tuple[_InHand, str, DataLoader]]'
+_Workers: TypeAlias = 'list[tuple[_Worker, str, DataLoader]]'
 
 
 def _who_died(found: re.Match[str], workers: _Workers) -> str | None:
@@ -155,27 +160,23 @@ def _who_died(found: re.Match[str], workers: _Workers) -> str | None:
             ended = f'ended {found["code"] or "unexpectedly"}'
             how = f'was {found["signal"]}' if found['signal'] else ended
             doing = 'while it had no sample in hand'
-            if worker.index >= 0:
-                doing = f'while it loaded {_sample_name(loader, worker.index)}'
+            if worker.sample >= 0:
+                doing = f'while it loaded {_sample_name(loader, worker.sample)}'
             advice = f'with {name}.num_workers=0 the same happens where it can be seen'
             return f'{name}: a worker (pid {worker.pid}) {how} {doing}; {advice}'
     return None
 
 
 def _who_hangs(found: re.Match[str], workers: _Workers) -> str | None:
-    """Who has had a sample in hand for longest. All are killed: that one may hear nothing else."""
-    loading = [each for each in workers if each[0].index >= 0]
-    for child in multiprocessing.active_children():
-        if child.pid in {worker.pid for worker, _, _ in workers}:
-            child.kill()
-            child.join()
+    """Who has had a sample in hand for longest."""
+    loading = [each for each in workers if each[0].sample >= 0]
     if not loading:
         return None
     worker, name, loader = min(loading, key=lambda each: each[0].since_ns)
     since = time.strftime('%H:%M:%S', time.localtime(worker.since_ns / 1e9))
     return (
         f'{name}: no batch within {found["seconds"]} s ({name}.timeout): a worker (pid '
-        f'{worker.pid}) has been loading {_sample_name(loader, worker.index)} since {since}'
+        f'{worker.pid}) has been loading {_sample_name(loader, worker.sample)} since {since}'
     )
 
 
