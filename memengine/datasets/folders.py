@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import struct
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mmengine.logging import print_log
 from PIL import Image
 
 from memengine.datasets.build import one_line
@@ -70,6 +73,8 @@ def _existing_folder(root: str, setting: str = 'root') -> Path:
 class ImageFolder:
     """Images in one folder per class: ``root/<class>/**/<image>``, read as RGB.
 
+    Files whose suffix is none of torchvision's (GIFs are not) are left out; a warning counts them.
+
     Args:
         root: The folder that holds one folder per class, in whose sorted order the classes are
             numbered.
@@ -82,13 +87,29 @@ class ImageFolder:
         from torchvision import datasets
 
         folder = _existing_folder(root)
+        left_out: Counter[str] = Counter()
+
+        def is_image(path: str) -> bool:
+            known = path.lower().endswith(datasets.folder.IMG_EXTENSIONS)
+            if not known:
+                left_out[Path(path).suffix.lower() or 'without suffix'] += 1
+            return known
+
         try:
-            self._files = datasets.ImageFolder(str(folder), loader=load_rgb)
+            self._files = datasets.ImageFolder(str(folder), load_rgb, is_valid_file=is_image)
         except FileNotFoundError as error:
             raise ValueError(
                 f'root={str(folder)!r} must hold one folder of images per class: {one_line(error)}'
             ) from error
         self.classes: list[str] = self._files.classes
+        if left_out:
+            kinds = ', '.join(f'{count} {kind}' for kind, count in left_out.most_common(5))
+            print_log(
+                f'{type(self).__name__}: {len(self._files)} images in {str(folder)!r}; '
+                f'{left_out.total()} files of other kinds are left out ({kinds})',
+                logger='current',
+                level=logging.WARNING,
+            )
 
     def __len__(self) -> int:
         return len(self._files)

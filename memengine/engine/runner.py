@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.fileio import join_path
 from mmengine.model import is_model_wrapper
@@ -18,6 +19,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
+from memengine._torch_private.data_loading import end_workers
 from memengine.engine.apply import apply_before_wrapping, apply_to_model, hooks_of_keys, refuse
 from memengine.engine.checkpoint.files import atomic_write, find_latest, safe_loading
 from memengine.engine.checkpoint.sharded import SUFFIX, ShardedWriter, is_sharded
@@ -35,9 +37,15 @@ from memengine.engine.config.runner_schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
 from memengine.engine.distributed.launchers import DEFAULT_TIMEOUT_S
 from memengine.engine.distributed.processes import init_process_group, local_device_ids
+from memengine.engine.faults.finite_state import each_optim_wrapper, refuse_nonfinite_state
 from memengine.engine.faults.ranks import RankWatch, ranks_named
-from memengine.engine.faults.workers import BATCH_TIMEOUT_S, guard_workers, samples_named
-from memengine.engine.hooks import AlgorithmHook, CheckpointHook, FiniteLossHook, RandomStateHook
+from memengine.engine.faults.workers import (
+    BATCH_TIMEOUT_S,
+    count_skipped,
+    guard_workers,
+    samples_named,
+)
+from memengine.engine.hooks import AlgorithmHook, CheckpointHook, NonFiniteHook, RandomStateHook
 from memengine.engine.step import unwrap
 from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
 from memengine.engine.wrappers.fsdp import FullyShardedDataParallel
@@ -106,6 +114,10 @@ class Runner(_Runner):
     def from_cfg(cls, cfg: Any) -> Runner:
         """Build a runner from a config; without a ``default_scope`` it is memengine's."""
         cfg = copy.deepcopy(cfg)
+        cfg = cfg if isinstance(cfg, Config) else Config(cfg)
+        # MMEngine's own layout stays; yapf's, at every start and in every checkpoint, takes longer
+        # than to write it.
+        object.__setattr__(cfg, '_format_python_code', False)
         cfg.setdefault('default_scope', 'memengine')
         return super().from_cfg(cfg)
 
@@ -230,7 +242,7 @@ class Runner(_Runner):
         ours = dict(
             random_state=dict(type=RandomStateHook),
             algorithm=dict(type=AlgorithmHook),
-            finite_loss=dict(type=FiniteLossHook),
+            finite_loss=dict(type=NonFiniteHook),
             **hooks_of_keys(self.cfg),
         )
         chosen = {**ours, **(hooks or {})}
@@ -288,9 +300,18 @@ class Runner(_Runner):
 
     @contextmanager
     def _faults_named(self) -> Iterator[None]:
-        """Have errors name the sample or the rank that is at fault."""
-        with ranks_named(self._watch), samples_named(self._loaders):
-            yield
+        """Have errors name the sample or rank that is at fault; at the end count what was skipped.
+
+        The processes that have loaded data end with it.
+        """
+        try:
+            with ranks_named(self._watch), samples_named(self._loaders):
+                yield
+        finally:
+            for loader in self._loaders().values():
+                end_workers(loader)
+        for skipped in count_skipped(self._loaders()):
+            self.logger.warning(skipped)
 
     def _loaders(self) -> dict[str, DataLoader]:
         """The data loaders that are built, by the names of their settings."""
@@ -298,7 +319,7 @@ class Runner(_Runner):
         return {
             f'{name}_dataloader': loop.dataloader
             for name, loop in loops.items()
-            if isinstance(loop, BaseLoop)
+            if isinstance(loop, BaseLoop) and isinstance(loop.dataloader, DataLoader)
         }
 
     def _build_param_scheduler(self, scheduler: Any, optim_wrapper: Any) -> list[Any]:
@@ -334,6 +355,30 @@ class Runner(_Runner):
         """Go on from a checkpoint, on any number of ranks that see as many samples together."""
         self._resume = True  # loading is strict, and reads the optimiser's state too
         super().resume(filename, *args, **kwargs)
+
+    def roll_back(self) -> str | Path | None:
+        """Set weights and optimiser back to the last checkpoint's, at the present learning rate.
+
+        All else goes on: iterations, schedules, data. Every rank must call it.
+
+        Returns:
+            The checkpoint; None, and nothing is changed, if there is none.
+        """
+        self.wait_for_checkpoint()
+        latest = find_latest(self.work_dir)
+        if latest is None:
+            return None
+        layout = ShardLayout(self.model, self.optim_wrapper, [])
+        trusted = self.cfg.get('trusted_globals', ())
+        checkpoint = read_checkpoint(str(latest), trusted, layout, with_optimizer=True)
+        unwrap(self.model).load_state_dict(checkpoint['state_dict'])
+        groups = [g for w in each_optim_wrapper(self.optim_wrapper) for g in w.param_groups]
+        scheduled = [{k: v for k, v in group.items() if k != 'params'} for group in groups]
+        self.optim_wrapper.load_state_dict(checkpoint['optimizer'])
+        groups = [g for w in each_optim_wrapper(self.optim_wrapper) for g in w.param_groups]
+        for group, values in zip(groups, scheduled, strict=True):
+            group.update(values)
+        return latest
 
     def load_checkpoint(
         self,
@@ -404,7 +449,12 @@ class Runner(_Runner):
             backend_args: Of MMEngine's storage, for remote folders.
             asynchronous: Write a sharded checkpoint in the background.
             then: Called on rank 0 once the checkpoint is whole.
+
+        Raises:
+            NonFiniteError: When a weight, or what the optimiser holds, is NaN or infinite on any
+                rank; nothing is written then.
         """
+        refuse_nonfinite_state(unwrap(self.model), self.optim_wrapper if save_optimizer else None)
         done = dict(epoch=self.epoch + by_epoch, iter=self.iter + (not by_epoch))
         samples = dict(samples_per_step=samples_per_step(self))
         meta = {**done, **samples, **(meta or {})}

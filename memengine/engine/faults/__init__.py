@@ -1,1 +1,1 @@
-"""What lets a run survive faults: signals, processes that die or hang, steps that go wrong."""
+"""What survives a fault: signals, processes that die or hang, steps that are not finite."""

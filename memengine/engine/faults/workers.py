@@ -20,9 +20,11 @@ from memengine.engine.faults.signals import STOP_SIGNALS
 
 __all__ = [
     'BATCH_TIMEOUT_S',
+    'CountsSkipped',
     'NamesSamples',
     'SamplesInHand',
     'WorkerError',
+    'count_skipped',
     'guard_workers',
     'samples_named',
 ]
@@ -48,6 +50,15 @@ class NamesSamples(Protocol):
 
     def sample_name(self, index: int) -> str:
         """The sample in words: its number, and its file if it has one."""
+
+
+@runtime_checkable
+class CountsSkipped(Protocol):
+    """A data set that goes on without samples that cannot be read."""
+
+    skipped: int
+
+    def __len__(self) -> int: ...
 
 
 class _Worker(NamedTuple):
@@ -148,6 +159,14 @@ def samples_named(loaders: Callable[[], Mapping[str, DataLoader]]) -> Iterator[N
                 child.join()
         said = _who_died(died, workers) if died else late and _who_hangs(late, workers)
         raise WorkerError(said or str(error)) from error
+
+
+def count_skipped(loaders: Mapping[str, DataLoader]) -> Iterator[str]:
+    """A sentence for each loader of which samples could not be read."""
+    for name, loader in loaders.items():
+        dataset = getattr(loader.dataset, 'dataset', loader.dataset)
+        if isinstance(dataset, CountsSkipped) and dataset.skipped:
+            yield f'{name}: {dataset.skipped} of {len(dataset)} samples were skipped as unreadable'
 
 
 _Workers: TypeAlias = 'list[tuple[_Worker, str, DataLoader]]'

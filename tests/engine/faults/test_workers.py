@@ -155,3 +155,13 @@ def test_workers_outlive_signals_for_the_run(tmp_path):
         toy_runner(tmp_path, losses, loader=loader, custom_hooks=[losses, SignalAll()]).train()
     assert len(losses.seen) == 7
     assert torch.load(tmp_path / 'iter_7.pth', weights_only=False)['meta']['iter'] == 7
+
+
+def test_skipped_samples_are_counted_at_the_end(tmp_path, caplog):
+    class Skipping(ToyData):
+        skipped = 3
+
+    with caplog.at_level('WARNING'):
+        toy_runner(tmp_path, loader=dict(dataset=Skipping())).train()
+    said = 'train_dataloader: 3 of 22 samples were skipped as unreadable'
+    assert [record.message for record in caplog.records].count(said) == 1
