@@ -96,14 +96,15 @@ class ImageFolder:
             return known
 
         try:
-            self._files = datasets.ImageFolder(str(folder), load_rgb, is_valid_file=is_image)
+            self._files = datasets.ImageFolder(str(folder), loader=load_rgb, is_valid_file=is_image)
         except FileNotFoundError as error:
             raise ValueError(
                 f'root={str(folder)!r} must hold one folder of images per class: {one_line(error)}'
             ) from error
         self.classes: list[str] = self._files.classes
         if left_out:
-            kinds = ', '.join(f'{count} {kind}' for kind, count in left_out.most_common(5))
+            most = sorted(left_out.items(), key=lambda each: (-each[1], each[0]))[:5]
+            kinds = ', '.join(f'{count} {kind}' for kind, count in most)
             print_log(
                 f'{type(self).__name__}: {len(self._files)} images in {str(folder)!r}; '
                 f'{left_out.total()} files of other kinds are left out ({kinds})',

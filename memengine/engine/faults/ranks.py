@@ -150,6 +150,7 @@ class RankWatch:
     def _tell(self) -> None:
         """Write a note every few seconds; runs in a thread."""
         try:
+            self._write()
             while not self._stopped.wait(BEAT_S):
                 self._write()
                 self._check()

@@ -138,7 +138,8 @@ def samples_named(loaders: Callable[[], Mapping[str, DataLoader]]) -> Iterator[N
     """
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, OSError, EOFError) as raised:
+        error = raised if isinstance(raised, RuntimeError) else _hear_of_death() or raised
         text = f'{error.__cause__ or ""} {error}'  # the cause, if there is one, knows more
         died, late = _DIED.search(text), _LATE.search(text)
         if not died and not late:
@@ -159,6 +160,15 @@ def samples_named(loaders: Callable[[], Mapping[str, DataLoader]]) -> Iterator[N
                 child.join()
         said = _who_died(died, workers) if died else late and _who_hangs(late, workers)
         raise WorkerError(said or str(error)) from error
+
+
+def _hear_of_death() -> RuntimeError | None:
+    """What torch raises a moment after the pipes of a worker that dies have broken, if one does."""
+    try:
+        time.sleep(1)
+    except RuntimeError as error:
+        return error
+    return None
 
 
 def count_skipped(loaders: Mapping[str, DataLoader]) -> Iterator[str]:
