@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from mmengine.dataset import InfiniteSampler
+from mmengine.optim import OptimWrapper
 from mmengine.runner import EpochBasedTrainLoop as _EpochBasedTrainLoop
 from mmengine.runner import IterBasedTrainLoop as _IterBasedTrainLoop
 from torch import nn
 from torch.utils.data import DataLoader
 
 from memengine.engine.data_order import batches_from, train_loader
+from memengine.engine.faults.finite_state import each_optim_wrapper
 from memengine.engine.faults.stopping import EvaluationStopped, StopRequest
 from memengine.registry import LOOPS
 
@@ -36,6 +38,12 @@ def _save_and_stop(loop: _Loop, evaluation_due: bool = False) -> None:
     mark = partial(runner.mark_last_checkpoint, Path(runner.work_dir) / name)
     runner.save_checkpoint(runner.work_dir, name, meta=meta, on_complete=mark)
     runner.logger.info(f'Stopped after iteration {loop.iter}; saved {name}, go on with --resume.')
+
+
+def _has_updated(loop: _Loop) -> bool:
+    """Whether no gradients are gathered for an update to come (``accumulative_counts``)."""
+    wrappers = each_optim_wrapper(loop.runner.optim_wrapper)
+    return all(each.should_update() for each in wrappers if isinstance(each, OptimWrapper))
 
 
 def _evaluation_is_due(loop: _Loop, done: int, last: int) -> bool:
@@ -111,7 +119,7 @@ class EpochBasedTrainLoop(_EpochBasedTrainLoop):
         done = self._iter - self._epoch * len(self.dataloader)
         for index, batch in enumerate(batches_from(self.dataloader, done), start=done):
             self.run_iter(index, batch)
-            if self._stop.after(self._iter):
+            if self._stop.after(self._iter, _has_updated(self)):
                 return _save_and_stop(self)
         self.runner.call_hook('after_train_epoch')
         self._epoch += 1
@@ -159,9 +167,11 @@ class IterBasedTrainLoop(_IterBasedTrainLoop):
                 self.run_iter(batch)
                 self._decide_current_val_interval()
                 evaluation_due = _evaluation_is_due(self, self._iter, self._max_iters)
-                if stop.after(self._iter):
-                    _save_and_stop(self, evaluation_due and stop.signal is not None)
-                if evaluation_due and stop.signal is None:
+                stops = stop.after(self._iter, _has_updated(self))
+                by_signal = stops and stop.signal is not None
+                if stops:
+                    _save_and_stop(self, evaluation_due and by_signal)
+                if evaluation_due and not by_signal:
                     _evaluate(self)
                 if self._iter >= self._max_iters or self.stop_training:
                     break

@@ -41,7 +41,7 @@ class Interrupted(KeyboardInterrupt):
 
 def exit_status(interrupt: KeyboardInterrupt) -> int:
     """What a process ends with: 75 when it was preempted, else 128 and the signal's number."""
-    number: int = interrupt.signal if isinstance(interrupt, Interrupted) else signal.SIGINT
+    number = interrupt.signal if isinstance(interrupt, Interrupted) else signal.SIGINT
     return REQUEUE_STATUS if number in _PREEMPTION else 128 + number
 
 
@@ -65,5 +65,5 @@ def stop_signals_handled_by(handler: Callable[[int, Any], None]) -> Iterator[Non
     try:
         yield
     finally:
-        for number, before in previous.items():
-            signal.signal(number, signal.SIG_DFL if before is None else before)
+        for changed, before in previous.items():
+            signal.signal(changed, signal.SIG_DFL if before is None else before)

@@ -73,10 +73,15 @@ class StopRequest(Hook):
         if number == signal.SIGINT == self._received[0] and not is_duplicate:
             raise Interrupted(number)
 
-    def after(self, iterations: int) -> bool:
-        """Whether to stop, ``iterations`` iterations having been done."""
+    def after(self, iterations: int, updated: bool = True) -> bool:
+        """Whether to stop, ``iterations`` iterations having been done.
+
+        Args:
+            iterations: How many.
+            updated: Whether all gradients of these are in the weights: a signal waits for it.
+        """
         stop_at = self._stop_at_iter
-        return self._agreed() or (stop_at is not None and iterations >= stop_at)
+        return (self._agreed() and updated) or (stop_at is not None and iterations >= stop_at)
 
     def before_val_epoch(self, runner: Any) -> None:
         """Find out how many batches all ranks have, as only these can be left together."""

@@ -74,11 +74,11 @@ def run(folder, loop, signal_hook=None, rank=0, **options):
     return losses.seen, metric.found, params(runner), ended_by
 
 
-def assert_resumes_exactly(folder, loop, signal_hook):
+def assert_resumes_exactly(folder, loop, signal_hook, **options):
     """A run that a signal ended and the rest of it are the run without the signal."""
-    losses, figures, final, _ = run(folder / 'whole', loop)
-    first = run(folder / 'parts', loop, signal_hook)
-    second = run(folder / 'parts', loop, resume=True)
+    losses, figures, final, _ = run(folder / 'whole', loop, **options)
+    first = run(folder / 'parts', loop, signal_hook, **options)
+    second = run(folder / 'parts', loop, resume=True, **options)
     assert (first[3], second[3]) == (signal_hook.number, None)
     assert first[0] + second[0] == losses
     assert first[1] + second[1] == figures, 'the evaluation that was left is done again'
@@ -117,6 +117,14 @@ def test_a_signal_in_a_step_saves_at_its_end(tmp_path, number, status):
     trained = assert_resumes_exactly(tmp_path, 'epochs', Signal(number, 'before_train_iter', 6))
     assert trained == list(range(7)), 'the step in which the signal came is the last'
     assert exit_status(Interrupted(number)) == status
+
+
+@pytest.mark.parametrize('loop', LOOPS)
+def test_a_signal_between_two_updates_waits_for_the_next(tmp_path, loop):
+    wrapper = dict(optimizer=dict(type='AdamW', lr=0.05), accumulative_counts=4)
+    hook = Signal(signal.SIGTERM, 'before_train_iter', 5)
+    trained = assert_resumes_exactly(tmp_path, loop, hook, optim_wrapper=wrapper)
+    assert trained == list(range(8))
 
 
 @pytest.mark.fault('SIGTERM in an evaluation', 'left after the batch; resuming begins with it')
