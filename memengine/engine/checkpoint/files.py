@@ -37,19 +37,22 @@ class CheckpointError(ValueError):
 _read_anything = torch.load
 
 
-class _DamagedError(Exception):
-    """Of what torch raises while it reads bytes that make no sense."""
+class _UnreadableError(Exception):
+    """No UnpicklingError, which timm would answer with advice to read unsafely."""
 
 
 def _read_safely(*args: Any, **kwargs: Any) -> Any:
     try:
         return _read_anything(*args, **{**kwargs, 'pickle_module': None, 'weights_only': True})
-    except (pickle.UnpicklingError, OSError):
+    except pickle.UnpicklingError as error:
+        raise _UnreadableError(refusal(error)) from error
+    except OSError:
         raise
     except Exception as error:
         if isinstance(error, RuntimeError) and 'PytorchStreamReader' not in str(error):
             raise  # of the device, which map_location names
-        raise _DamagedError(str(error) or type(error).__name__) from error
+        what = str(error) or type(error).__name__
+        raise _UnreadableError(f'is damaged or incomplete: {what}') from error
 
 
 @contextmanager
@@ -71,10 +74,8 @@ def safe_loading(filename: str | Path, trusted: Iterable[str] = ()) -> Iterator[
         with torch.serialization.safe_globals(safe_globals(trusted)):
             with patch.object(torch, 'load', _read_safely):
                 yield
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f'{filename} {refusal(error)}') from error
-    except _DamagedError as error:
-        raise CheckpointError(f'{filename} is damaged or incomplete: {error}') from error
+    except _UnreadableError as error:
+        raise CheckpointError(f'{filename} {error}') from error
 
 
 def refusal(error: Exception) -> str:
