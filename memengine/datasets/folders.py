@@ -164,12 +164,14 @@ class ImageFolder:
                 f'{len(again)} links lead to folders that are read already and are not followed '
                 f'({again[0]!r})'
             )
-        others = sorted((-left_out[kind], kind) for kind in left_out.keys() - set(_SUFFIXES))
-        if others:
-            kinds = ', '.join(f'{-count} {kind}' for count, kind in others[:5])
+        for suffix in _SUFFIXES:
+            del left_out[suffix]
+        if left_out:
+            most = sorted(left_out.items(), key=lambda each: (-each[1], each[0]))[:5]
+            kinds = ', '.join(f'{count} {kind}' for kind, count in most)
             self._warn(
-                f'{len(self)} images in {str(folder)!r}; {-sum(count for count, _ in others)} files '
-                f'of other kinds are left out ({kinds})'
+                f'{len(self)} images in {str(folder)!r}; {left_out.total()} files of other kinds '
+                f'are left out ({kinds})'
             )
 
     def _warn(self, text: str) -> None:
