@@ -57,7 +57,7 @@ from memengine.engine.faults.workers import (
     samples_named,
 )
 from memengine.engine.hooks import AlgorithmHook, CheckpointHook, NonFiniteHook, RandomStateHook
-from memengine.engine.step import unwrap
+from memengine.engine.step import SlicedModel, unwrap
 from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
 from memengine.engine.wrappers.fsdp import FullyShardedDataParallel
 from memengine.registry import LOOPS, MODEL_WRAPPERS, MODELS, RUNNERS
@@ -255,6 +255,19 @@ class Runner(_Runner):
                 'of all ranks'
             )
 
+    def _refuse_lone_samples(self) -> None:
+        """Refuse batches of one sample where samples meet in the loss, which is 0 then."""
+        model = unwrap(self.model)
+        losses = losses_with_a_group(model).values()
+        is_local = any(loss.process_group is None for loss in losses)
+        fewest = self.world_size if is_local else 1
+        if samples_per_step(self) == fewest and isinstance(model, SlicedModel) and model.coupled:
+            raise ValueError(
+                f'train_dataloader.batch_size=1: in the loss of {type(model).__name__} samples are '
+                'compared with each other, so that one alone teaches nothing (the loss is 0); set '
+                'it to at least 2'
+            )
+
     def register_default_hooks(self, hooks: dict[str, Any] | None = None) -> None:
         """Register MMEngine's default hooks and memengine's; ``name=None`` leaves one out."""
         ours = dict(
@@ -284,6 +297,7 @@ class Runner(_Runner):
         if self._val_loop is not None:
             self._val_loop = self.build_val_loop(self._val_loop)
         refuse({**self.cfg, 'launcher': self.launcher}, self.hooks)
+        self._refuse_lone_samples()
         self.call_hook('before_run')
         self._init_model_weights()
         apply_to_model(unwrap(self.model), self.logger, self.hooks)
@@ -370,11 +384,15 @@ class Runner(_Runner):
                 return
             self._load_from = str(latest)
         if self._load_from is not None:
-            options = load_from_options(self._load_from)
-            if self._resume:
-                self.resume(options['filename'])
+            if not self._resume:
+                self.load_checkpoint(**load_from_options(self._load_from))
+            elif isinstance(self._load_from, str):
+                self.resume(self._load_from)
             else:
-                self.load_checkpoint(**options)
+                raise ValueError(
+                    'resume=True goes on with all of a checkpoint: name it by load_from=PATH, '
+                    f'not {self._load_from}'
+                )
             self._has_loaded = True
 
     def resume(self, filename: str, *args: Any, **kwargs: Any) -> None:
@@ -452,11 +470,12 @@ class Runner(_Runner):
                 model, checkpoint['state_dict'], filename, into, strict or self._resume
             )
         except CheckpointError as error:
-            if self._resume or part or into:
+            if self._resume or part or into or not isinstance(self._train_loop, BaseLoop):
                 raise
             raise CheckpointError(f'{error}{advise(model, names, filename)}') from error
         self._has_loaded = True
-        self.logger.info(f'Load checkpoint from {filename}')
+        which = f', its {part or "weights"} into {into}' if into else ''
+        self.logger.info(f'Load checkpoint from {filename}{which}')
         if left:
             self.logger.warning(f'{filename}: {left}')
         return checkpoint
