@@ -18,8 +18,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from memengine.engine.apply import apply_before_wrapping, apply_to_model, hooks_of_keys, refuse
-from memengine.engine.checkpoint.files import atomic_write, find_latest, safe_loading
-from memengine.engine.checkpoint.sharded import SUFFIX, ShardedWriter, is_sharded
+from memengine.engine.checkpoint.checksums import verify
+from memengine.engine.checkpoint.files import CheckpointError, DamagedError, atomic_write
+from memengine.engine.checkpoint.latest import newest_first
+from memengine.engine.checkpoint.saving import CheckpointWriter, SaveError, write_file
+from memengine.engine.checkpoint.sharded import SUFFIX, is_sharded
+from memengine.engine.checkpoint.sharded_saving import sharded_write
 from memengine.engine.checkpoint.state import (
     ShardLayout,
     check_samples_per_step,
@@ -32,7 +36,8 @@ from memengine.engine.checkpoint.state import (
 )
 from memengine.engine.config.runner_schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
-from memengine.engine.distributed.processes import init_process_group, local_device_ids
+from memengine.engine.distributed.processes import cpu_group, init_process_group, local_device_ids
+from memengine.engine.distributed.together import together
 from memengine.engine.hooks import AlgorithmHook, CheckpointHook, FiniteLossHook, RandomStateHook
 from memengine.engine.step import unwrap
 from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
@@ -85,7 +90,7 @@ class Runner(_Runner):
     param_schedulers: Any
 
     def __init__(self, *args: Any, default_scope: str = 'memengine', **kwargs: Any) -> None:
-        self._sharded_writer = ShardedWriter()
+        self._writer = CheckpointWriter()
         super().__init__(*args, default_scope=default_scope, **kwargs)
 
     @classmethod
@@ -269,15 +274,29 @@ class Runner(_Runner):
 
     def load_or_resume(self) -> None:
         """Load weights or resume, as the config says; say so when there is nothing to resume."""
-        if self._resume and self._load_from is None:
-            latest = find_latest(self.work_dir)
-            if latest is None:
-                self.logger.info(
-                    f'No checkpoint to resume in {self.work_dir}: training starts from scratch.'
-                )
+        if not self._resume or self._load_from is not None:
+            super().load_or_resume()
+            return
+        trusted = self.cfg.get('trusted_globals', ())
+        found = newest_first(self.work_dir, trusted, self.logger.warning) if self.rank == 0 else ()
+        paths, damaged = iter(found), 0
+        while path := together(lambda: next(paths, None), cpu_group('checkpoint'))[0]:
+            try:
+                self._load_from = str(path)
+                super().load_or_resume()
                 return
-            self._load_from = str(latest)
-        super().load_or_resume()
+            except DamagedError as error:
+                self.logger.warning(f'{error}; going on from the checkpoint before it')
+                damaged += 1
+        if damaged:
+            raise CheckpointError(
+                f'none of the {damaged} checkpoint(s) in {self.work_dir} is whole; name another '
+                'one with --resume PATH, or remove them to train from scratch'
+            )
+        self._load_from = None
+        self.logger.info(
+            f'No checkpoint to resume in {self.work_dir}: training starts from scratch.'
+        )
 
     def resume(self, filename: str, *args: Any, **kwargs: Any) -> None:
         """Go on from a checkpoint, on any number of ranks that see as many samples together."""
@@ -308,23 +327,25 @@ class Runner(_Runner):
         """
         strict = strict or self._resume
         trusted = self.cfg.get('trusted_globals', ())
-        kind = Path(filename).suffix
-        if not is_sharded_model(self.model) and not is_sharded(filename) and kind != '.safetensors':
-            with safe_loading(filename, trusted):
-                checkpoint = super().load_checkpoint(filename, map_location, strict, revise_keys)
-        else:
-            optim_wrapper = self.optim_wrapper if self._resume else None
-            layout = ShardLayout(self.model, optim_wrapper, revise_keys)
-            checkpoint = read_checkpoint(filename, trusted, layout, with_optimizer=self._resume)
-            self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
-            _load_checkpoint_to_model(
-                unwrap(self.model), checkpoint, strict, revise_keys=revise_keys
-            )
-            self._has_loaded = True
-            self.logger.info(f'Load checkpoint from {filename}')
+        self._verify(filename)
+        layout = ShardLayout(self.model, self.optim_wrapper if self._resume else None, revise_keys)
+        checkpoint = read_checkpoint(filename, trusted, layout, self._resume, map_location)
+        self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
+        _load_checkpoint_to_model(unwrap(self.model), checkpoint, strict, revise_keys=revise_keys)
+        self._has_loaded = True
+        self.logger.info(f'Load checkpoint from {filename}')
         if self._resume:
             check_samples_per_step(self, checkpoint)
         return checkpoint
+
+    def _verify(self, filename: str) -> None:
+        """Compare a checkpoint with its checksum; ranks share the work."""
+        if '://' in filename:
+            return
+        share = slice(self.rank, None, self.world_size)
+        known = together(lambda: verify(filename, share), cpu_group('checkpoint'))
+        if not all(known):
+            self.logger.info(f'{filename} has no checksum: it is read as it is')
 
     def save_checkpoint(
         self,
@@ -351,37 +372,57 @@ class Runner(_Runner):
             by_epoch: Whether this is after an epoch or after an iteration, where ``meta`` does
                 not say it.
             backend_args: Of MMEngine's storage, for remote folders.
-            asynchronous: Write a sharded checkpoint in the background.
-            then: Called on rank 0 once the checkpoint is whole.
+            asynchronous: Copy it to host memory, and write it in the background.
+            on_complete: Called on rank 0 once the checkpoint is whole.
         """
         done = dict(epoch=self.epoch + by_epoch, iter=self.iter + (not by_epoch))
         samples = dict(samples_per_step=samples_per_step(self))
         meta = {**done, **samples, **(meta or {})}
         path, remote = Path(out_dir) / filename, '://' in str(out_dir)
+        try:
+            self.wait_for_checkpoint()
+        except SaveError as error:  # of the one before, which nobody has waited for
+            self.logger.error(str(error))
+        if not Path(self.work_dir).is_dir():
+            self.logger.error(
+                f'work_dir {self.work_dir} is not there any more: was it moved? It is made again '
+                'for the next checkpoints; to go on from one of the others, move it back'
+            )
         if is_sharded(filename):
             if remote:
                 raise ValueError(f'sharded checkpoints need a folder to write to, got {out_dir}')
             state = run_state(self, meta, save_optimizer, save_param_scheduler)
             if save_optimizer:
                 state['optimizer'] = key_by_name(state['optimizer'], self.model, self.optim_wrapper)
-            self._sharded_writer.save(path, state, asynchronous, on_complete)
-            return
-        if self.rank == 0 or is_sharded_model(self.model):  # whose shards all ranks put together
-            state = gather_state(run_state(self, meta, save_optimizer, save_param_scheduler))
-        if self.rank == 0:
-            arguments = dict(file_client_args=file_client_args, backend_args=backend_args)
-            if remote:
-                url = join_path(out_dir, filename, backend_args=backend_args)
-                save_checkpoint(state, url, **arguments)
-            else:
-                with atomic_write(path) as unfinished:
-                    save_checkpoint(state, str(unfinished), **arguments)
-            if on_complete is not None:
-                on_complete()
+            write = sharded_write(path, state, asynchronous, on_complete)
+        else:
+            whole: dict[str, Any] = {}
+            if self.rank == 0 or is_sharded_model(self.model):  # whose shards all put together
+                state = run_state(self, meta, save_optimizer, save_param_scheduler)
+                whole = gather_state(state, copies=asynchronous)
+
+            def write() -> None:
+                if self.rank:
+                    return
+                if remote:
+                    url = join_path(out_dir, filename, backend_args=backend_args)
+                    save_checkpoint(whole, url, file_client_args, backend_args)
+                else:
+                    write_file(path, whole)
+                if on_complete is not None:
+                    on_complete()
+
+        self._writer.start(write, asynchronous)
+        if not asynchronous:
+            self.wait_for_checkpoint()
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until a checkpoint that is written in the background is whole."""
-        self._sharded_writer.wait()
+        """Wait until a checkpoint that is written in the background is whole.
+
+        Raises:
+            SaveError: On all ranks, when one could not write it.
+        """
+        self._writer.wait()
 
     @property
     def checkpoint_suffix(self) -> str:

@@ -23,11 +23,23 @@ import torch
 from mmengine.logging import HistoryBuffer
 from mmengine.runner import checkpoint as mm_checkpoint
 
-__all__ = ['CheckpointError', 'atomic_write', 'backup_path', 'find_latest', 'safe_loading']
+__all__ = [
+    'CheckpointError',
+    'DamagedError',
+    'atomic_write',
+    'backup_path',
+    'read_file',
+    'safe_loading',
+    'sync',
+]
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read, or may not be."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint that is not what was written: the one before may do."""
 
 
 def _log_buffer_method(owner: Any, name: str) -> Any:
@@ -90,7 +102,7 @@ def safe_loading(filename: str | Path, trusted: Iterable[str] = ()) -> Iterator[
         wanted = re.search(r'GLOBAL ([\w.]+)', str(error))
         if wanted is None:
             reason = str(error).partition('. ')[0]
-            raise CheckpointError(f'{filename} is not a readable checkpoint: {reason}') from error
+            raise DamagedError(f'{filename} is not a readable checkpoint: {reason}') from error
         # Some versions of torch leave out the module of Python's own functions.
         name = wanted[1] if '.' in wanted[1] else f'builtins.{wanted[1]}'
         raise CheckpointError(
@@ -100,47 +112,63 @@ def safe_loading(filename: str | Path, trusted: Iterable[str] = ()) -> Iterator[
         ) from error
     except (RuntimeError, EOFError) as error:
         if 'PytorchStreamReader' in str(error) or isinstance(error, EOFError):
-            raise CheckpointError(f'{filename} is damaged or incomplete: {error}') from error
+            raise DamagedError(f'{filename} is damaged or incomplete: {error}') from error
         raise
+
+
+def read_file(
+    filename: str, trusted: Iterable[str] = (), map_location: Any = 'cpu', **options: Any
+) -> dict[str, Any]:
+    """Read a file of MMEngine's or torch's, safely; whatever is wrong with it is one kind of error.
+
+    Args:
+        filename: A path, or a URL as MMEngine takes it.
+        trusted: See :func:`safe_loading`.
+        map_location: Where tensors go.
+        **options: More for ``torch.load``, where it is a path.
+
+    Raises:
+        CheckpointError: When it wants to run what it may not.
+        DamagedError: When it is damaged.
+    """
+    try:
+        with safe_loading(filename, trusted):
+            if options:
+                return torch.load(filename, map_location=map_location, **options)
+            return mm_checkpoint._load_checkpoint(filename, map_location)
+    except (CheckpointError, OSError, MemoryError):
+        raise
+    except Exception as error:  # a flipped bit makes the unpickler stumble in any way
+        raise DamagedError(
+            f'{filename} is damaged: reading it failed with {type(error).__name__}: {error}'
+        ) from error
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Give a path to write to, and move it to ``path`` when all is written.
+    """Give a path to write to, and move it to ``path`` when all is written, and on the disk.
 
-    A process that dies in between leaves the previous file as it was.
+    A process that dies in between, or a machine, leaves the previous file as it was.
     """
     partial = path.with_name(f'.{path.name}.partial')
     try:
         yield partial
+        sync(partial)
         os.replace(partial, path)
+        sync(path.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def backup_path(path: Path) -> Path:
     """Where a folder lies while another one takes its place."""
     return path.with_name(f'.{path.name}.previous')
-
-
-def find_latest(work_dir: str | Path) -> str | Path | None:
-    """The checkpoint that ``last_checkpoint`` in the work dir names, wherever the dir is now.
-
-    Raises:
-        CheckpointError: When that checkpoint is not there.
-    """
-    pointer = Path(work_dir) / 'last_checkpoint'
-    if not pointer.is_file():
-        return None
-    text = pointer.read_text().strip()
-    if '://' in text:  # of MMEngine's remote storage
-        return text
-    named = Path(text)
-    for path in (named, Path(work_dir) / named.name):
-        for found in (path, backup_path(path)):  # the latter, of a job killed while it replaced it
-            if found.exists():
-                return found
-    raise CheckpointError(
-        f'{pointer} names {named}, which is not there; name another one with --resume PATH, or '
-        'remove last_checkpoint to train from scratch'
-    )

@@ -17,13 +17,12 @@ import mmengine
 import torch
 from mmengine.dist import get_rank, get_world_size
 from mmengine.optim import OptimWrapperDict
-from mmengine.runner.checkpoint import _load_checkpoint
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from memengine.engine.checkpoint.files import safe_loading
+from memengine.engine.checkpoint.files import read_file
 from memengine.engine.checkpoint.sharded import (
     KeyPath,
     is_sharded,
@@ -120,21 +119,26 @@ def _scheduler_states(schedulers: Any) -> list[dict[str, Any]]:
     return [scheduler.state_dict() for scheduler in schedulers]
 
 
-def gather_state(tree: Any) -> Any:
+def gather_state(tree: Any, copies: bool = False) -> Any:
     """The same nested dicts and lists on the CPU, with the shards of all ranks put together.
 
     All ranks call it; it gathers one tensor at a time, and only rank 0 keeps it.
+
+    Args:
+        tree: What a checkpoint holds.
+        copies: Whether tensors that lie on the CPU are copied, as training will change them.
     """
     if isinstance(tree, dict):
         same = copy.copy(tree)  # keeps what else an OrderedDict carries
-        same.update((key, gather_state(value)) for key, value in tree.items())
+        for key, value in tree.items():
+            same[key] = gather_state(value, copies)
         return same
     if isinstance(tree, (list, tuple)):
-        return type(tree)(map(gather_state, tree))
+        return type(tree)(gather_state(value, copies) for value in tree)
     if isinstance(tree, DTensor):
         full = tree.full_tensor()
         return full.cpu() if get_rank() == 0 else None
-    return tree.detach().cpu() if isinstance(tree, Tensor) else tree
+    return tree.detach().to('cpu', copy=copies) if isinstance(tree, Tensor) else tree
 
 
 def _optimizers(optim_wrapper: Any) -> Iterator[tuple[KeyPath, Optimizer]]:
@@ -238,7 +242,11 @@ class ShardLayout:
 
 
 def read_checkpoint(
-    filename: str, trusted: Sequence[str], layout: ShardLayout, with_optimizer: bool
+    filename: str,
+    trusted: Sequence[str],
+    layout: ShardLayout,
+    with_optimizer: bool,
+    map_location: Any = 'cpu',
 ) -> dict[str, Any]:
     """Read a checkpoint of any kind as MMEngine's dict, laid out as this run's ranks hold it.
 
@@ -247,6 +255,7 @@ def read_checkpoint(
         trusted: See :func:`memengine.engine.checkpoint.files.safe_loading`.
         layout: How ranks hold what is in it.
         with_optimizer: Whether the optimiser's state is wanted.
+        map_location: Where tensors of a file of MMEngine's go.
     """
 
     def wanted(entry: str) -> bool:
@@ -260,8 +269,7 @@ def read_checkpoint(
     if filename.endswith('.safetensors'):
         checkpoint = dict(meta={}, state_dict=load_file(filename))
     else:
-        with safe_loading(filename, trusted):
-            checkpoint = _load_checkpoint(filename, map_location='cpu')
+        checkpoint = read_file(filename, trusted, map_location)
         checkpoint = {entry: value for entry, value in checkpoint.items() if wanted(entry)}
     rest, tensors = split_tensors(checkpoint)
     return merge_tensors(rest, {path: layout.shard(path, t) for path, t in tensors.items()})

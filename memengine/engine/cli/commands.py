@@ -9,7 +9,7 @@ from typing import Any
 
 from mmengine.config import Config
 
-from memengine.engine.checkpoint.files import find_latest
+from memengine.engine.checkpoint.latest import find_latest
 from memengine.engine.checkpoint.sharded import is_sharded
 from memengine.engine.config.check import ConfigError, check_config
 from memengine.engine.config.file import load_config, similar_files

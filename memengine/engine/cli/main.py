@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         command.report_error(error)
-        return 1
+        return getattr(error, 'exit_status', 1)
     return 0
 
 
