@@ -1,0 +1,1 @@
+"""What a run survives, or ends at in good order."""
