@@ -109,10 +109,10 @@ def undrawn(monkeypatch):
 @pytest.fixture
 def techniques_of_its_own(monkeypatch):
     """What a test makes known, by a module that registers it, is unknown after it."""
-    from memengine.engine.cli.techniques import all_techniques
     from memengine.registry import HOOKS
+    from memengine.technique import techniques
 
-    monkeypatch.setattr('memengine.techniques.technique._known', all_techniques())
+    monkeypatch.setattr('memengine.technique._known', techniques())
     monkeypatch.setattr(HOOKS, '_module_dict', dict(HOOKS.module_dict))
 
 

@@ -2,6 +2,8 @@
 
 import functools
 import pickle
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -332,8 +334,7 @@ def test_foreach():
 @relies_on('has RMSNorm as one operator, that gives the result first')
 def test_fused_rms_norm():
     x, weight = torch.randn(2, 4), torch.randn(4)
-    operator = getattr(torch.ops.aten, '_fused_rms_norm', None)  # of 2.8 another one, for MPS only
-    if operator is None or 'normalized_shape' not in ops.argument_names(operator.default):
+    if not ops.HAS_FUSED_RMS_NORM:
         pytest.skip('this torch has no fused RMSNorm, so that no node is of that kind')
     expected = F.rms_norm(x, (4,), weight, 1e-3)
     torch.testing.assert_close(ops.fused_rms_norm(x, [4], weight, 1e-3), expected)
@@ -393,6 +394,29 @@ def test_compiled_checkpoints():
 
     run(leaf(8, 4)).sum().backward()
     assert norm.num_batches_tracked == (2 if ops.compiled_checkpoints_write_twice() else 1)
+
+
+@relies_on('keeps compilers away from a function without importing dynamo before it is called')
+@pytest.mark.parametrize('options', [{}, dict(recursive=False)])
+def test_do_not_compile(options):
+    seen = []
+
+    @ops.do_not_compile(**options)
+    def eager(x):
+        seen.append(torch.compiler.is_compiling())
+        return x.sin()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: eager(x).cos(), backend='eager')
+    assert torch.equal(compiled(torch.ones(2)), torch.ones(2).sin().cos())
+    assert seen == [False]
+    code = """
+import sys
+from memengine._torch_private.ops import do_not_compile
+do_not_compile(print)
+print('torch._dynamo' in sys.modules)
+"""
+    assert subprocess.check_output([sys.executable, '-c', code], text=True).strip() == 'False'
 
 
 # --- modules and optimisers ---
@@ -497,8 +521,7 @@ def test_metadata(tmp_path):
         Reader(file).load()
     unknown = {
         (module, name)
-        for module, name in named - distributed.METADATA_GLOBALS
-        if module not in distributed.METADATA_MODULES
-        and not (module == 'torch' and isinstance(getattr(torch, name), torch.dtype))
+        for module, name in named - distributed.METADATA_RECORDS
+        if not (module == 'torch' and isinstance(getattr(torch, name), torch.dtype))
     }
     assert named and not unknown

@@ -1,6 +1,6 @@
 """Which techniques a config asks for, which of them cannot go together, and in which order they go.
 
-All of it follows from their descriptions (:mod:`memengine.techniques.technique`).
+All of it follows from their descriptions (:mod:`memengine.technique`).
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from collections.abc import Iterable, Mapping
 from logging import Logger
 from typing import Any
 
-import mmengine.model
-import torch.distributed as dist
 from mmengine.hooks import Hook
 from torch import nn
 
 from memengine.engine.hooks.technique import TechniqueHook, apply_in_order, register_hooks
-from memengine.techniques.technique import Technique, in_order, settings_of, techniques
+from memengine.technique import Technique, in_order, settings_of, techniques
 
 __all__ = [
     'apply_before_wrapping',
@@ -38,15 +36,12 @@ def hooks_of_keys(cfg: Mapping[str, Any]) -> dict[str, TechniqueHook]:
     return {key: hooks[key](**vars(value)) for key, value in read.items() if value is not None}
 
 
-def apply_before_wrapping(model: nn.Module, cfg: Mapping[str, Any]) -> nn.Module:
-    """The model after what replaces modules or parameters, which DDP and FSDP must see."""
+def apply_before_wrapping(model: nn.Module, cfg: Mapping[str, Any]) -> None:
+    """Apply what replaces modules or parameters, which DDP and FSDP must see."""
     for technique in in_order(techniques().values()):
         settings = technique.read(cfg.get(technique.key))
         if technique.stage == 'before_wrap' and technique.apply and settings is not None:
             technique.apply(model, settings)
-    if dist.is_initialized() and cfg.get('sync_bn') == 'mmcv':
-        model = mmengine.model.convert_sync_batchnorm(model, 'mmcv')
-    return model
 
 
 def apply_to_model(model: nn.Module, logger: Logger, hooks: Iterable[Hook]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -38,6 +39,7 @@ from memengine.engine.config.runner_schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
 from memengine.engine.distributed.processes import cpu_group, init_process_group, local_device_ids
 from memengine.engine.distributed.together import together
+from memengine.engine.faults.work_dir_lock import work_dir_lock
 from memengine.engine.hooks import AlgorithmHook, CheckpointHook, FiniteLossHook, RandomStateHook
 from memengine.engine.step import unwrap
 from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
@@ -144,7 +146,7 @@ class Runner(_Runner):
         """Put the model on its device and into its wrapper; nothing is ignored silently."""
         if is_model_wrapper(model):
             return super().wrap_model(model_wrapper_cfg, model)
-        model = apply_before_wrapping(model, self.cfg)
+        apply_before_wrapping(model, self.cfg)
         config = {'type': 'MMDistributedDataParallel', **(model_wrapper_cfg or {})}
         kind = config['type']
         wrapper = MODEL_WRAPPERS.get(kind) if isinstance(kind, str) else kind
@@ -227,11 +229,23 @@ class Runner(_Runner):
         super().register_default_hooks({k: v for k, v in chosen.items() if k not in left_out})
 
     def train(self) -> nn.Module:
-        """Train from the start or from a checkpoint, to the end that ``train_cfg`` names."""
+        """Train from the start or from a checkpoint, to the end that ``train_cfg`` names.
+
+        Raises:
+            WorkDirLockedError: While another run is writing into the work dir.
+            SaveError: When three checkpoints in a row, or the last one, could not be written.
+        """
         if self._train_loop is None:
             raise ValueError(
                 'train() needs train_dataloader, train_cfg and optim_wrapper in the config'
             )
+        with ExitStack() as held:
+            lock = work_dir_lock(Path(self.work_dir), self.logger.warning)
+            hold = partial(held.enter_context, lock) if self.rank == 0 else lambda: None
+            together(hold, cpu_group('checkpoint'))
+            return self._build_and_train()
+
+    def _build_and_train(self) -> nn.Module:
         self._train_loop = self.build_train_loop(self._train_loop)
         self.optim_wrapper = self.build_optim_wrapper(self.optim_wrapper)
         self.scale_lr(self.optim_wrapper, self.auto_scale_lr)

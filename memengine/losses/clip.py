@@ -14,6 +14,7 @@ from torch import Tensor
 from memengine.losses.gather import Gather, all_gather_rows, rows_per_rank, sum_to_owners
 from memengine.losses.global_batch import (
     BatchLoss,
+    at_least_fp32,
     combine_logsumexp,
     mean_over_ranks,
     own_rows,
@@ -29,7 +30,6 @@ from memengine.losses.tiles import (
     sum_dtype,
     tiles,
 )
-from memengine.precision import at_least_fp32, autocast_off
 
 __all__ = ['ClipLoss', 'check_towers', 'pairwise_logits', 'tiled_losses', 'untiled_losses']
 
@@ -211,7 +211,7 @@ class ClipLoss(BatchLoss):
         with self.checked_by_all(image_features, text_features, logit_scale, logit_bias):
             check_towers('ClipLoss', image_features, text_features)
         group = ranks_of(self.process_group)
-        with autocast_off(image_features.device.type):
+        with torch.autocast(image_features.device.type, enabled=False):
             towers = image_features, text_features
             if self.tile_size is None:
                 losses = untiled_losses(*towers, logit_scale, group)

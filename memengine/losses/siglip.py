@@ -15,7 +15,13 @@ from torch.nn.functional import softplus
 
 from memengine.losses.clip import check_towers, pairwise_logits
 from memengine.losses.gather import Gather, all_gather_rows, rows_per_rank, sum_to_owners
-from memengine.losses.global_batch import BatchLoss, mean_over_ranks, own_rows, ranks_of
+from memengine.losses.global_batch import (
+    BatchLoss,
+    at_least_fp32,
+    mean_over_ranks,
+    own_rows,
+    ranks_of,
+)
 from memengine.losses.tiles import (
     Tile,
     add_product,
@@ -27,7 +33,6 @@ from memengine.losses.tiles import (
     sum_dtype,
     tiles,
 )
-from memengine.precision import at_least_fp32, autocast_off
 
 __all__ = ['SigLipLoss', 'tiled_losses', 'untiled_losses']
 
@@ -188,7 +193,7 @@ class SigLipLoss(BatchLoss):
         with self.checked_by_all(image_features, text_features, logit_scale, bias):
             check_towers('SigLipLoss', image_features, text_features)
         group = ranks_of(self.process_group)
-        with autocast_off(image_features.device.type):
+        with torch.autocast(image_features.device.type, enabled=False):
             towers = image_features, text_features
             if self.tile_size is None:
                 losses = untiled_losses(*towers, logit_scale, bias, group)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memengine import losses
-from memengine.precision import at_least_fp32
+from memengine.losses.global_batch import at_least_fp32
 from memengine.registry import MODELS
 
 __all__ = ['build_head', 'build_loss', 'freeze', 'l2_normalize']

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memengine._torch_private.autograd import storage_key, version_of
-from memengine._torch_private.ops import pytree
+from memengine._torch_private.ops import do_not_compile, pytree
 from memengine.memory.ledger import owned_by
+from memengine.technique import Handle, Report, Settings, Technique, setting
 from memengine.techniques.modules.saved_tensors import KeptAsIs, is_parameter, is_plain
 from memengine.techniques.modules.wrapped_forward import WrappedForward, is_wrapped
-from memengine.techniques.technique import Handle, Report, Settings, Technique, setting
 
 __all__ = [
     'ActivationOffload',
@@ -115,7 +115,7 @@ class ActivationOffload(WrappedForward, Handle):
         self.stored_bytes = self.peak_stored_bytes = 0
         self.moved_bytes = (0, 0)
 
-    @torch.compiler.disable(recursive=False)
+    @do_not_compile(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; what it saves moves."""
         if not torch.is_grad_enabled():

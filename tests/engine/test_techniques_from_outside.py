@@ -14,7 +14,7 @@ from memengine.engine.cli.techniques import describe, list_techniques
 from memengine.engine.config.check import ConfigError, check_config
 from memengine.engine.hooks import register_hooks
 from memengine.memory import SavedBytes
-from memengine.techniques.technique import _find, in_order, techniques
+from memengine.technique import _find, in_order, techniques
 from tests.composition import outcome, rows
 from tests.docs_pages import ROOT
 from tests.engine.config_shapes import base
@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memengine.techniques.modules.saved_tensors import is_parameter
 from memengine.techniques.modules.wrapped_forward import WrappedForward
-from memengine.techniques.technique import Handle, Report, Settings, Technique, register, setting
+from memengine.technique import Handle, Report, Settings, Technique, register, setting
 
 
 class InBf16(WrappedForward, Handle):

@@ -10,12 +10,11 @@ import pytest
 from mmengine.config import Config, DictAction
 
 from memengine.engine.apply import is_on, refusals
-from memengine.engine.cli.techniques import all_techniques
 from memengine.engine.config.check import check_config
 from memengine.engine.config.file import merge_options
 from memengine.engine.config.types import find_anywhere
 from memengine.engine.hooks import DropITHook
-from memengine.techniques.technique import (
+from memengine.technique import (
     Handle,
     Settings,
     Technique,
@@ -28,7 +27,7 @@ from memengine.techniques.technique import (
 from tests.composition import BATCH, example_of, row_of, train
 from tests.docs_pages import ROOT
 
-ALL = all_techniques()
+ALL = techniques()
 APPLIED = {key: technique for key, technique in ALL.items() if technique.apply}
 
 
@@ -182,7 +181,7 @@ def test_examples_are_small(key):
 
 
 def test_a_key_is_for_one_technique(monkeypatch):
-    monkeypatch.setattr('memengine.techniques.technique._known', dict(techniques()))
+    monkeypatch.setattr('memengine.technique._known', dict(techniques()))
     mine = register(toy())
     assert register(mine) is techniques()['toy']
     with pytest.raises(ValueError, match="two techniques have the key 'toy': .*ToySettings"):

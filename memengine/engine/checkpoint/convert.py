@@ -83,7 +83,7 @@ def export_weights(source: Path, target: Path, group: dist.ProcessGroup | None =
     if is_sharded(source):
         checkpoint = read_sharded(source, entries=_WEIGHTS.__contains__, group=group)
     else:
-        checkpoint = read_file(str(source), mmap=True)
+        checkpoint = read_file(str(source), mapped=True)
     _write_safetensors(checkpoint, target)
 
 

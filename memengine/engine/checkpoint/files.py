@@ -1,27 +1,25 @@
 """Checkpoints that are read safely and written whole.
 
 ``torch.load`` unpickles only tensors and plain containers (``weights_only=True``); MMEngine's
-checkpoints also hold its log buffers and NumPy values, which are allowed here by name. The
-check itself is never turned off.
+checkpoints also hold its log buffers and NumPy values, which are allowed by name. The check
+itself is never turned off.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import pickle
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
-from mmengine.logging import HistoryBuffer
-from mmengine.runner import checkpoint as mm_checkpoint
+from mmengine.runner.checkpoint import _load_checkpoint
+
+from memengine.engine.checkpoint.trust import is_known_data, safe_globals
 
 __all__ = [
     'CheckpointError',
@@ -29,6 +27,7 @@ __all__ = [
     'atomic_write',
     'backup_path',
     'read_file',
+    'refusal',
     'safe_loading',
     'sync',
 ]
@@ -42,106 +41,91 @@ class DamagedError(CheckpointError):
     """A checkpoint that is not what was written: the one before may do."""
 
 
-def _log_buffer_method(owner: Any, name: str) -> Any:
-    """Stands in for ``getattr``, by which MMEngine's log buffers pickle their statistics."""
-    if owner is not HistoryBuffer or name not in HistoryBuffer._statistics_methods:
-        raise pickle.UnpicklingError(f'GLOBAL getattr: of {owner!r}, {name!r}')
-    return getattr(HistoryBuffer, name)
+_read_anything = torch.load
 
 
-def _safe_globals() -> list[Any]:
-    HistoryBuffer()  # fills in the names of its statistics
-    dtypes = {type(np.dtype(code)) for code in np.typecodes['All']}
-    # Modules are named otherwise in NumPy 1 than in NumPy 2.
-    reconstruct: Any = np.array(0).__reduce__()[0]
-    scalar: Any = np.float64(0).__reduce__()[0]
-    moved = [  # the names under which the other major version of NumPy pickles the same two
-        (function, f'numpy.{core}.multiarray.{function.__name__}')
-        for function in (reconstruct, scalar)
-        for core in ('core', '_core')
-    ]
-    methods = (_log_buffer_method, 'builtins.getattr')
-    return [HistoryBuffer, methods, np.ndarray, np.dtype, *dtypes, reconstruct, scalar, *moved]
+class _SenselessBytesError(Exception):
+    """Of what torch raises while it reads bytes that make no sense."""
 
 
-def _import_name(dotted: str) -> Any:
-    module, _, name = dotted.rpartition('.')
+def _read_safely(*args: Any, **kwargs: Any) -> Any:
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise CheckpointError(
-            f"trusted_globals: there is no '{dotted}' to trust ({error})"
-        ) from error
-
-
-@contextmanager
-def _safe_downloads() -> Iterator[None]:
-    """Make MMEngine's loader of URLs use the safe unpickler too; torch's does not by default."""
-    with patch.object(
-        mm_checkpoint, 'load_url', partial(mm_checkpoint.load_url, weights_only=True)
-    ):
-        yield
+        return _read_anything(*args, **{**kwargs, 'pickle_module': None, 'weights_only': True})
+    except (pickle.UnpicklingError, OSError):
+        raise
+    except Exception as error:
+        of_the_machine = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if of_the_machine or 'map_location' in str(error):  # a device that is not there
+            raise
+        raise _SenselessBytesError(str(error) or type(error).__name__) from error
 
 
 @contextmanager
 def safe_loading(filename: str | Path, trusted: Iterable[str] = ()) -> Iterator[None]:
     """Within it, ``torch.load`` reads MMEngine's checkpoints, and refuses others by name.
 
+    This holds for whoever calls it (MMEngine and timm have called it unsafely), and whatever
+    torch's environment variables say.
+
     Args:
         filename: Path of the checkpoint, for the message.
-        trusted: Dotted names of further classes or functions that its pickle may use.
+        trusted: Dotted names of further classes of data that its pickle may use.
 
     Raises:
         CheckpointError: When the pickle wants anything else, or the file is damaged.
+        ValueError: When a trusted name is not that of a class of data.
     """
     try:
-        with _safe_downloads():
-            with torch.serialization.safe_globals([*_safe_globals(), *map(_import_name, trusted)]):
+        with torch.serialization.safe_globals(safe_globals(trusted)):
+            with patch.object(torch, 'load', _read_safely):
                 yield
     except pickle.UnpicklingError as error:
-        wanted = re.search(r'GLOBAL ([\w.]+)', str(error))
-        if wanted is None:
-            reason = str(error).partition('. ')[0]
-            raise DamagedError(f'{filename} is not a readable checkpoint: {reason}') from error
-        # Some versions of torch leave out the module of Python's own functions.
-        name = wanted[1] if '.' in wanted[1] else f'builtins.{wanted[1]}'
-        raise CheckpointError(
-            f"{filename} wants to run '{name}' while it is read, which a checkpoint of "
-            f'weights needs not. If you trust its source, allow it in the config: '
-            f"trusted_globals=['{name}']"
-        ) from error
-    except (RuntimeError, EOFError) as error:
-        if 'PytorchStreamReader' in str(error) or isinstance(error, EOFError):
-            raise DamagedError(f'{filename} is damaged or incomplete: {error}') from error
-        raise
+        kind = CheckpointError if _wanted(error) else DamagedError
+        raise kind(f'{filename} {refusal(error)}') from error
+    except _SenselessBytesError as error:
+        raise DamagedError(f'{filename} is damaged or incomplete: {error}') from error
+
+
+def _wanted(error: Exception) -> re.Match[str] | None:
+    return re.search(r'GLOBAL ([\w.]+)', str(error))
+
+
+def refusal(error: Exception) -> str:
+    """What torch's safe unpickler refused, without torch's advice to read unsafely instead."""
+    wanted = _wanted(error)
+    if wanted is None:
+        return f'is not a readable checkpoint: {str(error).partition(". ")[0]}'
+    # Some versions of torch leave out the module of Python's own functions.
+    name = wanted[1] if '.' in wanted[1] else f'builtins.{wanted[1]}'
+    remedy = (
+        f"this is a class of data: if you know it, set trusted_globals=['{name}'] in the config"
+        if is_known_data(name)
+        else 'ask for its weights as a .safetensors file'
+    )
+    return f"wants to run '{name}' while it is read, which weights need not; {remedy}"
 
 
 def read_file(
-    filename: str, trusted: Iterable[str] = (), map_location: Any = 'cpu', **options: Any
+    filename: str, trusted: Iterable[str] = (), map_location: Any = 'cpu', mapped: bool = False
 ) -> dict[str, Any]:
-    """Read a file of MMEngine's or torch's, safely; whatever is wrong with it is one kind of error.
+    """Read a file of MMEngine's or torch's, safely.
 
     Args:
         filename: A path, or a URL as MMEngine takes it.
         trusted: See :func:`safe_loading`.
         map_location: Where tensors go.
-        **options: More for ``torch.load``, where it is a path.
+        mapped: Whether tensors are read from a local file only when they are used.
 
     Raises:
         CheckpointError: When it wants to run what it may not.
         DamagedError: When it is damaged.
     """
-    try:
-        with safe_loading(filename, trusted):
-            if options:
-                return torch.load(filename, map_location=map_location, **options)
-            return mm_checkpoint._load_checkpoint(filename, map_location)
-    except (CheckpointError, OSError, MemoryError):
-        raise
-    except Exception as error:  # a flipped bit makes the unpickler stumble in any way
-        raise DamagedError(
-            f'{filename} is damaged: reading it failed with {type(error).__name__}: {error}'
-        ) from error
+    with safe_loading(filename, trusted):
+        if mapped:
+            with open(filename, 'rb') as file:
+                is_archive = file.read(2) == b'PK'  # older ones cannot be mapped
+            return torch.load(filename, map_location=map_location, mmap=is_archive)
+        return _load_checkpoint(filename, map_location)
 
 
 @contextmanager

@@ -87,7 +87,7 @@ def _iteration(path: Path, trusted: Iterable[str]) -> int | None:
     if path.is_dir():
         checkpoint = read_file(str(path / RUN_FILE), trusted)
     else:
-        checkpoint = read_file(str(path), trusted, mmap=True)
+        checkpoint = read_file(str(path), trusted, mapped=True)
     if not isinstance(checkpoint, dict) or 'optimizer' not in checkpoint:
         return None
     return checkpoint.get('meta', {}).get('iter')

@@ -26,10 +26,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from memengine._torch_private.distributed import METADATA_GLOBALS, METADATA_MODULES
-from memengine.engine.checkpoint.files import CheckpointError, DamagedError, read_file
+from memengine.engine.checkpoint.files import CheckpointError, DamagedError, read_file, refusal
+from memengine.engine.checkpoint.metadata import SafeReader
 from memengine.engine.distributed.processes import cpu_group
 
 __all__ = [
@@ -131,58 +130,48 @@ def read_sharded(
     Raises:
         CheckpointError: When it is incomplete, damaged or not safe to read.
     """
-    known = _read_metadata(folder)
-    rest = read_file(str(folder / RUN_FILE), trusted)
-    paths = {name: path for name, path in rest.pop('tensors').items() if entries(path[0])}
+    rest, paths = _read_run_file(folder, trusted)
+    reader = SafeReader(folder)
+    paths = {name: path for name, path in paths.items() if entries(path[0])}
     tensors = {}
     for name, path in paths.items():
-        if name not in known:
+        if name not in reader.tensors:
             raise DamagedError(f'{folder} is incomplete: there is no {name} in it')
-        kind: TensorStorageMetadata = known[name]
+        kind = reader.tensors[name]
         as_held = template(path, kind.size)
         tensors[name] = (
             torch.empty(kind.size, dtype=kind.properties.dtype)
             if as_held is None
             else torch.empty_like(as_held, dtype=kind.properties.dtype)
         )
-    with torch_errors(f'{folder} is damaged or incomplete', DamagedError):
-        dcp.load(
-            tensors,
-            storage_reader=dcp.FileSystemReader(folder),
-            process_group=group or cpu_group('checkpoint'),
-        )
+    with torch_errors(f'{folder} is damaged or incomplete', DamagedError, _explain_reading):
+        dcp.load(tensors, storage_reader=reader, process_group=group or cpu_group('checkpoint'))
     rest = {entry: value for entry, value in rest.items() if entries(entry)}
     return merge_tensors(rest, {paths[name]: tensor for name, tensor in tensors.items()})
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Reads a ``.metadata`` file, which torch unpickles without looking what is in it."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """What the file may name: plain records of torch.distributed.checkpoint and of torch."""
-        dtype = module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype)
-        cls = None
-        if dtype or (module, name) in METADATA_GLOBALS or module in METADATA_MODULES:
-            cls = super().find_class(module, name)
-        if cls is None or (module in METADATA_MODULES and not _is_record(cls, module)):
-            raise CheckpointError(f"the checkpoint's .metadata wants to run '{module}.{name}'")
-        return cls
+def _explain_reading(error: BaseException) -> str:
+    return refusal(error) if isinstance(error, pickle.UnpicklingError) else str(error)
 
 
-def _is_record(cls: Any, module: str) -> bool:
-    """Whether it is a dataclass or enum of that module: data, nothing that runs."""
-    records = hasattr(cls, '__dataclass_fields__') or hasattr(cls, '__members__')
-    return isinstance(cls, type) and cls.__module__ == module and records
-
-
-def _read_metadata(folder: Path) -> dict[str, Any]:
-    if not (folder / '.metadata').is_file() or not (folder / RUN_FILE).is_file():
+def _read_run_file(
+    folder: Path, trusted: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+    """All but the tensors, and where the tensors belong in it."""
+    file = folder / RUN_FILE
+    if not (folder / '.metadata').is_file() or not file.is_file():
         raise DamagedError(
             f'{folder} is no sharded checkpoint, or not a whole one: '
             f'there has to be a .metadata and a {RUN_FILE} in it'
         )
-    with open(folder / '.metadata', 'rb') as file:
-        try:
-            return _MetadataUnpickler(file).load().state_dict_metadata
-        except (pickle.UnpicklingError, EOFError, AttributeError, IndexError) as error:
-            raise DamagedError(f'{folder}/.metadata is damaged: {error}') from error
+    rest = read_file(str(file), trusted)
+    paths = rest.pop('tensors', None) if isinstance(rest, dict) else None
+    if not isinstance(paths, dict) or not all(_leads_somewhere(rest, p) for p in paths.values()):
+        raise DamagedError(f'{file} is damaged: it does not say where the tensors belong')
+    return rest, paths
+
+
+def _leads_somewhere(tree: Any, path: Any) -> bool:
+    for key in path[:-1] if isinstance(path, tuple) else ():
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return isinstance(path, tuple) and len(path) > 0 and isinstance(tree, dict)

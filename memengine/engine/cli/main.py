@@ -1,4 +1,4 @@
-"""The command line: ``memengine train``, ``test``, ``convert`` and ``techniques``.
+"""The command line: ``memengine train``, ``test``, ``convert``, ``verify`` and ``techniques``.
 
 Torch and MMEngine are imported only once there is something for them to do, so that help and
 wrong usage answer at once.
@@ -32,7 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; by default those of the process.
 
     Returns:
-        Exit status: 0, 1 after an error, 130 when interrupted. Wrong usage exits with 2.
+        Exit status: 0, 1 after an error, 74 where checkpoints cannot be written, 130 when
+        interrupted. Wrong usage exits with 2.
     """
     args = make_parser().parse_args(argv)
     if args.command in ('train', 'test'):
@@ -76,6 +77,10 @@ class _Command:
 
         if self.args.command == 'convert':
             print(commands.convert(self.args.source, self.args.target))
+            return
+        if self.args.command == 'verify':
+            for line in commands.verify(self.args.path):
+                print(line)
             return
         self.cfg = commands.read_config(self.args)
         if self.args.command == 'train':

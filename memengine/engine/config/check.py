@@ -29,7 +29,7 @@ from memengine.engine.config.runner_schema import (
 from memengine.engine.config.types import arguments_of, find_type
 from memengine.engine.hooks.technique import register_hooks
 from memengine.suggest import ONE_LETTER, STRICT, did_you_mean, similar
-from memengine.techniques.technique import Technique, techniques
+from memengine.technique import Technique, techniques
 
 __all__ = ['ConfigError', 'check_config', 'import_custom_modules', 'known_keys']
 

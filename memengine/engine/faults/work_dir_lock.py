@@ -73,7 +73,8 @@ def _acquire(path: Path, say: Callable[[str], None]) -> None:
         if holder['place'] == ourselves['place']:
             raise _refusal(path, holder)
         if not waiting:
-            say(f'{path}: waiting up to {DEAD_AFTER_S:.0f} s for a sign of life of {_named(holder)}')
+            named = _named(holder)
+            say(f'{path}: waiting up to {DEAD_AFTER_S:.0f} s for a sign of life of {named}')
         waiting = True
         time.sleep(TOUCH_INTERVAL_S / 4)
         with suppress(FileNotFoundError):
@@ -83,7 +84,7 @@ def _acquire(path: Path, say: Callable[[str], None]) -> None:
 
 @contextmanager
 def _alone_with(path: Path) -> Iterator[int]:
-    """A descriptor of the file, made if need be, that no other process reads or writes meanwhile."""
+    """A descriptor of the file, made if need be, which no other process uses meanwhile."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from mmengine.dist import is_main_process, master_only
 from mmengine.hooks import CheckpointHook as _CheckpointHook
@@ -25,6 +25,16 @@ __all__ = ['CheckpointHook']
 
 MAX_FAILED_SAVES = 3
 """In a row; then training ends, as nobody wants to train on for days what is lost in the end."""
+
+
+@runtime_checkable
+class _MarksCheckpoints(Protocol):
+    """memengine's Runner; MMEngine's own cannot write in the background or in shards."""
+
+    mark_last_checkpoint: Callable[[str], None]
+    save_checkpoint: Callable[..., None]
+    wait_for_checkpoint: Callable[[], None]
+    message_hub: Any
 
 
 def _signature() -> inspect.Signature:
@@ -95,7 +105,7 @@ class CheckpointHook(_CheckpointHook):
     def before_train(self, runner: Any) -> None:
         """Refuse what MMEngine's own Runner cannot write."""
         ours = self.sharded or self.asynchronous or self.export_weights
-        if ours and not hasattr(runner, 'mark_last_checkpoint'):
+        if ours and not isinstance(runner, _MarksCheckpoints):
             raise ValueError(
                 "CheckpointHook: sharded, asynchronous and export_weights need memengine's Runner, "
                 f'got {type(runner).__module__}.{type(runner).__name__}'
@@ -124,7 +134,7 @@ class CheckpointHook(_CheckpointHook):
 
     def _save_checkpoint_with_step(self, runner: Any, step: int, meta: dict[str, Any]) -> None:
         """Write a checkpoint, then point to it, and then remove the one that is outdated."""
-        if not hasattr(runner, 'mark_last_checkpoint'):  # MMEngine's own Runner
+        if not isinstance(runner, _MarksCheckpoints):
             super()._save_checkpoint_with_step(runner, step, meta)
             return
         self._settle(runner)

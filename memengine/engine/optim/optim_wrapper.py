@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from mmengine.optim import OptimWrapper as _OptimWrapper
@@ -19,7 +18,6 @@ from memengine.techniques.sharding.clipping import (
     clip_grad_norm_,
     clip_grad_value_,
 )
-from memengine.techniques.technique import Settings, Technique, register, setting
 
 __all__ = ['AmpOptimWrapper', 'OptimWrapper', 'Precision']
 
@@ -200,30 +198,3 @@ def AmpOptimWrapper(  # noqa: N802 (a type name of MMEngine's config language)
         dtype = 'fp16' if torch.cuda.is_available() else 'bf16'
     precision = str(dtype).removeprefix('torch.')
     return OptimWrapper(optimizer, accumulative_counts, clip_grad, precision, loss_scale)
-
-
-@dataclass(frozen=True)
-class MixedPrecisionSettings(Settings):
-    """Settings of precision, as ``optim_wrapper`` takes them."""
-
-    precision: Literal['fp32', 'bf16', 'fp16', 'float32', 'bfloat16', 'float16'] = setting(
-        'fp32', help='what matrix products and their like compute in'
-    )
-    loss_scale: Any = setting(
-        'dynamic', help="for fp16: 'dynamic', a number, or arguments of GradScaler"
-    )
-
-
-register(
-    Technique(
-        key='mixed_precision',
-        title='mixed precision',
-        settings=MixedPrecisionSettings,
-        switch='optim_wrapper.precision=bf16',
-        exactness='rounding',
-        use_when='always on a GPU; on a CPU that has bf16',
-        saves='about half of the activations of matrix products',
-        price='none, usually faster',
-        page='../config.md',
-    )
-)

@@ -18,8 +18,8 @@ __all__ = ['TimmBackbone']
 
 
 @MODELS.register_module()
-class TimmBackbone(nn.Module):
-    """A timm model without its classifier: images to pooled features.
+class TimmBackbone(nn.Sequential):
+    """A timm model without its classifier: images [B, C, H, W] to pooled features [B, D].
 
     Args:
         model_name: Name in timm, e.g. ``'vit_small_patch16_224'`` or ``'resnet50'``.
@@ -58,10 +58,6 @@ class TimmBackbone(nn.Module):
             _load(self.model, checkpoint_path)
         features: Any = self.model
         self.num_features: int = getattr(features, 'head_hidden_size', features.num_features)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Images [B, C, H, W] to features [B, D]."""
-        return self.model(images)
 
     def exit_widths(self, exits: Sequence[int]) -> list[int]:
         """Channels of the stages that :meth:`with_exits` leaves at.

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from memengine.technique import Handle, Report, Settings, Technique, setting
 from memengine.techniques.checkpointing.budget import Kept, Trace, plan_by_budget, plan_by_ops
 from memengine.techniques.checkpointing.op_policy import Op, op_names
 from memengine.techniques.checkpointing.repeatable_forward import SETTING, CheckpointedForward
 from memengine.techniques.modules.blocks import BLOCKS, Selector, select_modules
 from memengine.techniques.modules.wrapped_forward import is_wrapped
-from memengine.techniques.technique import Handle, Report, Settings, Technique, setting
 
 __all__ = ['ActivationCheckpointingSettings', 'Checkpointing', 'checkpoint_activations']
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from memengine.technique import Report, Settings, StepInfo, Technique, setting
 from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.codecs.quantized import Quantizer
 from memengine.techniques.codecs.sparse import Cast, Sparsifier
@@ -27,7 +28,6 @@ from memengine.techniques.compression.hooks import (
 from memengine.techniques.compression.rules import COMPILE_CONFLICTS, FindRecomputation
 from memengine.techniques.modules.blocks import Selector
 from memengine.techniques.modules.wrapped_forward import THE_MODEL
-from memengine.techniques.technique import Report, Settings, StepInfo, Technique, setting
 
 __all__ = ['DropIT', 'DropITSettings', 'drop_activations', 'to_dropit', 'undo_dropit']
 

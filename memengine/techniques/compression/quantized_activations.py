@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from memengine.technique import Settings, StepInfo, Technique, setting
 from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.codecs.quantized import Quantizer
 from memengine.techniques.codecs.running_range import RunningRangeQuantizer
@@ -24,7 +25,6 @@ from memengine.techniques.modules.blocks import Selector
 from memengine.techniques.modules.random_state import RandomState, accelerators_of
 from memengine.techniques.modules.running_statistics import frozen_statistics
 from memengine.techniques.modules.wrapped_forward import THE_MODEL
-from memengine.techniques.technique import Settings, StepInfo, Technique, setting
 
 __all__ = ['Bits', 'QuantizedActivations', 'QuantizedActivationsSettings', 'quantize_activations']
 

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from memengine._torch_private.autograd import version_of
+from memengine.technique import Settings, Technique, setting
 from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.compression.backward_needs import IN_PLACE_FORMS, Need
 from memengine.techniques.compression.hooks import RuleHandle, add_rule, chosen_modules, rules_of
 from memengine.techniques.compression.recomputable_ops import Recomputation
 from memengine.techniques.compression.rules import COMPILE_CONFLICTS, EXACT, FindRecomputation
 from memengine.techniques.modules.blocks import Selector
-from memengine.techniques.technique import Settings, Technique, setting
 
 __all__ = ['RecomputedActivations', 'RecomputedActivationsSettings', 'recompute_activations']
 

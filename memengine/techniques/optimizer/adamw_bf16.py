@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from memengine.techniques.technique import Settings, Technique
+from memengine.technique import Settings, Technique
 
 __all__ = ['AdamWBf16', 'stochastically_rounded']
 
@@ -30,7 +30,8 @@ def stochastically_rounded(value: Tensor, generator: torch.Generator) -> Tensor:
     noise = torch.randint(
         2**_LOW_BITS, value.shape, generator=generator, dtype=torch.int32, device=value.device
     )
-    return (bits + noise).bitwise_and_(-(2**_LOW_BITS)).view(torch.float32).bfloat16()
+    rounded = (bits + noise).bitwise_and_(-(2**_LOW_BITS)).view(torch.float32)
+    return torch.where(value.isnan(), torch.nan, rounded).bfloat16()  # noise may carry out of NaN
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memengine._torch_private.modules import without_step_hooks
-from memengine.techniques.technique import Settings, Technique
+from memengine.technique import Settings, Technique
 
 __all__ = ['check_steps_alone', 'step_in_backward']
 

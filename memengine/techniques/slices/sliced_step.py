@@ -240,10 +240,7 @@ def _sum(losses: Sequence[Any]) -> Any:
 
 def _without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     """Around a backward pass inside somebody's autocast, which is for forward passes only."""
-    device_type = tensor.device.type
-    if not torch.is_autocast_enabled(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
+    return torch.autocast(tensor.device.type, enabled=False)
 
 
 @runtime_checkable

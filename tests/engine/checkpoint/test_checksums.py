@@ -13,6 +13,7 @@ from memengine.engine.checkpoint.convert import convert
 from memengine.engine.checkpoint.files import CheckpointError, DamagedError, read_file
 from memengine.engine.checkpoint.saving import write_file
 from memengine.engine.checkpoint.sharded_saving import sharded_write
+from memengine.engine.cli.main import main
 from tests.engine.toy import params, toy_runner
 
 STATE = dict(
@@ -126,3 +127,20 @@ def test_what_is_damaged_and_has_no_checksum_is_still_one_kind_of_error(tmp_path
             refused -= 1
         refused += 1
     assert refused > 10
+
+
+def test_the_command_says_which_are_whole(tmp_path, capsys):
+    checkpoints(tmp_path)
+    torch.save(STATE, tmp_path / 'theirs.pth')
+    capsys.readouterr()
+    assert main(['verify', str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert [line.split(': ')[1] for line in said.splitlines()] == ['whole'] * 3 + ['no checksum']
+    flip(tmp_path / 'a.dcp' / 'run.pth', 100, 0)
+    assert main(['verify', str(tmp_path)]) == main(['verify', str(tmp_path / 'a.dcp')]) == 1
+    assert 'a.dcp: damaged' in capsys.readouterr().out
+    assert main(['verify', str(tmp_path / 'a.pth')]) == 0
+    (tmp_path / 'none').mkdir()
+    for nothing in ('none', 'missing.pth'):
+        assert main(['verify', str(tmp_path / nothing)]) == 1
+        assert 'PATH: there is no checkpoint' in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """One run at a time in a work dir."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -15,25 +16,35 @@ from tests.engine.toy import toy_runner
 FORK = multiprocessing.get_context('fork')
 
 
-def hold(folder, outcome, end):
+def hold(folder, connection):
     try:
         with work_dir_lock(folder, print):
-            outcome.put('held')
-            end.wait(60)
+            connection.send('held')
+            connection.poll(60)
     except WorkDirLockedError as error:
-        outcome.put(str(error))
+        connection.send(str(error))
+
+
+def begin_holding(folder):
+    here, there = FORK.Pipe()
+    process = FORK.Process(target=hold, args=(folder, there), daemon=True)
+    process.start()
+    return process, here
+
+
+def end(process, connection):
+    with contextlib.suppress(BrokenPipeError):  # it has ended already
+        connection.send('end')
+    process.join()
 
 
 @pytest.fixture
 def holder(tmp_path):
     """Another process that holds ``tmp_path``."""
-    outcome, end = FORK.Queue(), FORK.Event()
-    process = FORK.Process(target=hold, args=(tmp_path, outcome, end))
-    process.start()
-    assert outcome.get(timeout=60) == 'held'
+    process, connection = begin_holding(tmp_path)
+    assert connection.recv() == 'held'
     yield process
-    end.set()
-    process.join()
+    end(process, connection)
 
 
 def change(folder, **changed):
@@ -52,19 +63,17 @@ def test_a_second_run_is_refused_while_the_first_lives(tmp_path, holder):
 
 
 def test_of_many_that_start_together_one_gets_it(tmp_path):
-    outcome, end = FORK.Queue(), FORK.Event()
-    processes = [FORK.Process(target=hold, args=(tmp_path, outcome, end)) for _ in range(8)]
-    for process in processes:
-        process.start()
-    outcomes = [outcome.get(timeout=60) for _ in processes]
-    end.set()
-    for process in processes:
-        process.join()
+    begun = [begin_holding(tmp_path) for _ in range(8)]
+    outcomes = [connection.recv() for _, connection in begun]
+    for process, connection in begun:
+        end(process, connection)
     assert outcomes.count('held') == 1
     assert not (tmp_path / LOCK_FILE).exists()
 
 
-@pytest.mark.fault('a run was killed, and is started again', 'the lock of the dead one is taken over')
+@pytest.mark.fault(
+    'a run was killed, and is started again', 'the lock of the dead one is taken over'
+)
 def test_the_lock_of_a_dead_process_is_taken_over(tmp_path, holder):
     holder.kill()
     holder.join()
@@ -109,6 +118,5 @@ def test_a_run_on_another_host_is_told_by_its_touching_the_lock(tmp_path, holder
 
 def test_a_run_lets_go_of_its_work_dir_however_it_ends(tmp_path):
     runner = toy_runner(tmp_path)
-    runner.train_loop.max_epochs  # noqa: B018
     runner.train()
     assert not (tmp_path / LOCK_FILE).exists()

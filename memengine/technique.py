@@ -2,8 +2,9 @@
 
 The config's check, ``memengine techniques``, the hook, the order of application, refusals of pairs,
 the tables of README and docs and the test of all pairs follow from it. A description stands in the
-technique's own file; :func:`techniques` finds those of this package, of installed packages (entry
-points of the group ``memengine.techniques``) and those that were handed to :func:`register`.
+technique's own file; :func:`techniques` finds those in the rooms of this package, of installed
+packages (entry points of the group ``memengine.techniques``) and those that were handed to
+:func:`register`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ __all__ = [
 ]
 
 S = TypeVar('S', bound='Settings')
-_PACKAGE = GROUP = 'memengine.techniques'
+_ROOMS = ('memengine.techniques', 'memengine.losses')
+_GROUP = 'memengine.techniques'  # of entry points
 
 
 # ------------------------------------------------------------------ settings
@@ -400,19 +402,19 @@ def techniques() -> dict[str, Technique[Any]]:
         ImportError: When an entry point cannot be imported, naming it.
     """
     _find()
-    return dict(_known)
+    return dict(sorted(_known.items()))
 
 
 @functools.cache
 def _find() -> None:
-    package = importlib.import_module(_PACKAGE)
-    for info in pkgutil.walk_packages(package.__path__, f'{_PACKAGE}.'):
-        _register_all(importlib.import_module(info.name))
-    for entry in entry_points(group=GROUP):
+    for room in map(importlib.import_module, _ROOMS):
+        for info in pkgutil.walk_packages(room.__path__, f'{room.__name__}.'):
+            _register_all(importlib.import_module(info.name))
+    for entry in entry_points(group=_GROUP):
         try:
             found = entry.load()
         except ImportError as error:
-            raise ImportError(f'entry point {entry.name} of {GROUP}: {error}') from error
+            raise ImportError(f'entry point {entry.name} of {_GROUP}: {error}') from error
         _register_all(found) if isinstance(found, types.ModuleType) else register(found)
 
 
