@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import active_children
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 from torch.utils.flop_counter import sdpa_flop_count
 
-from memengine._torch_private import autograd, distributed, modules, ops
+from memengine._torch_private import autograd, data_loading, distributed, modules, ops
 from memengine.techniques.compression.backward_needs import _NEEDS, IN_PLACE_FORMS, operation_name
 
 
@@ -322,13 +324,17 @@ def test_schemas():
     assert ops.written_arguments(plain, args, kwargs) == []
 
 
-@relies_on('has norms, products and averages of many tensors')
+@relies_on('has norms, products, averages and copies of many tensors')
 def test_foreach():
     x, y = [torch.tensor([3.0, 4.0])], [torch.tensor([5.0, 4.0])]
     assert ops.foreach_norm(x, 2.0)[0] == 5
     ops.foreach_mul_(x, [torch.tensor(2.0)])
     ops.foreach_lerp_(x, y, 0.5)
     assert x[0].tolist() == [5.5, 6.0]
+    copies = [torch.zeros(2), torch.tensor(0)]
+    ops.foreach_copy_(copies, [x[0], torch.tensor(3)])
+    assert copies[0].tolist() == [5.5, 6.0]
+    assert copies[1] == 3
 
 
 @relies_on('has RMSNorm as one operator, that gives the result first')
@@ -525,3 +531,17 @@ def test_metadata(tmp_path):
         if not (module == 'torch' and isinstance(getattr(torch, name), torch.dtype))
     }
     assert named and not unknown
+
+
+# --- data loading ---
+
+
+@relies_on('keeps the processes of a loader in _iterator')
+def test_end_workers():
+    loader = DataLoader(range(4), num_workers=1, persistent_workers=True)
+    for _ in range(2):  # a loader whose processes have ended starts others
+        assert [int(x) for x in loader] == [0, 1, 2, 3]
+        (process,) = active_children()
+        data_loading.end_workers(loader)
+        assert process.exitcode == 0, 'told, not killed'
+    data_loading.end_workers(loader)

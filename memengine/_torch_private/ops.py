@@ -25,6 +25,7 @@ __all__ = [
     'argument_names',
     'compiled_checkpoints_write_twice',
     'do_not_compile',
+    'foreach_copy_',
     'foreach_lerp_',
     'foreach_mul_',
     'foreach_norm',
@@ -46,6 +47,9 @@ foreach_norm = torch._foreach_norm
 
 foreach_mul_ = torch._foreach_mul_
 """Many products in few kernels, in place."""
+
+foreach_copy_ = torch._foreach_copy_
+"""Many copies in few kernels, into tensors that are there."""
 
 foreach_lerp_ = torch._foreach_lerp_
 """Many moving averages in few kernels, in place."""

@@ -20,6 +20,7 @@ __all__ = [
     'apply_to_model',
     'hooks_of_keys',
     'is_on',
+    'wrong_settings',
     'refusals',
     'refuse',
 ]
@@ -91,6 +92,23 @@ def refuse(cfg: Mapping[str, Any], hooks: Iterable[Any]) -> None:
     """
     if problems := refusals(cfg, hooks):
         raise ValueError('\n'.join(problems))
+
+
+def wrong_settings(cfg: Mapping[str, Any]) -> list[str]:
+    """A sentence for each value that a setting of a wrapper, an optimiser or a loss cannot have."""
+    problems = []
+    for technique in techniques().values():
+        place, _, kinds = technique.switch.split()[0].partition('=')
+        path, _, name = place.rpartition('.')
+        for node in [] if technique.apply else _values_at(cfg, path.split('.')):
+            given = node if isinstance(node, Mapping) else {}
+            is_meant = name != 'type' or _type_names(given.get('type')) & {*kinds.split('|')}
+            problems += [
+                f'{path}.{key} is {one.wanted}, got {given[key]!r}'
+                for key, one in settings_of(technique.settings).items()
+                if is_meant and key in given and not one.allows(given[key])
+            ]
+    return problems
 
 
 def is_on(technique: Technique[Any], cfg: Mapping[str, Any]) -> bool:

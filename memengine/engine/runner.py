@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.fileio import join_path
 from mmengine.model import is_model_wrapper
+from mmengine.runner import BaseLoop, save_checkpoint
 from mmengine.runner import Runner as _Runner
-from mmengine.runner import save_checkpoint
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import nn
 from torch.utils.data import DataLoader
 
+from memengine._torch_private.data_loading import end_workers
 from memengine.engine.apply import apply_before_wrapping, apply_to_model, hooks_of_keys, refuse
 from memengine.engine.checkpoint.checksums import verify
 from memengine.engine.checkpoint.files import CheckpointError, DamagedError, atomic_write
-from memengine.engine.checkpoint.latest import newest_first
+from memengine.engine.checkpoint.latest import find_latest, newest_first
 from memengine.engine.checkpoint.saving import CheckpointWriter, SaveError, write_file
 from memengine.engine.checkpoint.sharded import SUFFIX, is_sharded
 from memengine.engine.checkpoint.sharded_saving import sharded_write
@@ -39,8 +41,9 @@ from memengine.engine.config.runner_schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
 from memengine.engine.distributed.processes import cpu_group, init_process_group, local_device_ids
 from memengine.engine.distributed.together import together
+from memengine.engine.faults.finite_state import each_optim_wrapper, refuse_nonfinite_state
 from memengine.engine.faults.work_dir_lock import work_dir_lock
-from memengine.engine.hooks import AlgorithmHook, CheckpointHook, FiniteLossHook, RandomStateHook
+from memengine.engine.hooks import AlgorithmHook, CheckpointHook, NonFiniteHook, RandomStateHook
 from memengine.engine.step import unwrap
 from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
 from memengine.engine.wrappers.fsdp import FullyShardedDataParallel
@@ -99,6 +102,10 @@ class Runner(_Runner):
     def from_cfg(cls, cfg: Any) -> Runner:
         """Build a runner from a config; without a ``default_scope`` it is memengine's."""
         cfg = copy.deepcopy(cfg)
+        cfg = cfg if isinstance(cfg, Config) else Config(cfg)
+        # MMEngine's own layout stays; yapf's, at every start and in every checkpoint, takes longer
+        # than to write it.
+        object.__setattr__(cfg, '_format_python_code', False)
         cfg.setdefault('default_scope', 'memengine')
         return super().from_cfg(cfg)
 
@@ -218,7 +225,7 @@ class Runner(_Runner):
         ours = dict(
             random_state=dict(type=RandomStateHook),
             algorithm=dict(type=AlgorithmHook),
-            finite_loss=dict(type=FiniteLossHook),
+            finite_loss=dict(type=NonFiniteHook),
             **hooks_of_keys(self.cfg),
         )
         chosen = {**ours, **(hooks or {})}
@@ -268,6 +275,27 @@ class Runner(_Runner):
             return model
         finally:
             self.call_hook('after_run')
+            self._end_workers()
+
+    def val(self) -> dict[str, float]:
+        """Evaluate on the validation data."""
+        try:
+            return super().val()
+        finally:
+            self._end_workers()
+
+    def test(self) -> dict[str, float]:
+        """Evaluate on the test data."""
+        try:
+            return super().test()
+        finally:
+            self._end_workers()
+
+    def _end_workers(self) -> None:
+        """End the processes that have loaded data, now that the run is over."""
+        for loop in (self._train_loop, self._val_loop, self._test_loop):
+            if isinstance(loop, BaseLoop) and isinstance(loop.dataloader, DataLoader):
+                end_workers(loop.dataloader)
 
     def _build_param_scheduler(self, scheduler: Any, optim_wrapper: Any) -> list[Any]:
         """Build schedules, but for those that begin only after training has ended."""
@@ -316,6 +344,32 @@ class Runner(_Runner):
         """Go on from a checkpoint, on any number of ranks that see as many samples together."""
         self._resume = True  # loading is strict, and reads the optimiser's state too
         super().resume(filename, *args, **kwargs)
+
+    def roll_back(self) -> str | Path | None:
+        """Set weights and optimiser back to the last checkpoint's, at the present learning rate.
+
+        All else goes on: iterations, schedules, data. Every rank must call it.
+
+        Returns:
+            The checkpoint; None, and nothing is changed, if there is none.
+        """
+        with suppress(SaveError):  # the CheckpointHook says so at its next
+            self.wait_for_checkpoint()
+        latest = find_latest(self.work_dir)
+        if latest is None:
+            return None
+        self._verify(str(latest))
+        layout = ShardLayout(self.model, self.optim_wrapper, [])
+        trusted = self.cfg.get('trusted_globals', ())
+        checkpoint = read_checkpoint(str(latest), trusted, layout, with_optimizer=True)
+        unwrap(self.model).load_state_dict(checkpoint['state_dict'])
+        groups = [g for w in each_optim_wrapper(self.optim_wrapper) for g in w.param_groups]
+        scheduled = [{k: v for k, v in group.items() if k != 'params'} for group in groups]
+        self.optim_wrapper.load_state_dict(checkpoint['optimizer'])
+        groups = [g for w in each_optim_wrapper(self.optim_wrapper) for g in w.param_groups]
+        for group, values in zip(groups, scheduled, strict=True):
+            group.update(values)
+        return latest
 
     def load_checkpoint(
         self,
@@ -373,7 +427,7 @@ class Runner(_Runner):
         backend_args: dict[str, Any] | None = None,
         asynchronous: bool = False,
         on_complete: Callable[[], None] | None = None,
-    ) -> None:
+    ) -> Callable[[], None]:
         """Save a checkpoint, whole or not at all (in local folders). Every rank must call it.
 
         Args:
@@ -388,15 +442,20 @@ class Runner(_Runner):
             backend_args: Of MMEngine's storage, for remote folders.
             asynchronous: Copy it to host memory, and write it in the background.
             on_complete: Called on rank 0 once the checkpoint is whole.
+
+        Returns:
+            What waits until it is whole.
+
+        Raises:
+            NonFiniteError: When a weight, or what the optimiser holds, is NaN or infinite on any
+                rank; nothing is written then.
+            SaveError: On all ranks, when one cannot write; asynchronous, by what is returned.
         """
+        refuse_nonfinite_state(unwrap(self.model), self.optim_wrapper if save_optimizer else None)
         done = dict(epoch=self.epoch + by_epoch, iter=self.iter + (not by_epoch))
         samples = dict(samples_per_step=samples_per_step(self))
         meta = {**done, **samples, **(meta or {})}
         path, remote = Path(out_dir) / filename, '://' in str(out_dir)
-        try:
-            self.wait_for_checkpoint()
-        except SaveError as error:  # of the one before, which nobody has waited for
-            self.logger.error(str(error))
         if not Path(self.work_dir).is_dir():
             self.logger.error(
                 f'work_dir {self.work_dir} is not there any more: was it moved? It is made again '
@@ -426,12 +485,13 @@ class Runner(_Runner):
                 if on_complete is not None:
                     on_complete()
 
-        self._writer.start(write, asynchronous)
+        wait = self._writer.start(write, asynchronous)
         if not asynchronous:
-            self.wait_for_checkpoint()
+            wait()
+        return wait
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until a checkpoint that is written in the background is whole.
+        """Wait until the last checkpoint, which may be written in the background, is whole.
 
         Raises:
             SaveError: On all ranks, when one could not write it.

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memengine._torch_private.autograd import storage_key, version_of
+from memengine._torch_private.autograd import is_under_functorch, storage_key, version_of
 from memengine._torch_private.ops import do_not_compile, pytree
 from memengine.memory.ledger import owned_by
 from memengine.technique import Handle, Report, Settings, Technique, setting
@@ -118,7 +118,7 @@ class ActivationOffload(WrappedForward, Handle):
     @do_not_compile(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; what it saves moves."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_under_functorch():
             return self.plain(*args, **kwargs)
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         with _Offloading(self, inputs):
@@ -157,8 +157,8 @@ class _Offloading(saved_tensors_hooks):
         super().__init__(self.pack, _unpack)
 
     def __enter__(self) -> None:
+        super().__enter__()  # first: where hooks are forbidden, it raises
         self._outside, _state.offloading = getattr(_state, 'offloading', None), self
-        super().__enter__()
 
     def __exit__(self, *exception: object) -> None:
         _state.offloading = self._outside

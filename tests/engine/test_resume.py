@@ -2,6 +2,7 @@
 
 import os
 import signal
+from multiprocessing import active_children
 
 import numpy as np
 import pytest
@@ -62,9 +63,7 @@ def test_resume_is_bit_exact_with_workers_and_their_number_does_not_matter(tmp_p
     for losses, train_cfg in ((first, stop), (second, LOOPS['epochs'])):
         runner = toy_runner(tmp_path / 'parts', losses, train_cfg, loader, resume=losses is second)
         runner.train()
-        # Collected with the runner, the queues would be closed first, and each worker be waited for
-        # in vain for five seconds.
-        runner.train_dataloader._iterator = None
+        assert not active_children(), 'the workers end with the run'
     assert first.seen + second.seen == whole
 
 

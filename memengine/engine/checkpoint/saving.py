@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,41 +83,66 @@ def write_file(path: Path, checkpoint: Mapping[str, Any]) -> None:
             seal(partial)
 
 
-class CheckpointWriter:
-    """Writes one checkpoint at a time, and lets all ranks know how it went.
+class _Save:
+    """A save that was begun, of which all ranks hear how it went."""
 
-    Every rank calls every method, in the same order.
-    """
+    def __init__(self, part: Future[None]) -> None:
+        self._part, self._is_known = part, False
+        self._error: Exception | None = None
+
+    def wait(self) -> None:
+        """Wait until it is whole on all ranks; every rank calls this first at the same place.
+
+        Raises:
+            SaveError: When a rank could not write; each time.
+        """
+        if not self._is_known:
+            try:
+                together(self._part.result, cpu_group('checkpoint'))
+            except Exception as error:
+                self._error = error
+            self._is_known = True
+        if self._error is not None:
+            raise self._error
+
+
+class CheckpointWriter:
+    """Writes one checkpoint at a time. Every rank calls every method, in the same order."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
-        self._pending: Future[None] | None = None
+        self._last: _Save | None = None
 
-    def start(self, write: Callable[[], None], asynchronous: bool) -> None:
-        """Write now, or in the background; how it went is said by :meth:`wait`.
+    def start(self, write: Callable[[], None], asynchronous: bool) -> Callable[[], None]:
+        """Write now, or in the background, once the one before is done.
 
         Args:
             write: Writes this rank's part.
             asynchronous: Whether to return before that is done.
+
+        Returns:
+            What waits for this one, and raises SaveError if a rank could not write it.
         """
-        assert self._pending is None, 'wait() comes before the next one'
+        with suppress(SaveError):  # whoever began that one is told
+            self.wait()
         if asynchronous:
             self._thread = self._thread or ThreadPoolExecutor(1, 'checkpoint')
-            self._pending = self._thread.submit(write)
-            return
-        self._pending = Future()
-        try:
-            write()
-            self._pending.set_result(None)
-        except Exception as error:
-            self._pending.set_exception(error)
+            part = self._thread.submit(write)
+        else:
+            part = Future()
+            try:
+                write()
+                part.set_result(None)
+            except Exception as error:
+                part.set_exception(error)
+        self._last = _Save(part)
+        return self._last.wait
 
     def wait(self) -> None:
-        """Wait until what is being written is whole.
+        """Wait until the last one is whole.
 
         Raises:
             SaveError: When a rank could not write it.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            together(pending.result, cpu_group('checkpoint'))
+        if self._last is not None:
+            self._last.wait()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmengine.config import Config
+from mmengine.dist import get_rank
 
 from memengine.engine.checkpoint.checksums import verify as compare_checksums
 from memengine.engine.checkpoint.files import DamagedError
@@ -20,7 +21,7 @@ from memengine.engine.config.types import arguments_of, find_type
 from memengine.engine.distributed.threads import set_threads
 from memengine.registry import RUNNERS
 
-__all__ = ['convert', 'read_config', 'test', 'train', 'verify']
+__all__ = ['convert', 'read_config', 'replay', 'test', 'train', 'verify']
 
 _DTYPE = {'bf16': 'bfloat16', 'fp16': 'float16'}
 
@@ -99,6 +100,23 @@ def verify(path: str) -> Iterator[str]:
             yield f'{checkpoint}: damaged ({error})'
     if damaged:
         raise DamagedError(f'{damaged} of {len(found)} checkpoint(s) damaged')
+
+
+def replay(args: argparse.Namespace) -> str:
+    """Carry out again a step that was not finite; what was found, on rank 0.
+
+    The config, which is code, is the one beside the file unless another one is named.
+    """
+    from memengine.engine.faults.capture import CONFIG
+    from memengine.engine.faults.replay import replay as replay_step
+
+    cfg = load_config(args.config or Path(args.file).with_name(CONFIG), args.cfg_options)
+    cfg.setdefault('default_scope', 'memengine')
+    if args.launcher is not None:
+        cfg.launcher = args.launcher
+    set_threads(0)
+    findings = replay_step(args.file, cfg)
+    return '\n'.join(map(str, findings)) if get_rank() == 0 else ''
 
 
 def _build(cfg: Config, loader: str) -> Any:

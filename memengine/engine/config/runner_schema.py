@@ -168,7 +168,11 @@ _OPTIM_WRAPPER = Schema(
         'paramwise_cfg': _PARAMWISE,
         'constructor': Schema('OPTIM_WRAPPER_CONSTRUCTORS', bare_type=True),
     },
-    constraints={'accumulative_counts': POSITIVE_INT},
+    constraints={
+        'accumulative_counts': POSITIVE_INT,
+        'on_nonfinite': one_of('stop', 'skip', 'rollback'),
+        'nonfinite_limit': POSITIVE_INT,
+    },
 )
 
 

@@ -32,8 +32,7 @@ class _MarksCheckpoints(Protocol):
     """memengine's Runner; MMEngine's own cannot write in the background or in shards."""
 
     mark_last_checkpoint: Callable[[str], None]
-    save_checkpoint: Callable[..., None]
-    wait_for_checkpoint: Callable[[], None]
+    save_checkpoint: Callable[..., Callable[[], None]]
     message_hub: Any
 
 
@@ -100,7 +99,7 @@ class CheckpointHook(_CheckpointHook):
         self.export_weights = export_weights
         self._failed_saves = 0
         # What ends the save that was begun, and what holds once it is whole: steps kept, its path.
-        self._begun: tuple[Callable[[], None], list[int], str] | None = None
+        self._begun: tuple[Callable[[], object], list[int], str] | None = None
 
     def before_train(self, runner: Any) -> None:
         """Refuse what MMEngine's own Runner cannot write."""
@@ -160,11 +159,8 @@ class CheckpointHook(_CheckpointHook):
             asynchronous=self.asynchronous,
             on_complete=partial(self._on_complete, runner, path, outdated),
         )
-        if self.asynchronous:
-            save()
-            self._begun = runner.wait_for_checkpoint, kept, path
-        else:
-            self._begun = save, kept, path
+        self._begun = save() if self.asynchronous else save, kept, path
+        if not self.asynchronous:
             self._settle(runner)
 
     def _on_complete(self, runner: Any, path: str, outdated: list[str]) -> None:

@@ -85,8 +85,7 @@ class _SlicedOptimWrapper(OptimWrapper):
         super().__init__(optimizer, **kwargs)
         self._is_first_step = True
 
-    def train_step(self, model: nn.Module, data: Any) -> dict[str, Tensor]:
-        """Carry out one training step; see :func:`memengine.engine.step.run_step`."""
+    def _carry_out(self, model: nn.Module, data: Any) -> dict[str, Tensor]:
         module: Any = _sliced_model(model, self)
         self._check(module)
         if self._is_first_step:
@@ -94,8 +93,8 @@ class _SlicedOptimWrapper(OptimWrapper):
             self._is_first_step = False
         with self.sync_context(model):
             losses = self._add_gradient_of(model, module, **module.data_preprocessor(data, True))
-        _, log_vars = module.parse_losses(losses)
-        self.finish_step()
+        loss, log_vars = module.parse_losses(losses)
+        self.finish_step(loss)
         return log_vars
 
     def _check(self, module: SlicedModel) -> None:

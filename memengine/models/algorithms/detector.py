@@ -16,6 +16,7 @@ from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from torchvision.ops import FrozenBatchNorm2d
 
 from memengine.models.algorithms.by_sample import LossBySample
+from memengine.models.parts import check_labels
 from memengine.registry import MODELS
 from memengine.techniques.slices.slicing import Slice, cut_evenly, take
 
@@ -111,13 +112,12 @@ class TorchvisionDetector(LossBySample):
                 raise ValueError(
                     f'TorchvisionDetector: an image has no {" and no ".join(missing)}{remedy}'
                 )
-            labels = sample['labels']
-            if bool(((labels < 1) | (labels >= self.num_classes)).any()):
-                raise ValueError(
-                    f'TorchvisionDetector: labels must lie in 1..{self.num_classes - 1} '
-                    f'(model.num_classes={self.num_classes}, 0 is the background), got '
-                    f'{int(labels.min())}..{int(labels.max())}'
-                )
+            check_labels(
+                sample['labels'],
+                range(1, self.num_classes),
+                'TorchvisionDetector',
+                f'model.num_classes={self.num_classes}, 0 is the background',
+            )
 
     def slices(self, inputs: Any, data_samples: Any, size: Any) -> list[Slice]:
         """Cut by image."""

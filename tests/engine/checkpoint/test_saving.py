@@ -45,7 +45,8 @@ def full_disk(monkeypatch):
 
         def begin(self, write, asynchronous):
             full = next(count) in numbers
-            start(self, functools.partial(on_full_disk, write) if full else write, asynchronous)
+            write = functools.partial(on_full_disk, write) if full else write
+            return start(self, write, asynchronous)
 
         monkeypatch.setattr(CheckpointWriter, 'start', begin)
 
