@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import pkgutil
 import re
 import types
@@ -19,6 +20,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import entry_points
 from numbers import Integral, Real
+from operator import ge, le, lt
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from torch import Tensor, nn
@@ -35,6 +37,7 @@ __all__ = [
     'register',
     'setting',
     'techniques',
+    'with_settings',
 ]
 
 S = TypeVar('S', bound='Settings')
@@ -87,6 +90,9 @@ class Settings:
                 raise ValueError(f'{name} is {one.wanted}, got {value!r}')
 
 
+_LIMITS = {'low': ('at least', ge), 'high': ('at most', le), 'below': ('below', lt)}
+
+
 @dataclass(frozen=True)
 class Setting:
     """What a field of a class of settings may be."""
@@ -102,23 +108,20 @@ class Setting:
     @property
     def wanted(self) -> str:
         """Its type and range, in words."""
-        limits = self.field.metadata
-        said = [f'at least {limits["low"]:g}'] if limits['low'] is not None else []
-        said += [f'at most {limits["high"]:g}'] if limits['high'] is not None else []
-        said += [f'below {limits["below"]:g}'] if limits['below'] is not None else []
+        said = [f'{word} {limit:g}' for word, _, limit in self._limits()]
         return f'{_in_words(self.hint)}{", " if said else ""}{" and ".join(said)}'
 
     def allows(self, value: Any) -> bool:
         """Whether it may have this value."""
         inner = value.values() if isinstance(value, Mapping) else [value]
         numbers = [one for one in inner if isinstance(one, Real) and not isinstance(one, bool)]
-        limits = self.field.metadata
-        return _is_of(value, self.hint) and not any(
-            (limits['low'] is not None and number < limits['low'])
-            or (limits['high'] is not None and number > limits['high'])
-            or (limits['below'] is not None and number >= limits['below'])
-            for number in numbers
+        return _is_of(value, self.hint) and all(
+            holds(number, limit) for number in numbers for _, holds, limit in self._limits()
         )
+
+    def _limits(self) -> list[tuple[str, Callable[[Any, Any], bool], float]]:
+        stated = self.field.metadata
+        return [(*_LIMITS[key], stated[key]) for key in _LIMITS if stated[key] is not None]
 
 
 def settings_of(kind: type[Settings]) -> dict[str, Setting]:
@@ -369,6 +372,17 @@ class Technique(Generic[S]):
         one, two = sorted([self.name, theirs])
         place = f' ({where})' if where else ''
         return ValueError(f'{one} and {two} do not go together{place}: {self.conflicts[other]}')
+
+
+def with_settings(function: Callable[..., Handle]) -> Callable[[nn.Module, Any], Handle]:
+    """``apply`` of a technique by a function of a model that takes settings under their names."""
+    taken = inspect.signature(function).parameters
+
+    def apply(model: nn.Module, settings: Settings) -> Handle:
+        named = {name: value for name, value in vars(settings).items() if name in taken}
+        return function(model, **named)
+
+    return apply
 
 
 # ------------------------------------------------------------------ all of them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
@@ -15,7 +16,6 @@ from mmengine.fileio import join_path
 from mmengine.model import is_model_wrapper
 from mmengine.runner import BaseLoop, save_checkpoint
 from mmengine.runner import Runner as _Runner
-from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -29,13 +29,19 @@ from memengine.engine.checkpoint.sharded import SUFFIX, is_sharded
 from memengine.engine.checkpoint.sharded_saving import sharded_write
 from memengine.engine.checkpoint.state import (
     ShardLayout,
-    check_samples_per_step,
+    check_resumable,
     gather_state,
     is_sharded_model,
     key_by_name,
     read_checkpoint,
     run_state,
     samples_per_step,
+)
+from memengine.engine.checkpoint.weights import (
+    advise,
+    load_from_options,
+    load_weights,
+    select,
 )
 from memengine.engine.config.runner_schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
@@ -88,6 +94,7 @@ class Runner(_Runner):
         ValueError: For settings that contradict each other or the machine, naming the setting.
     """
 
+    _has_loaded: bool
     _load_from: Any
     _train_loop: Any
     _val_loop: Any
@@ -316,16 +323,27 @@ class Runner(_Runner):
 
     def load_or_resume(self) -> None:
         """Load weights or resume, as the config says; say so when there is nothing to resume."""
-        if not self._resume or self._load_from is not None:
-            super().load_or_resume()
+        if self._has_loaded:
             return
+        if self._load_from is not None:
+            options = load_from_options(self._load_from)
+            if self._resume:
+                self.resume(options['filename'])
+            else:
+                self.load_checkpoint(**options)
+            self._has_loaded = True
+        elif self._resume:
+            self._resume_newest()
+
+    def _resume_newest(self) -> None:
+        """Go on from the newest checkpoint that is whole; never from scratch if there is any."""
         trusted = self.cfg.get('trusted_globals', ())
         found = newest_first(self.work_dir, trusted, self.logger.warning) if self.rank == 0 else ()
         paths, damaged = iter(found), 0
         while path := together(lambda: next(paths, None), cpu_group('checkpoint'))[0]:
             try:
-                self._load_from = str(path)
-                super().load_or_resume()
+                self.resume(str(path))
+                self._has_loaded = True
                 return
             except DamagedError as error:
                 self.logger.warning(f'{error}; going on from the checkpoint before it')
@@ -335,7 +353,6 @@ class Runner(_Runner):
                 f'none of the {damaged} checkpoint(s) in {self.work_dir} is whole; name another '
                 'one with --resume PATH, or remove them to train from scratch'
             )
-        self._load_from = None
         self.logger.info(
             f'No checkpoint to resume in {self.work_dir}: training starts from scratch.'
         )
@@ -377,6 +394,8 @@ class Runner(_Runner):
         map_location: str | Callable[..., Any] = 'cpu',
         strict: bool = False,
         revise_keys: list[tuple[str, str]] = [(r'^module.', '')],  # noqa: B006 (MMEngine's own)
+        part: str = '',
+        into: str | None = None,
     ) -> dict[str, Any]:
         """Load a checkpoint: a file of MMEngine's, a sharded one or a safetensors file.
 
@@ -385,25 +404,44 @@ class Runner(_Runner):
         Args:
             filename: A path, or a URL as MMEngine takes it.
             map_location: Where tensors go.
-            strict: Whether names must match exactly; always so when resuming.
+            strict: Whether names and shapes must match exactly; always so when resuming. Something
+                has to match in any case.
             revise_keys: Pairs of pattern and replacement for names.
+            part: Load this module of the checkpoint only, e.g. ``'teacher.backbone'``.
+            into: The module of the model that it is loaded into; by default that of the same name.
 
         Raises:
-            CheckpointError: When the file is damaged, or wants to run code that is not allowed.
+            CheckpointError: When the file is damaged, wants to run code that is not allowed, or
+                does not fit; when it is to be resumed from and is not all of a run.
             FileNotFoundError: When it is not there.
             ValueError: When resuming with another number of samples in a step.
         """
-        strict = strict or self._resume
+        into = part if into is None else into
+        moved = (rf'^{re.escape(part)}\.' if part else '^', f'{into}.' if into else '')
+        optim_wrapper = self.optim_wrapper if self._resume else None
+        layout = ShardLayout(self.model, optim_wrapper, [*revise_keys, moved])
         trusted = self.cfg.get('trusted_globals', ())
         self._verify(filename)
-        layout = ShardLayout(self.model, self.optim_wrapper if self._resume else None, revise_keys)
         checkpoint = read_checkpoint(filename, trusted, layout, self._resume, map_location)
+        checkpoint['meta'].pop('config', None)  # MMEngine would run it as a config, which is code
+        if self._resume:
+            check_resumable(self, checkpoint, filename)
+        names = list(checkpoint['state_dict'])
+        checkpoint['state_dict'] = select(checkpoint['state_dict'], revise_keys, part, into)
         self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
-        _load_checkpoint_to_model(unwrap(self.model), checkpoint, strict, revise_keys=revise_keys)
+        model = unwrap(self.model)
+        try:
+            left = load_weights(
+                model, checkpoint['state_dict'], filename, into, strict or self._resume
+            )
+        except CheckpointError as error:
+            if self._resume or part or into:
+                raise
+            raise CheckpointError(f'{error}{advise(model, names, filename)}') from error
         self._has_loaded = True
         self.logger.info(f'Load checkpoint from {filename}')
-        if self._resume:
-            check_samples_per_step(self, checkpoint)
+        if left:
+            self.logger.warning(f'{filename}: {left}')
         return checkpoint
 
     def _verify(self, filename: str) -> None:

@@ -220,9 +220,9 @@ def test_copies_pickles_and_undo():
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
-        (dict(store='gpu'), "one of auto, host, disk, got 'gpu'"),
-        (dict(min_bytes=-1), 'min_bytes is a number, at least 0'),
-        (dict(look_ahead=1.5), 'look_ahead is a number, at least 0'),
+        (dict(store='gpu'), "store is 'auto', 'host' or 'disk', got 'gpu'"),
+        (dict(min_bytes=-1), 'min_bytes is a whole number, at least 0'),
+        (dict(look_ahead=1.5), 'look_ahead is a whole number, at least 0'),
         (dict(store='host', folder='x'), "is for store='disk'"),
     ],
 )

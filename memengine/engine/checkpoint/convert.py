@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch import distributed as dist
 
 from memengine.engine.checkpoint.checksums import SAFETENSORS_KEY, UNSEALED, seal, verify
-from memengine.engine.checkpoint.files import CheckpointError, atomic_write, read_file
+from memengine.engine.checkpoint.files import CheckpointError, atomic_write, read_pickle
 from memengine.engine.checkpoint.saving import save_errors, write_file
 from memengine.engine.checkpoint.sharded import SUFFIX, is_sharded, read_sharded
 from memengine.engine.checkpoint.sharded_saving import sharded_write
 from memengine.engine.checkpoint.state import key_by_index
+from memengine.engine.checkpoint.weights import read_file
 
 __all__ = ['convert', 'export_weights']
 
@@ -83,20 +83,14 @@ def export_weights(source: Path, target: Path, group: dist.ProcessGroup | None =
     if is_sharded(source):
         checkpoint = read_sharded(source, entries=_WEIGHTS.__contains__, group=group)
     else:
-        checkpoint = read_file(str(source), mapped=True)
+        checkpoint = read_pickle(source, mapped=True)
     _write_safetensors(checkpoint, target)
 
 
 def _read(source: Path, weights_only: bool) -> dict[str, Any]:
     if is_sharded(source):
         return read_sharded(source, entries=lambda name: not weights_only or name in _WEIGHTS)
-    if source.suffix == '.safetensors':
-        with safe_open(source, 'pt') as file:
-            noted = file.metadata() or {}
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return dict(meta=noted, state_dict=state)
-    checkpoint = read_file(str(source))
-    return checkpoint if 'state_dict' in checkpoint else dict(meta={}, state_dict=checkpoint)
+    return read_file(str(source))
 
 
 def _write_safetensors(checkpoint: dict[str, Any], target: Path) -> None:

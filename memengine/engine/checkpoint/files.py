@@ -17,7 +17,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from mmengine.runner.checkpoint import _load_checkpoint
 
 from memengine.engine.checkpoint.trust import is_known_data, safe_globals
 
@@ -26,7 +25,7 @@ __all__ = [
     'DamagedError',
     'atomic_write',
     'backup_path',
-    'read_file',
+    'read_pickle',
     'refusal',
     'safe_loading',
     'sync',
@@ -44,20 +43,27 @@ class DamagedError(CheckpointError):
 _read_anything = torch.load
 
 
-class _SenselessBytesError(Exception):
-    """Of what torch raises while it reads bytes that make no sense."""
+class _UnreadableError(Exception):
+    """No UnpicklingError, which timm would answer with advice to read unsafely."""
+
+    def __init__(self, what: str, kind: type[CheckpointError]) -> None:
+        super().__init__(what)
+        self.kind = kind
 
 
 def _read_safely(*args: Any, **kwargs: Any) -> Any:
     try:
         return _read_anything(*args, **{**kwargs, 'pickle_module': None, 'weights_only': True})
-    except (pickle.UnpicklingError, OSError):
+    except pickle.UnpicklingError as error:
+        kind = DamagedError if _wanted(error) is None else CheckpointError
+        raise _UnreadableError(refusal(error), kind) from error
+    except OSError:
         raise
     except Exception as error:
-        of_the_machine = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if of_the_machine or 'map_location' in str(error):  # a device that is not there
-            raise
-        raise _SenselessBytesError(str(error) or type(error).__name__) from error
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or 'map_location' in str(error):
+            raise  # of the machine, not of the file
+        what = str(error) or type(error).__name__
+        raise _UnreadableError(f'is damaged or incomplete: {what}', DamagedError) from error
 
 
 @contextmanager
@@ -79,11 +85,8 @@ def safe_loading(filename: str | Path, trusted: Iterable[str] = ()) -> Iterator[
         with torch.serialization.safe_globals(safe_globals(trusted)):
             with patch.object(torch, 'load', _read_safely):
                 yield
-    except pickle.UnpicklingError as error:
-        kind = CheckpointError if _wanted(error) else DamagedError
-        raise kind(f'{filename} {refusal(error)}') from error
-    except _SenselessBytesError as error:
-        raise DamagedError(f'{filename} is damaged or incomplete: {error}') from error
+    except _UnreadableError as error:
+        raise error.kind(f'{filename} {error}') from error
 
 
 def _wanted(error: Exception) -> re.Match[str] | None:
@@ -105,27 +108,22 @@ def refusal(error: Exception) -> str:
     return f"wants to run '{name}' while it is read, which weights need not; {remedy}"
 
 
-def read_file(
-    filename: str, trusted: Iterable[str] = (), map_location: Any = 'cpu', mapped: bool = False
-) -> dict[str, Any]:
-    """Read a file of MMEngine's or torch's, safely.
+def read_pickle(path: Path, trusted: Iterable[str] = (), mapped: bool = False) -> Any:
+    """Read a local file of ``torch.save``, safely, onto the CPU.
 
     Args:
-        filename: A path, or a URL as MMEngine takes it.
+        path: The file.
         trusted: See :func:`safe_loading`.
-        map_location: Where tensors go.
-        mapped: Whether tensors are read from a local file only when they are used.
+        mapped: Whether tensors are read only when they are used.
 
     Raises:
         CheckpointError: When it wants to run what it may not.
         DamagedError: When it is damaged.
     """
-    with safe_loading(filename, trusted):
-        if mapped:
-            with open(filename, 'rb') as file:
-                is_archive = file.read(2) == b'PK'  # older ones cannot be mapped
-            return torch.load(filename, map_location=map_location, mmap=is_archive)
-        return _load_checkpoint(filename, map_location)
+    with open(path, 'rb') as file:
+        is_archive = file.read(2) == b'PK'  # older ones cannot be mapped
+    with safe_loading(path, trusted):
+        return torch.load(path, map_location='cpu', mmap=mapped and is_archive)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from memengine.engine.checkpoint.files import CheckpointError, backup_path, read_file
+from memengine.engine.checkpoint.files import CheckpointError, backup_path, read_pickle
 from memengine.engine.checkpoint.sharded import RUN_FILE, SUFFIX
 
 __all__ = ['find_latest', 'newest_first']
@@ -85,9 +85,9 @@ def _iteration(path: Path, trusted: Iterable[str]) -> int | None:
     Of a file only the pickle is read, not the tensors.
     """
     if path.is_dir():
-        checkpoint = read_file(str(path / RUN_FILE), trusted)
+        checkpoint = read_pickle(path / RUN_FILE, trusted)
     else:
-        checkpoint = read_file(str(path), trusted, mapped=True)
+        checkpoint = read_pickle(path, trusted, mapped=True)
     if not isinstance(checkpoint, dict) or 'optimizer' not in checkpoint:
         return None
     return checkpoint.get('meta', {}).get('iter')

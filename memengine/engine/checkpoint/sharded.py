@@ -27,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from memengine.engine.checkpoint.files import CheckpointError, DamagedError, read_file, refusal
+from memengine.engine.checkpoint.files import CheckpointError, DamagedError, read_pickle, refusal
 from memengine.engine.checkpoint.metadata import SafeReader
 from memengine.engine.distributed.processes import cpu_group
 
@@ -164,7 +164,7 @@ def _read_run_file(
             f'{folder} is no sharded checkpoint, or not a whole one: '
             f'there has to be a .metadata and a {RUN_FILE} in it'
         )
-    rest = read_file(str(file), trusted)
+    rest = read_pickle(file, trusted)
     paths = rest.pop('tensors', None) if isinstance(rest, dict) else None
     if not isinstance(paths, dict) or not all(_leads_somewhere(rest, p) for p in paths.values()):
         raise DamagedError(f'{file} is damaged: it does not say where the tensors belong')

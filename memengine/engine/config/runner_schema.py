@@ -234,6 +234,16 @@ def _unless_off(schema: Schema) -> SchemaChoice:
     return lambda value: schema if value else FREE
 
 
+def _names_weights(value: Any) -> bool:
+    texts, switches = ('path', 'part', 'into'), ('strict',)
+    if not isinstance(value, Mapping):
+        return value is None or isinstance(value, str)
+    return 'path' in value and all(
+        (key in texts and isinstance(entry, str)) or (key in switches and isinstance(entry, bool))
+        for key, entry in value.items()
+    )
+
+
 TOP_SCHEMAS: Mapping[str, SchemaChoice] = {
     'model': MODEL,
     'data_preprocessor': PART,
@@ -275,6 +285,9 @@ TOP_SCHEMAS: Mapping[str, SchemaChoice] = {
 
 TOP_CONSTRAINTS: Mapping[str, Constraint] = {
     'launcher': one_of('none', 'pytorch', 'slurm', 'mpi'),
+    'load_from': Constraint(
+        'a path, or dict(path=..., part=..., into=..., strict=True or False)', _names_weights
+    ),
     'resume': BOOL,
     'find_unused_parameters': BOOL,
 }

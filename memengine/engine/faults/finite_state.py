@@ -84,5 +84,5 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
     if is_traceable_wrapper_subclass(tensor):  # sharded, or an optimiser's state in few bits
         for name in tensor.__tensor_flatten__()[0]:
             yield from _parts(getattr(tensor, name))
-    else:
+    elif isinstance(tensor, Tensor):  # a shard names its mesh, too
         yield tensor

@@ -15,7 +15,7 @@ from mmengine.dist import is_main_process, master_only
 from mmengine.hooks import CheckpointHook as _CheckpointHook
 
 from memengine.engine.checkpoint.convert import export_weights
-from memengine.engine.checkpoint.files import read_file
+from memengine.engine.checkpoint.files import read_pickle
 from memengine.engine.checkpoint.saving import SaveError, write_file
 from memengine.engine.distributed.processes import group_of_one
 from memengine.registry import HOOKS
@@ -246,7 +246,7 @@ class CheckpointHook(_CheckpointHook):
     @master_only
     def _publish_model(self, runner: Any, ckpt_path: str) -> None:
         """As MMEngine's: the entries in ``published_keys``, by the name of their hash."""
-        checkpoint = read_file(ckpt_path, runner.cfg.get('trusted_globals', ()))
+        checkpoint = read_pickle(Path(ckpt_path), runner.cfg.get('trusted_globals', ()))
         kept = {key: checkpoint[key] for key in checkpoint if key in (self.published_keys or ())}
         digest = hashlib.sha256(pickle.dumps(kept)).hexdigest()
         target = Path(ckpt_path).with_suffix('')

@@ -15,6 +15,7 @@ from torchvision.models import detection
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from torchvision.ops import FrozenBatchNorm2d
 
+from memengine.engine.checkpoint.weights import read_weights
 from memengine.models.algorithms.by_sample import LossBySample
 from memengine.models.parts import check_labels
 from memengine.registry import MODELS
@@ -150,7 +151,7 @@ def _target(sample: dict[str, Any]) -> dict[str, Tensor]:
 def _load_resnet(body: nn.Module, file: str) -> None:
     """Weights of torchvision's ResNet into the part of it that the detector has."""
     try:
-        weights = torch.load(file, map_location='cpu', weights_only=True)
+        weights = read_weights(file)
     except FileNotFoundError as error:
         raise ValueError(
             f'TorchvisionDetector: there is no file backbone_checkpoint={file!r}; download '

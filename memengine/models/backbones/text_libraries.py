@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memengine.engine.checkpoint.files import safe_loading
 from memengine.models.backbones.text_transformer import mean_of_tokens
 from memengine.registry import MODELS
 
@@ -42,7 +43,8 @@ class OpenClipText(nn.Module):
                 'OpenClipText needs open_clip: pip install open_clip_torch'
             ) from error
         try:
-            model: Any = open_clip.create_model(model_name, pretrained=pretrained)
+            with safe_loading(f'The pretrained file of {model_name}'):
+                model: Any = open_clip.create_model(model_name, pretrained=pretrained)
         except RuntimeError as error:
             raise ValueError(f'OpenClipText: {model_name!r}: {error}') from error
         if hasattr(model, 'visual'):
@@ -71,7 +73,9 @@ def transformers_model(
     kind, options = getattr(transformers, auto), dict(config or {})
     try:
         if pretrained:
-            return kind.from_pretrained(model_name, **options)
+            options.setdefault('trust_remote_code', False)  # code in the model's folder
+            with safe_loading(f'The pretrained file of {model_name}'):
+                return kind.from_pretrained(model_name, **options)
         return kind.from_config(transformers.AutoConfig.for_model(model_name, **options))
     except (OSError, ValueError) as error:
         raise ValueError(f'{user}: {model_name!r}: {error}') from error

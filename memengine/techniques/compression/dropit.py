@@ -124,8 +124,6 @@ def drop_activations(
     Source: Chen et al., DropIT: Dropping Intermediate Tensors for Memory-Efficient DNN Training,
     ICLR 2023.
     """
-    if any(isinstance(rule, DropIT) for rule in rules_of(model)):
-        raise ValueError(f'{_SETTING}: {type(model).__name__} drops already; undo that first')
     by_name = gamma if isinstance(gamma, Mapping) else {'*': gamma}
     names = [name or THE_MODEL for name, _ in model.named_modules()]
     for glob in by_name:

@@ -73,8 +73,11 @@ def add_rule(model: nn.Module, rule: Rule, modules: Container[nn.Module]) -> Non
         modules: Those for which it holds; in others it has no say.
 
     Raises:
-        ValueError: When a module is offloaded already, or compiled: its graph saves what it likes.
+        ValueError: When the model has a rule of that kind, or a module is offloaded already, or
+            compiled: its graph saves what it likes.
     """
+    if any(type(other) is type(rule) for other in rules_of(model)):
+        raise ValueError(f'{rule.setting}: {type(model).__name__} has it already; undo that first')
     for name, module in model.named_modules():
         if is_compiled(module):
             raise ValueError(

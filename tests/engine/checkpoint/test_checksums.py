@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from memengine.engine.checkpoint.checksums import CHECKSUMS_FILE, verify
 from memengine.engine.checkpoint.convert import convert
-from memengine.engine.checkpoint.files import CheckpointError, DamagedError, read_file
+from memengine.engine.checkpoint.files import CheckpointError, DamagedError, read_pickle
 from memengine.engine.checkpoint.saving import write_file
 from memengine.engine.checkpoint.sharded_saving import sharded_write
 from memengine.engine.cli.main import main
@@ -123,7 +123,7 @@ def test_what_is_damaged_and_has_no_checksum_is_still_one_kind_of_error(tmp_path
     for at in draw.sample(range(1000), 60):  # most of its pickle
         (tmp_path / 'a.pth').write_bytes(content[:at] + b'\xf7' + content[at + 1 :])
         with contextlib.suppress(CheckpointError):
-            read_file(str(tmp_path / 'a.pth'))
+            read_pickle(tmp_path / 'a.pth')
             refused -= 1
         refused += 1
     assert refused > 10

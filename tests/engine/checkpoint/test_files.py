@@ -197,7 +197,7 @@ def test_resume_refuses_a_checkpoint_of_another_model(tmp_path):
     toy_runner(tmp_path).train()
     runner = toy_runner(tmp_path, resume=True)
     runner.model.extra = torch.nn.Linear(1, 1)
-    with pytest.raises(RuntimeError, match='extra'):
+    with pytest.raises(CheckpointError, match=r'2 missing \(extra'):
         runner.train()
 
 
