@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -22,7 +22,12 @@ from torch.utils.data import DataLoader
 from memengine._torch_private.data_loading import end_workers
 from memengine.engine.apply import apply_before_wrapping, apply_to_model, hooks_of_keys, refuse
 from memengine.engine.checkpoint.checksums import verify
-from memengine.engine.checkpoint.files import CheckpointError, DamagedError, atomic_write
+from memengine.engine.checkpoint.files import (
+    CheckpointError,
+    DamagedError,
+    atomic_write,
+    safe_loading,
+)
 from memengine.engine.checkpoint.latest import find_latest, newest_first
 from memengine.engine.checkpoint.saving import CheckpointWriter, SaveError, write_file
 from memengine.engine.checkpoint.sharded import SUFFIX, is_sharded
@@ -204,7 +209,8 @@ class Runner(_Runner):
         """Initialise a model while it is whole, and spread it over the ranks."""
         options = {key: value for key, value in config.items() if key != 'type'}
         if not options.get('meta') and isinstance(model, InitializesWeights):
-            model.init_weights()
+            with self._safe_init_files():
+                model.init_weights()
         wrapped = wrapper(module=model, **options)
         if options.get('meta') and isinstance(model, ActsAfterInit):
             model.after_init()
@@ -213,7 +219,12 @@ class Runner(_Runner):
     def _init_model_weights(self) -> None:
         """Initialise the model, unless that was done before it was spread over the ranks."""
         if not isinstance(self.model, FullyShardedDataParallel):
-            super()._init_model_weights()
+            with self._safe_init_files():
+                super()._init_model_weights()
+
+    def _safe_init_files(self) -> AbstractContextManager[None]:
+        """Hold MMEngine's ``Pretrained`` to reading as safely as all else."""
+        return safe_loading('A checkpoint of init_cfg', self.cfg.get('trusted_globals', ()))
 
     def _warn_of_local_losses(self, model: nn.Module) -> None:
         """Say which losses contrast only the samples of their own rank."""
