@@ -84,10 +84,10 @@ def _iteration(path: Path, trusted: Iterable[str]) -> int | None:
 
     Of a file only the pickle is read, not the tensors.
     """
-    if path.is_dir():
-        checkpoint = read_pickle(path / RUN_FILE, trusted)
-    else:
-        checkpoint = read_pickle(path, trusted, mapped=True)
+    file = path / RUN_FILE if path.is_dir() else path
+    if not file.is_file():  # a pipe would be waited for
+        raise CheckpointError(f'{file} is no file')
+    checkpoint = read_pickle(file, trusted, mapped=True)
     if not isinstance(checkpoint, dict) or 'optimizer' not in checkpoint:
         return None
     return checkpoint.get('meta', {}).get('iter')

@@ -1,1 +1,1 @@
-"""What a run survives, or ends at in good order."""
+"""What survives a fault: signals, processes that die or hang, steps that are not finite."""
