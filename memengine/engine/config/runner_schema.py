@@ -75,7 +75,7 @@ VISUALIZER = Schema(
 
 def _loader_rule(loader: Config) -> Iterator[tuple[str, str]]:
     if loader.get('num_workers', 0) == 0:
-        for key, off in (('persistent_workers', False), ('prefetch_factor', None)):
+        for key, off in (('persistent_workers', False), ('prefetch_factor', None), ('timeout', 0)):
             if loader.get(key, off) != off:
                 yield key, f'needs num_workers above 0; set {key}={off} or num_workers=1'
     if 'shuffle' in loader:
@@ -203,7 +203,7 @@ def _evaluator(config: Any) -> Schema:
     return METRIC
 
 
-# The types of MMEngine's default hooks, which an entry without type takes.
+# The types of default hooks, which an entry without type takes.
 DEFAULT_HOOK_TYPES: Mapping[str, str] = {
     'runtime_info': 'RuntimeInfoHook',
     'timer': 'IterTimerHook',
@@ -211,6 +211,7 @@ DEFAULT_HOOK_TYPES: Mapping[str, str] = {
     'logger': 'LoggerHook',
     'param_scheduler': 'ParamSchedulerHook',
     'checkpoint': 'CheckpointHook',
+    'finite_loss': 'NonFiniteHook',
 }
 _DEFAULT_HOOKS = Schema(
     entry=HOOK,

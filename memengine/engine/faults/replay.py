@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import tempfile
 import time
@@ -35,6 +36,8 @@ from memengine.techniques.modules.random_state import RandomState, accelerators_
 
 __all__ = ['Findings', 'read_capture', 'replay']
 
+MOST_NAMES = 8  # of samples
+
 
 @dataclass
 class Findings:
@@ -67,7 +70,9 @@ class Findings:
         if found.slice is not None:
             lines.append(f'  slice: {found.slice + 1} of {found.slices}')
         if self.samples:
-            lines.append(f'  samples: {"; ".join(self.samples)}')
+            more = len(self.samples) - MOST_NAMES
+            rest = f'; and {more} more' if more > 0 else ''
+            lines.append(f'  samples: {"; ".join(self.samples[:MOST_NAMES])}{rest}')
         if found.in_data:
             lines.append('  the data themselves are not finite')
         for what, name in (
@@ -272,6 +277,8 @@ def _batch_size(batch: Any) -> int:
 
 
 def _close_logs(runner: Any) -> None:
-    """Let go of files in a folder that is about to go."""
-    for handler in runner.logger.handlers:
-        handler.close()
+    """Let go of files in a folder that is about to go; the logger stays MMEngine's current one."""
+    for handler in list(runner.logger.handlers):
+        if isinstance(handler, logging.FileHandler):
+            runner.logger.removeHandler(handler)
+            handler.close()
