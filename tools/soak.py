@@ -32,7 +32,13 @@ import torch
 
 DISK_MIB = 64
 UNFINISHED = '.*.partial'  # what a checkpoint is called while it is written
-STOPS = {'SIGTERM': 130, 'SIGINT': 130}  # and the status of the command line
+STOPS = {
+    'SIGTERM': 143,
+    'SIGINT': 130,
+    'SIGHUP': 129,
+    'SIGUSR1': 75,
+    'SIGUSR2': 75,
+}  # their statuses
 
 
 class Soak:
