@@ -139,8 +139,8 @@ class Soak:
             assert set(statuses) <= {STOPS[kind], 0}, f'{kind}: {statuses}: {attempt.log}'
         if any(work_dir.glob(UNFINISHED)):
             return 'kill in mid-save'
-        if kind == 'flipped bit':
-            self._flip_a_bit(work_dir)
+        if kind == 'flipped bit' and not self._flip_a_bit(work_dir):
+            return 'kill'
         return kind
 
     def _see_a_file_grow(self, work_dir: Path) -> None:
@@ -162,16 +162,17 @@ class Soak:
         finally:
             filler.unlink()
 
-    def _flip_a_bit(self, work_dir: Path) -> None:
-        """In a file of the newest checkpoint, if there is one before it."""
+    def _flip_a_bit(self, work_dir: Path) -> bool:
+        """In a file of the newest checkpoint; False if there is none before it to go on from."""
         checkpoints = sorted(work_dir.glob('iter_*'), key=lambda path: int(path.stem[5:]))
-        if len(checkpoints) > 1:
-            newest = checkpoints[-1]
-            files = [path for path in newest.rglob('*') if path.is_file()] or [newest]
-            file = self.random.choice(files)
-            content = bytearray(file.read_bytes())
-            content[self.random.randrange(len(content))] ^= 1 << self.random.randrange(8)
-            file.write_bytes(content)
+        if len(checkpoints) < 2:
+            return False
+        newest = checkpoints[-1]
+        file = self.random.choice([p for p in newest.rglob('*') if p.is_file()] or [newest])
+        content = bytearray(file.read_bytes())
+        content[self.random.randrange(len(content))] ^= 1 << self.random.randrange(8)
+        file.write_bytes(content)
+        return True
 
 
 @contextlib.contextmanager
