@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import os
-import pickle
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,12 +29,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from memengine.engine.checkpoint.files import (
-    CheckpointError,
-    backup_path,
-    refusal,
-    safe_loading,
-)
+from memengine.engine.checkpoint.files import CheckpointError, backup_path, safe_loading
 from memengine.engine.checkpoint.metadata import SafeReader
 from memengine.engine.distributed.processes import cpu_group
 
@@ -193,10 +187,7 @@ def _torch_error_as(what: str) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        causes = [
-            f'rank {rank}: {refusal(e) if isinstance(e, pickle.UnpicklingError) else e}'
-            for rank, (e, _) in error.failures.items()
-        ]
+        causes = [f'rank {rank}: {cause[0]}' for rank, cause in error.failures.items()]
         raise CheckpointError(f'{what}: {"; ".join(causes)}') from error
 
 
@@ -241,7 +232,7 @@ def read_sharded(
             if as_held is None
             else torch.empty_like(as_held, dtype=kind.properties.dtype)
         )
-    with _torch_error_as(f'{folder} is damaged or incomplete'):
+    with _torch_error_as(f'{folder} is damaged or incomplete'), safe_loading(folder):
         dcp.load(tensors, storage_reader=reader, process_group=cpu_group('checkpoint'))
     rest = {entry: value for entry, value in rest.items() if entries(entry)}
     return merge_tensors(rest, {paths[name]: tensor for name, tensor in tensors.items()})
