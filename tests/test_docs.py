@@ -147,7 +147,7 @@ def memengine_arguments(words):
     """What a command hands to memengine's command line, or None if it is another program."""
     if words[0] == 'memengine':
         return words[1:]
-    if words[0] == 'torchrun' or words[:1] == ['python']:
+    if words[0] in ('torchrun', 'srun', 'python'):
         for script, command in (('tools/train.py', 'train'), ('tools/test.py', 'test')):
             if script in words:
                 return [command, *words[words.index(script) + 1 :]]
@@ -183,7 +183,7 @@ def check_command(words, workplace):
 
 def check_memengine(arguments, workplace):
     args = make_parser().parse_args(arguments)
-    if args.command in ('convert', 'techniques'):
+    if args.command in ('convert', 'verify', 'techniques'):
         return
     for checkpoint in (getattr(args, 'checkpoint', None), getattr(args, 'resume', None)):
         if isinstance(checkpoint, str):  # of a run that is not repeated here
@@ -380,7 +380,7 @@ def test_commands_that_are_only_checked_above_run_too(page, workplace):
 def provide_checkpoint(words, workplace):
     """Have the checkpoint that a command names, of a training as short as can be."""
     args = make_parser().parse_args(memengine_arguments(words))
-    for path in (getattr(args, name, None) for name in ('checkpoint', 'resume', 'source')):
+    for path in (getattr(args, name, None) for name in ('checkpoint', 'resume', 'source', 'path')):
         if isinstance(path, str) and path != 'auto' and not Path(path).exists():
             config = getattr(args, 'config', QUICK_START)
             short = ['memengine', 'train', config, '--max-iters', '2', '--work-dir', 'short']

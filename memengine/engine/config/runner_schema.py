@@ -75,7 +75,7 @@ VISUALIZER = Schema(
 
 def _loader_rule(loader: Config) -> Iterator[tuple[str, str]]:
     if loader.get('num_workers', 0) == 0:
-        for key, off in (('persistent_workers', False), ('prefetch_factor', None)):
+        for key, off in (('persistent_workers', False), ('prefetch_factor', None), ('timeout', 0)):
             if loader.get(key, off) != off:
                 yield key, f'needs num_workers above 0; set {key}={off} or num_workers=1'
     if 'shuffle' in loader:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from memengine._torch_private.ops import foreach_copy_
-from memengine.engine.checkpoint.files import atomic_write, find_latest
+from memengine.engine.checkpoint.files import atomic_write
+from memengine.engine.checkpoint.latest import find_latest
 from memengine.engine.data_order import SeededDataset
 from memengine.engine.faults.guard import BadStep, Guarded
 from memengine.engine.step import unwrap
@@ -38,14 +39,22 @@ class StepStart:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = list(model.buffers())
-        self._kept = [torch.empty_like(buffer) for buffer in self._buffers]
+        self._places = [
+            (module, name)
+            for module in model.modules()
+            for name, _ in module.named_buffers(recurse=False)
+        ]
+        self._buffers: list[Tensor] = []
+        self._kept: list[Tensor] = []
         self._devices = accelerators_of(model)
-        self.random_state = RandomState(self._devices)
+        self.keep()
 
     @torch.no_grad()
     def keep(self) -> None:
         """Remember the present state."""
+        self._buffers = [getattr(module, name) for module, name in self._places]
+        if [kept.shape for kept in self._kept] != [buffer.shape for buffer in self._buffers]:
+            self._kept = [torch.empty_like(buffer) for buffer in self._buffers]
         if self._buffers:
             foreach_copy_(self._kept, self._buffers)
         self.random_state = RandomState(self._devices)
@@ -55,6 +64,9 @@ class StepStart:
         """Give the buffers the values that are remembered."""
         if self._buffers:
             foreach_copy_(self._buffers, self._kept)
+        for (module, name), buffer in zip(self._places, self._buffers, strict=True):
+            if getattr(module, name) is not buffer:  # another one was set in its place
+                setattr(module, name, buffer)
 
 
 @runtime_checkable
