@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
@@ -113,7 +113,7 @@ class ImageNet(ImageFolder):
         ValueError: When the split's folder is missing or not sorted into one folder per class.
     """
 
-    def __init__(self, root: str, split: str = 'train') -> None:
+    def __init__(self, root: str, split: Literal['train', 'val'] = 'train') -> None:
         if split not in ('train', 'val'):
             raise ValueError(f"split must be 'train' or 'val', got {split!r}")
         folder = _existing_folder(root) / split

@@ -13,16 +13,17 @@ import importlib
 import pkgutil
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import entry_points
-from numbers import Integral, Real
-from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from numbers import Real
+from typing import Any, Generic, Literal, TypeVar, get_type_hints
 
 from torch import Tensor, nn
 
 from memengine.suggest import did_you_mean
+from memengine.techniques.type_hints import in_words, is_of
 
 __all__ = [
     'Handle',
@@ -104,17 +105,17 @@ class Setting:
         said = [f'at least {limits["low"]:g}'] if limits['low'] is not None else []
         said += [f'at most {limits["high"]:g}'] if limits['high'] is not None else []
         said += [f'below {limits["below"]:g}'] if limits['below'] is not None else []
-        return f'{_in_words(self.hint)}{", " if said else ""}{" and ".join(said)}'
+        return f'{in_words(self.hint)}{", " if said else ""}{" and ".join(said)}'
 
     def allows(self, value: Any) -> bool:
         """Whether it may have this value."""
         inner = value.values() if isinstance(value, Mapping) else [value]
         numbers = [one for one in inner if isinstance(one, Real) and not isinstance(one, bool)]
         limits = self.field.metadata
-        return _is_of(value, self.hint) and not any(
-            (limits['low'] is not None and number < limits['low'])
-            or (limits['high'] is not None and number > limits['high'])
-            or (limits['below'] is not None and number >= limits['below'])
+        return is_of(value, self.hint) and not any(
+            (limits['low'] is not None and not number >= limits['low'])  # NaN is neither
+            or (limits['high'] is not None and not number <= limits['high'])
+            or (limits['below'] is not None and not number < limits['below'])
             for number in numbers
         )
 
@@ -123,56 +124,6 @@ def settings_of(kind: type[Settings]) -> dict[str, Setting]:
     """The fields of a class of settings, by name."""
     hints = get_type_hints(kind)
     return {one.name: Setting(one, hints[one.name]) for one in fields(kind)}
-
-
-def _is_of(value: Any, hint: Any) -> bool:
-    """Whether a value is of a type; a list may stand for a tuple, as configs write either."""
-    origin, parts = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return True
-    if origin in (Union, types.UnionType):
-        return any(_is_of(value, part) for part in parts)
-    if origin is Literal:
-        return any(type(value) is type(part) and value == part for part in parts)
-    if hint in (int, float):
-        number = Integral if hint is int else Real
-        return isinstance(value, number) and not isinstance(value, bool)
-    if origin is tuple:
-        is_pair = isinstance(value, (list, tuple)) and len(value) == len(parts)
-        return is_pair and all(map(_is_of, value, parts))
-    if origin is not None and issubclass(origin, Sequence):
-        return isinstance(value, (list, tuple)) and all(_is_of(one, parts[0]) for one in value)
-    if origin is not None and issubclass(origin, Mapping):
-        return isinstance(value, Mapping) and all(_is_of(one, parts[1]) for one in value.values())
-    return isinstance(value, origin or hint)
-
-
-_IN_WORDS = {
-    bool: 'True or False',
-    int: 'a whole number',
-    float: 'a number',
-    str: 'text',
-    type(None): 'None',
-    Any: 'anything',
-}
-
-
-def _in_words(hint: Any) -> str:
-    origin, parts = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        *others, last = map(_in_words, parts)
-        return f'{", ".join(others)} or {last}'
-    if origin is Literal:
-        *others, last = map(repr, parts)
-        return f'{", ".join(others)} or {last}' if others else last
-    if origin is tuple:
-        return f'({", ".join(map(_in_words, parts))})'
-    if origin in (type, Callable):
-        return 'a class' if origin is type else 'a function'
-    if origin is not None:
-        kind = 'dict' if issubclass(origin, Mapping) else 'list'
-        return f'a {kind} of ({_in_words(parts[-1])})'
-    return _IN_WORDS.get(hint) or hint.__name__
 
 
 # ------------------------------------------------------------------ what it does
@@ -350,7 +301,7 @@ class Technique(Generic[S]):
         known = settings_of(self.settings)
         possible = [name for name in (self.shorthand, 'modules') if name in known]
         for name in possible:
-            if name is not None and _is_of(value, known[name].hint):
+            if name is not None and is_of(value, known[name].hint):
                 return name
         said = [f'{known[name].wanted} for {name}' for name in dict.fromkeys(possible) if name]
         raise ValueError(

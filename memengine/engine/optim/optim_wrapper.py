@@ -105,7 +105,7 @@ class OptimWrapper(_OptimWrapper):
         optimizer: Optimizer,
         accumulative_counts: int = 1,
         clip_grad: dict[str, Any] | None = None,
-        precision: str = 'fp32',
+        precision: Literal['fp32', 'bf16', 'fp16'] = 'fp32',
         loss_scale: str | float | dict[str, Any] = 'dynamic',
     ) -> None:
         if accumulative_counts < 1:
@@ -198,7 +198,7 @@ def AmpOptimWrapper(  # noqa: N802 (a type name of MMEngine's config language)
     """
     if dtype is None:
         dtype = 'fp16' if torch.cuda.is_available() else 'bf16'
-    precision = str(dtype).removeprefix('torch.')
+    precision: Any = str(dtype).removeprefix('torch.')
     return OptimWrapper(optimizer, accumulative_counts, clip_grad, precision, loss_scale)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from torchvision.ops import FrozenBatchNorm2d
 
 from memengine.models.algorithms.by_sample import LossBySample
-from memengine.registry import MODELS
+from memengine.registry import MODELS, PreprocessorConfig
 from memengine.techniques.slices.slicing import Slice, cut_evenly, take
 
 __all__ = ['TorchvisionDetector']
@@ -59,12 +59,12 @@ class TorchvisionDetector(LossBySample):
 
     def __init__(
         self,
-        detector: str = 'FasterRCNN',
+        detector: Literal['FasterRCNN', 'MaskRCNN'] = 'FasterRCNN',
         num_classes: int = 91,
         backbone: str = 'resnet50',
         backbone_checkpoint: str | None = None,
         trainable_layers: int | None = None,
-        data_preprocessor: dict[str, Any] | nn.Module | None = None,
+        data_preprocessor: PreprocessorConfig | nn.Module | None = None,
         init_cfg: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:

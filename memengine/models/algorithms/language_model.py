@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memengine.models.algorithms.by_sample import LossBySample
-from memengine.registry import MODELS
+from memengine.registry import MODELS, PreprocessorConfig
 
 __all__ = ['CausalLanguageModel']
 
@@ -45,7 +45,7 @@ class CausalLanguageModel(LossBySample):
         model_name: str,
         pretrained: bool = True,
         config: Mapping[str, Any] | None = None,
-        data_preprocessor: dict[str, Any] | nn.Module | None = None,
+        data_preprocessor: PreprocessorConfig | nn.Module | None = None,
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(data_preprocessor, init_cfg)
