@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from memengine.engine import Runner
 from memengine.models import Classifier, SimCLR
 from memengine.registry import MODELS
-from memengine.techniques.technique import Technique, in_order, settings_of, techniques
+from memengine.technique import Technique, in_order, settings_of, techniques
 from memengine.testing import relative_error
 
 PAGE = Path(__file__).parent.parent / 'docs/techniques/composition.md'

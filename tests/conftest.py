@@ -6,7 +6,6 @@ One thread for each of the processes that share the cores. The process that hand
 them imports no torch.
 """
 
-import ast
 import atexit
 import functools
 import gc
@@ -26,7 +25,7 @@ def pytest_collection_modifyitems(items):
 
     for item in items:
         starts_ranks = 'run_ranks' in item.function.__code__.co_names
-        if starts_ranks and item.path.name != 'test_testing.py':  # each imports torch anew
+        if starts_ranks:  # each imports torch anew
             item.add_marker(pytest.mark.slow)
         if starts_ranks or 'slow' in item.keywords:
             item.add_marker(pytest.mark.timeout(1200))
@@ -49,6 +48,7 @@ def _no_scope_is_left():
 
 def pytest_collection_finish():
     gc.freeze()  # modules stay: collecting need not look through them each time
+    gc.set_threshold(*gc.get_threshold()[:2], 100)  # what is in cycles, a few MiB, may wait
     atexit.register(gc.unfreeze)  # at the end it counts what is left
 
 
@@ -70,11 +70,10 @@ def _torch_keeps_no_accounts():
 
 @pytest.fixture(autouse=True, scope='session')
 def _what_each_run_repeats_is_done_once():
-    """Laying out the config, asking compiler and git for versions and making figures that nobody
-    draws in take MMEngine longer, whenever a run starts, than a test's few iterations."""
+    """Asking compiler and git for versions and making figures that nobody draws in take MMEngine
+    longer, whenever a run starts, than a test's few iterations."""
     with pytest.MonkeyPatch.context() as patch:
         for name, changed in (
-            ('mmengine.config.config.FormatCode', lambda _: _plainly_laid_out),
             ('mmengine.hooks.runtime_info_hook.get_git_hash', functools.cache),
             ('mmengine.runner.runner.collect_env', functools.cache),
             ('mmengine.visualization.visualizer.Visualizer._initialize_fig', _of_the_first_call),
@@ -82,10 +81,6 @@ def _what_each_run_repeats_is_done_once():
             if 'mmengine.runner' in sys.modules:  # imported by a test that is to run
                 patch.setattr(name, changed(pkgutil.resolve_name(name)))
         yield
-
-
-def _plainly_laid_out(text, **style):
-    return ast.unparse(ast.parse(text)), True
 
 
 def _of_the_first_call(make):
@@ -109,10 +104,10 @@ def undrawn(monkeypatch):
 @pytest.fixture
 def techniques_of_its_own(monkeypatch):
     """What a test makes known, by a module that registers it, is unknown after it."""
-    from memengine.engine.cli.techniques import all_techniques
     from memengine.registry import HOOKS
+    from memengine.technique import techniques
 
-    monkeypatch.setattr('memengine.techniques.technique._known', all_techniques())
+    monkeypatch.setattr('memengine.technique._known', techniques())
     monkeypatch.setattr(HOOKS, '_module_dict', dict(HOOKS.module_dict))
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from mmengine.config import Config
 from PIL import Image
 from torch import nn
 
 from memengine.engine import Runner
 from memengine.engine.config.check import check_config
+from memengine.engine.config.file import load_config
 from tests import recipes
 
 ROOT = Path(__file__).parent.parent
@@ -75,7 +75,7 @@ def narrow_head(in_channels, out_channels):
 @pytest.mark.parametrize('name', CONFIGS)
 def test_config_is_checked_builds_and_steps(name, tmp_path, monkeypatch, undrawn):
     monkeypatch.chdir(tmp_path)
-    cfg = Config.fromfile(ROOT / name)
+    cfg = load_config(ROOT / name)
     check_config(cfg)
     if name in recipes.RECIPES:
         recipes.provide(name, monkeypatch)
@@ -109,13 +109,13 @@ def test_config_is_checked_builds_and_steps(name, tmp_path, monkeypatch, undrawn
     written = list((tmp_path / 'run').rglob('*.py'))
     assert len(written) == 2, 'in the work dir and beside its curves'
     for path in written:
-        check_config(Config.fromfile(path))
-        assert Config.fromfile(path).to_dict() == {**cfg.to_dict(), 'default_scope': 'memengine'}
+        check_config(again := load_config(path))
+        assert again.to_dict() == {**cfg.to_dict(), 'default_scope': 'memengine'}
 
 
 def losses_of(name, work_dir, options):
     """The loss of each iteration of the shrunken run."""
-    cfg = Config.fromfile(ROOT / name)
+    cfg = load_config(ROOT / name)
     cfg.merge_from_dict(options)
     cfg = shrink(cfg)
     cfg.train_dataloader.batch_size = 4
@@ -170,7 +170,7 @@ def test_slices_are_one_line_of_base(name, technique, tmp_path):
     assert source.count(line) == 1
     changed = source.replace(line, f"'{base}/techniques/{technique}.py'")
     (tmp_path / 'mine.py').write_text(changed.replace("'_base_/", f"'{base}/"))
-    plain, mine = Config.fromfile(ROOT / name), Config.fromfile(tmp_path / 'mine.py')
+    plain, mine = load_config(ROOT / name), load_config(tmp_path / 'mine.py')
     check_config(mine)
     assert mine.optim_wrapper.type in ('GradCacheOptimWrapper', 'AccumulationOptimWrapper')
     for key in ('chunk_size', 'micro_batch_size'):

@@ -161,6 +161,7 @@ def draws(folder, rank):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('what', ['dies', 'dies in a save'])
+@pytest.mark.fault('a rank is killed', 'the job ends; the last checkpoint is whole')
 def test_a_killed_rank_ends_the_job_and_leaves_the_last_checkpoint_whole(folder, what):
     done = launch(folder, what)
     assert done.returncode != 0
@@ -175,6 +176,7 @@ def test_a_killed_rank_ends_the_job_and_leaves_the_last_checkpoint_whole(folder,
 
 
 @pytest.mark.slow
+@pytest.mark.fault('a job is put into the queue again', 'it goes on from its last checkpoint')
 def test_a_job_that_is_started_again_goes_on_by_itself(folder):
     done = launch(folder, 'dies', '--resume', 'auto', MAX_RESTARTS='1')
     assert done.returncode == 0, done.stderr[-3000:]
@@ -195,6 +197,7 @@ def test_a_rank_that_hangs_ends_the_job_within_the_timeout(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.fault('Ctrl-C on several ranks', 'one checkpoint; the message says how to go on')
 def test_ctrl_c_on_ranks_saves_once_and_says_what_to_go_on_from(folder):
     process = subprocess.Popen(
         ['bash', ROOT / 'tools/dist_train.sh', 'config.py', '2']

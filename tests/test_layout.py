@@ -14,7 +14,7 @@ from torch.nn import functional as F
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / 'memengine'
 PLAIN_TORCH = ('techniques', 'losses', 'memory')
-GROUND_FLOOR = ('precision', 'suggest', '_torch_private')  # which import no room above
+GROUND_FLOOR = ('suggest', 'technique', '_torch_private')  # which import no room above
 
 
 def imports(path):

@@ -38,7 +38,6 @@ def fail_on_the_last(rank, world_size):
     return rank
 
 
-@pytest.mark.slow
 def test_ranks_return_in_order():
     assert run_ranks(2, _own_rank) == [0, 1]
 

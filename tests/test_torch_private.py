@@ -2,7 +2,10 @@
 
 import functools
 import pickle
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import active_children
 
 import pytest
 import torch
@@ -14,9 +17,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 from torch.utils.flop_counter import sdpa_flop_count
 
-from memengine._torch_private import autograd, distributed, modules, ops
+from memengine._torch_private import autograd, data_loading, distributed, modules, ops
 from memengine.techniques.compression.backward_needs import _NEEDS, IN_PLACE_FORMS, operation_name
 
 
@@ -320,20 +324,23 @@ def test_schemas():
     assert ops.written_arguments(plain, args, kwargs) == []
 
 
-@relies_on('has norms, products and averages of many tensors')
+@relies_on('has norms, products, averages and copies of many tensors')
 def test_foreach():
     x, y = [torch.tensor([3.0, 4.0])], [torch.tensor([5.0, 4.0])]
     assert ops.foreach_norm(x, 2.0)[0] == 5
     ops.foreach_mul_(x, [torch.tensor(2.0)])
     ops.foreach_lerp_(x, y, 0.5)
     assert x[0].tolist() == [5.5, 6.0]
+    copies = [torch.zeros(2), torch.tensor(0)]
+    ops.foreach_copy_(copies, [x[0], torch.tensor(3)])
+    assert copies[0].tolist() == [5.5, 6.0]
+    assert copies[1] == 3
 
 
 @relies_on('has RMSNorm as one operator, that gives the result first')
 def test_fused_rms_norm():
     x, weight = torch.randn(2, 4), torch.randn(4)
-    operator = getattr(torch.ops.aten, '_fused_rms_norm', None)  # of 2.8 another one, for MPS only
-    if operator is None or 'normalized_shape' not in ops.argument_names(operator.default):
+    if not ops.HAS_FUSED_RMS_NORM:
         pytest.skip('this torch has no fused RMSNorm, so that no node is of that kind')
     expected = F.rms_norm(x, (4,), weight, 1e-3)
     torch.testing.assert_close(ops.fused_rms_norm(x, [4], weight, 1e-3), expected)
@@ -393,6 +400,29 @@ def test_compiled_checkpoints():
 
     run(leaf(8, 4)).sum().backward()
     assert norm.num_batches_tracked == (2 if ops.compiled_checkpoints_write_twice() else 1)
+
+
+@relies_on('keeps compilers away from a function without importing dynamo before it is called')
+@pytest.mark.parametrize('options', [{}, dict(recursive=False)])
+def test_do_not_compile(options):
+    seen = []
+
+    @ops.do_not_compile(**options)
+    def eager(x):
+        seen.append(torch.compiler.is_compiling())
+        return x.sin()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: eager(x).cos(), backend='eager')
+    assert torch.equal(compiled(torch.ones(2)), torch.ones(2).sin().cos())
+    assert seen == [False]
+    code = """
+import sys
+from memengine._torch_private.ops import do_not_compile
+do_not_compile(print)
+print('torch._dynamo' in sys.modules)
+"""
+    assert subprocess.check_output([sys.executable, '-c', code], text=True).strip() == 'False'
 
 
 # --- modules and optimisers ---
@@ -497,8 +527,21 @@ def test_metadata(tmp_path):
         Reader(file).load()
     unknown = {
         (module, name)
-        for module, name in named - distributed.METADATA_GLOBALS
-        if module not in distributed.METADATA_MODULES
-        and not (module == 'torch' and isinstance(getattr(torch, name), torch.dtype))
+        for module, name in named - distributed.METADATA_RECORDS
+        if not (module == 'torch' and isinstance(getattr(torch, name), torch.dtype))
     }
     assert named and not unknown
+
+
+# --- data loading ---
+
+
+@relies_on('keeps the processes of a loader in _iterator')
+def test_end_workers():
+    loader = DataLoader(range(4), num_workers=1, persistent_workers=True)
+    for _ in range(2):  # a loader whose processes have ended starts others
+        assert [int(x) for x in loader] == [0, 1, 2, 3]
+        (process,) = active_children()
+        data_loading.end_workers(loader)
+        assert process.exitcode == 0, 'told, not killed'
+    data_loading.end_workers(loader)

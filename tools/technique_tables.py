@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from memengine.engine.cli.techniques import all_techniques  # noqa: E402
+from memengine.technique import techniques  # noqa: E402
 
 MARKERS = re.compile(r'(<!-- techniques:begin .*?-->\n).*?(<!-- techniques:end -->)', re.S)
 HEADS = {
@@ -45,7 +45,7 @@ def row(technique, page):
 def table(page):
     """The table of a page."""
     heads = HEADS[page]
-    found = sorted(all_techniques().values(), key=lambda technique: technique.title.lower())
+    found = sorted(techniques().values(), key=lambda technique: technique.title.lower())
     rows = [[row(technique, page)[head] for head in heads] for technique in found]
     lines = [heads, ['---'] * len(heads), *rows]
     return '\n'.join(f'| {" | ".join(cells)} |' for cells in lines) + '\n'

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 __all__ = [
     'CAN_SHARD_ON_CPU',
-    'METADATA_GLOBALS',
-    'METADATA_MODULES',
+    'METADATA_RECORDS',
     'gather_on_compute_stream',
     'mark_as_root',
     'process_group_of',
@@ -19,14 +18,21 @@ __all__ = [
 CAN_SHARD_ON_CPU = hasattr(torch.cpu.Stream, 'record_event')
 """Whether ``fully_shard`` runs on CPUs: it records events on streams, as those of 2.6 cannot."""
 
-METADATA_MODULES = (
-    'torch.distributed.checkpoint.metadata',
-    'torch.distributed.checkpoint.filesystem',
-)
-"""Whose dataclasses and enums ``.metadata`` of a sharded checkpoint consists of."""
-
-METADATA_GLOBALS = frozenset(
+METADATA_RECORDS = frozenset(
     (
+        *(
+            ('torch.distributed.checkpoint.metadata', name)
+            for name in (
+                'ChunkStorageMetadata',
+                'Metadata',
+                'MetadataIndex',
+                'StorageMeta',
+                'TensorProperties',
+                'TensorStorageMetadata',
+                '_MEM_FORMAT_ENCODING',
+            )
+        ),
+        ('torch.distributed.checkpoint.filesystem', '_StorageInfo'),
         ('torch', 'Size'),
         ('torch.serialization', '_get_layout'),
         ('pathlib', 'PosixPath'),
@@ -34,7 +40,7 @@ METADATA_GLOBALS = frozenset(
         ('pathlib._local', 'PosixPath'),  # Python 3.13
     )
 )
-"""What else it names in its pickle; what is in neither is refused by name."""
+"""What ``.metadata`` of a sharded checkpoint of tensors names in its pickle, besides dtypes."""
 
 
 def process_group_of(group: Any) -> dist.ProcessGroup:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo as do_not_compile
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
@@ -17,11 +18,14 @@ from torch.utils.flop_counter import flop_registry
 __all__ = [
     'CHECKPOINT_HEEDS_HOOKS',
     'FLOPS_OF',
+    'HAS_FUSED_RMS_NORM',
     'OpOverload',
     'OpOverloadPacket',
     'TorchDispatchMode',
     'argument_names',
     'compiled_checkpoints_write_twice',
+    'do_not_compile',
+    'foreach_copy_',
     'foreach_lerp_',
     'foreach_mul_',
     'foreach_norm',
@@ -44,12 +48,19 @@ foreach_norm = torch._foreach_norm
 foreach_mul_ = torch._foreach_mul_
 """Many products in few kernels, in place."""
 
+foreach_copy_ = torch._foreach_copy_
+"""Many copies in few kernels, into tensors that are there."""
+
 foreach_lerp_ = torch._foreach_lerp_
 """Many moving averages in few kernels, in place."""
 
 CHECKPOINT_HEEDS_HOOKS = 'respect_saved_tensors_hooks' in inspect.signature(checkpoint).parameters
 """Whether what selective checkpointing keeps may pass through the saved-tensor hooks around it, a
 meter's or those of offloading; not in 2.6, where it is kept past them."""
+
+
+# `do_not_compile` is `torch.compiler.disable`, but imports dynamo, which takes nearly as long as
+# torch itself, only when what it decorates is called.
 
 
 def compiled_checkpoints_write_twice() -> bool:
@@ -80,8 +91,14 @@ def written_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
     ]
 
 
+HAS_FUSED_RMS_NORM = hasattr(torch.ops.aten, '_fused_rms_norm') and 'normalized_shape' in (
+    argument_names(torch.ops.aten._fused_rms_norm.default)
+)
+"""Whether RMSNorm is one operator; 2.6 has none, and that of 2.8 is another one, for MPS only."""
+
+
 def fused_rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float) -> Tensor:
-    """RMSNorm as GPUs run it, and make ``FusedRmsNormBackward``; no node of 2.8 or older is."""
+    """RMSNorm as GPUs run it, and make ``FusedRmsNormBackward``, if torch has it."""
     return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
 
 

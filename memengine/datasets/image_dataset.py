@@ -86,7 +86,8 @@ class ImageDataset(Dataset):
     def _source_name(self) -> str:
         return type(self.source).__name__
 
-    def _name(self, index: int) -> str:
+    def sample_name(self, index: int) -> str:
+        """What the sample is called in messages, with its file if it has one."""
         file = f', {self._path(self.indices[index])!r}' if self._path is not None else ''
         return f'sample {index} of {self._source_name}{file}'
 
@@ -95,7 +96,7 @@ class ImageDataset(Dataset):
         try:
             return self.source[self.indices[index]]
         except OSError as error:
-            problem = f'cannot read {self._name(index)}: {one_line(error)}'
+            problem = f'cannot read {self.sample_name(index)}: {one_line(error)}'
             if self._unreadable is None:
                 raise ValueError(
                     f"{problem}; mend or remove it, or set the dataset's on_error='skip'"
@@ -112,10 +113,10 @@ class ImageDataset(Dataset):
         try:
             item = self.pipeline(results)
         except ValueError as error:
-            raise ValueError(f'{self._name(index)}: {one_line(error)}') from error
+            raise ValueError(f'{self.sample_name(index)}: {one_line(error)}') from error
         if 'inputs' not in item or 'data_samples' not in item:
             raise ValueError(
-                f'{self._name(index)}: the pipeline must end with PackInputs, '
+                f'{self.sample_name(index)}: the pipeline must end with PackInputs, '
                 f'but returned the keys {sorted(item)}'
             )
         return item

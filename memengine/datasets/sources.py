@@ -7,6 +7,7 @@ be read raises ``OSError``, which is what the dataset's ``on_error`` setting act
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 from pathlib import Path
@@ -43,6 +44,15 @@ def _check_choice(setting: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f'{setting} must be one of {", ".join(map(repr, choices))}, got {value!r}')
 
 
+@functools.cache
+def _read_digits() -> tuple[np.ndarray, np.ndarray]:
+    """All images, [1797, 8, 8] uint8, and labels, [1797]; several data sets of a run share them."""
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)  # [1797, 64] in 0..16
+    return np.rint(pixels.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8), labels
+
+
 @DATASETS.register_module()
 class Digits:
     """The 1,797 handwritten digits bundled with scikit-learn: 8x8 pixels, one channel, ten classes.
@@ -73,13 +83,11 @@ class Digits:
         if not 0 < test_fraction < 1:
             raise ValueError(f'test_fraction must lie between 0 and 1, got {test_fraction}')
         try:
-            from sklearn.datasets import load_digits
             from sklearn.model_selection import train_test_split
         except ImportError as error:
             raise ImportError('Digits needs scikit-learn: pip install scikit-learn') from error
 
-        pixels, labels = load_digits(return_X_y=True)  # [1797, 64] in 0..16, [1797]
-        images = np.rint(pixels.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
+        images, labels = _read_digits()
         rows = np.arange(len(labels))
         if split_by == 'stratified':
             train, test = train_test_split(

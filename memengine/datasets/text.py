@@ -78,7 +78,7 @@ def _tokenize(text: str, name: str) -> list[int]:
             'TextBlocks needs transformers for a tokenizer: pip install transformers'
         ) from error
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f'tokenizer={name!r}: {error}') from error
     return tokenizer(text, verbose=False)[

@@ -109,7 +109,9 @@ class TransformersTokenizer:
                 'TransformersTokenizer needs transformers: pip install transformers'
             ) from error
         try:
-            self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model_name)
+            self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+                model_name, trust_remote_code=False
+            )
         except OSError as error:
             raise ValueError(f'TransformersTokenizer: {model_name!r}: {error}') from error
         if self.tokenizer.pad_token is None:

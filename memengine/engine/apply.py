@@ -1,6 +1,6 @@
 """Which techniques a config asks for, which of them cannot go together, and in which order they go.
 
-All of it follows from their descriptions (:mod:`memengine.techniques.technique`).
+All of it follows from their descriptions (:mod:`memengine.technique`).
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ from collections.abc import Iterable, Mapping
 from logging import Logger
 from typing import Any
 
-import mmengine.model
-import torch.distributed as dist
 from mmengine.hooks import Hook
 from torch import nn
 
 from memengine.engine.hooks.technique import TechniqueHook, apply_in_order, register_hooks
-from memengine.techniques.technique import Technique, in_order, settings_of, techniques
+from memengine.technique import Technique, in_order, settings_of, techniques
 
 __all__ = [
     'apply_before_wrapping',
     'apply_to_model',
     'hooks_of_keys',
     'is_on',
+    'wrong_settings',
     'refusals',
     'refuse',
 ]
@@ -38,15 +37,12 @@ def hooks_of_keys(cfg: Mapping[str, Any]) -> dict[str, TechniqueHook]:
     return {key: hooks[key](**vars(value)) for key, value in read.items() if value is not None}
 
 
-def apply_before_wrapping(model: nn.Module, cfg: Mapping[str, Any]) -> nn.Module:
-    """The model after what replaces modules or parameters, which DDP and FSDP must see."""
+def apply_before_wrapping(model: nn.Module, cfg: Mapping[str, Any]) -> None:
+    """Apply what replaces modules or parameters, which DDP and FSDP must see."""
     for technique in in_order(techniques().values()):
         settings = technique.read(cfg.get(technique.key))
         if technique.stage == 'before_wrap' and technique.apply and settings is not None:
             technique.apply(model, settings)
-    if dist.is_initialized() and cfg.get('sync_bn') == 'mmcv':
-        model = mmengine.model.convert_sync_batchnorm(model, 'mmcv')
-    return model
 
 
 def apply_to_model(model: nn.Module, logger: Logger, hooks: Iterable[Hook]) -> None:
@@ -96,6 +92,23 @@ def refuse(cfg: Mapping[str, Any], hooks: Iterable[Any]) -> None:
     """
     if problems := refusals(cfg, hooks):
         raise ValueError('\n'.join(problems))
+
+
+def wrong_settings(cfg: Mapping[str, Any]) -> list[str]:
+    """A sentence for each value that a setting of a wrapper, an optimiser or a loss cannot have."""
+    problems = []
+    for technique in techniques().values():
+        place, _, kinds = technique.switch.split()[0].partition('=')
+        path, _, name = place.rpartition('.')
+        for node in [] if technique.apply else _values_at(cfg, path.split('.')):
+            given = node if isinstance(node, Mapping) else {}
+            is_meant = name != 'type' or _type_names(given.get('type')) & {*kinds.split('|')}
+            problems += [
+                f'{path}.{key} is {one.wanted}, got {given[key]!r}'
+                for key, one in settings_of(technique.settings).items()
+                if is_meant and key in given and not one.allows(given[key])
+            ]
+    return problems
 
 
 def is_on(technique: Technique[Any], cfg: Mapping[str, Any]) -> bool:

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.fileio import join_path
 from mmengine.model import is_model_wrapper
+from mmengine.runner import BaseLoop, save_checkpoint
 from mmengine.runner import Runner as _Runner
-from mmengine.runner import save_checkpoint
-from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import nn
 from torch.utils.data import DataLoader
 
+from memengine._torch_private.data_loading import end_workers
 from memengine.engine.apply import apply_before_wrapping, apply_to_model, hooks_of_keys, refuse
-from memengine.engine.checkpoint.files import atomic_write, find_latest, safe_loading
+from memengine.engine.checkpoint.files import CheckpointError, atomic_write, find_latest
 from memengine.engine.checkpoint.sharded import SUFFIX, ShardedWriter, is_sharded
 from memengine.engine.checkpoint.state import (
     ShardLayout,
-    check_samples_per_step,
+    check_resumable,
     gather_state,
     is_sharded_model,
     key_by_name,
@@ -30,10 +32,17 @@ from memengine.engine.checkpoint.state import (
     run_state,
     samples_per_step,
 )
+from memengine.engine.checkpoint.weights import (
+    advise,
+    load_from_options,
+    load_weights,
+    select,
+)
 from memengine.engine.config.runner_schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
 from memengine.engine.distributed.processes import init_process_group, local_device_ids
-from memengine.engine.hooks import AlgorithmHook, CheckpointHook, FiniteLossHook, RandomStateHook
+from memengine.engine.faults.finite_state import each_optim_wrapper, refuse_nonfinite_state
+from memengine.engine.hooks import AlgorithmHook, CheckpointHook, NonFiniteHook, RandomStateHook
 from memengine.engine.step import unwrap
 from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
 from memengine.engine.wrappers.fsdp import FullyShardedDataParallel
@@ -78,6 +87,7 @@ class Runner(_Runner):
         ValueError: For settings that contradict each other or the machine, naming the setting.
     """
 
+    _has_loaded: bool
     _load_from: Any
     _train_loop: Any
     _val_loop: Any
@@ -92,6 +102,10 @@ class Runner(_Runner):
     def from_cfg(cls, cfg: Any) -> Runner:
         """Build a runner from a config; without a ``default_scope`` it is memengine's."""
         cfg = copy.deepcopy(cfg)
+        cfg = cfg if isinstance(cfg, Config) else Config(cfg)
+        # MMEngine's own layout stays; yapf's, at every start and in every checkpoint, takes longer
+        # than to write it.
+        object.__setattr__(cfg, '_format_python_code', False)
         cfg.setdefault('default_scope', 'memengine')
         return super().from_cfg(cfg)
 
@@ -139,7 +153,7 @@ class Runner(_Runner):
         """Put the model on its device and into its wrapper; nothing is ignored silently."""
         if is_model_wrapper(model):
             return super().wrap_model(model_wrapper_cfg, model)
-        model = apply_before_wrapping(model, self.cfg)
+        apply_before_wrapping(model, self.cfg)
         config = {'type': 'MMDistributedDataParallel', **(model_wrapper_cfg or {})}
         kind = config['type']
         wrapper = MODEL_WRAPPERS.get(kind) if isinstance(kind, str) else kind
@@ -211,7 +225,7 @@ class Runner(_Runner):
         ours = dict(
             random_state=dict(type=RandomStateHook),
             algorithm=dict(type=AlgorithmHook),
-            finite_loss=dict(type=FiniteLossHook),
+            finite_loss=dict(type=NonFiniteHook),
             **hooks_of_keys(self.cfg),
         )
         chosen = {**ours, **(hooks or {})}
@@ -250,6 +264,27 @@ class Runner(_Runner):
             return model
         finally:
             self.call_hook('after_run')
+            self._end_workers()
+
+    def val(self) -> dict[str, float]:
+        """Evaluate on the validation data."""
+        try:
+            return super().val()
+        finally:
+            self._end_workers()
+
+    def test(self) -> dict[str, float]:
+        """Evaluate on the test data."""
+        try:
+            return super().test()
+        finally:
+            self._end_workers()
+
+    def _end_workers(self) -> None:
+        """End the processes that have loaded data, now that the run is over."""
+        for loop in (self._train_loop, self._val_loop, self._test_loop):
+            if isinstance(loop, BaseLoop) and isinstance(loop.dataloader, DataLoader):
+                end_workers(loop.dataloader)
 
     def _build_param_scheduler(self, scheduler: Any, optim_wrapper: Any) -> list[Any]:
         """Build schedules, but for those that begin only after training has ended."""
@@ -270,6 +305,8 @@ class Runner(_Runner):
 
     def load_or_resume(self) -> None:
         """Load weights or resume, as the config says; say so when there is nothing to resume."""
+        if self._has_loaded:
+            return
         if self._resume and self._load_from is None:
             latest = find_latest(self.work_dir)
             if latest is None:
@@ -278,12 +315,42 @@ class Runner(_Runner):
                 )
                 return
             self._load_from = str(latest)
-        super().load_or_resume()
+        if self._load_from is not None:
+            options = load_from_options(self._load_from)
+            if self._resume:
+                self.resume(options['filename'])
+            else:
+                self.load_checkpoint(**options)
+            self._has_loaded = True
 
     def resume(self, filename: str, *args: Any, **kwargs: Any) -> None:
         """Go on from a checkpoint, on any number of ranks that see as many samples together."""
         self._resume = True  # loading is strict, and reads the optimiser's state too
         super().resume(filename, *args, **kwargs)
+
+    def roll_back(self) -> str | Path | None:
+        """Set weights and optimiser back to the last checkpoint's, at the present learning rate.
+
+        All else goes on: iterations, schedules, data. Every rank must call it.
+
+        Returns:
+            The checkpoint; None, and nothing is changed, if there is none.
+        """
+        self.wait_for_checkpoint()
+        latest = find_latest(self.work_dir)
+        if latest is None:
+            return None
+        layout = ShardLayout(self.model, self.optim_wrapper, [])
+        trusted = self.cfg.get('trusted_globals', ())
+        checkpoint = read_checkpoint(str(latest), trusted, layout, with_optimizer=True)
+        unwrap(self.model).load_state_dict(checkpoint['state_dict'])
+        groups = [g for w in each_optim_wrapper(self.optim_wrapper) for g in w.param_groups]
+        scheduled = [{k: v for k, v in group.items() if k != 'params'} for group in groups]
+        self.optim_wrapper.load_state_dict(checkpoint['optimizer'])
+        groups = [g for w in each_optim_wrapper(self.optim_wrapper) for g in w.param_groups]
+        for group, values in zip(groups, scheduled, strict=True):
+            group.update(values)
+        return latest
 
     def load_checkpoint(
         self,
@@ -291,6 +358,8 @@ class Runner(_Runner):
         map_location: str | Callable[..., Any] = 'cpu',
         strict: bool = False,
         revise_keys: list[tuple[str, str]] = [(r'^module.', '')],  # noqa: B006 (MMEngine's own)
+        part: str = '',
+        into: str | None = None,
     ) -> dict[str, Any]:
         """Load a checkpoint: a file of MMEngine's, a sharded one or a safetensors file.
 
@@ -299,32 +368,43 @@ class Runner(_Runner):
         Args:
             filename: A path, or a URL as MMEngine takes it.
             map_location: Where tensors go.
-            strict: Whether names must match exactly; always so when resuming.
+            strict: Whether names and shapes must match exactly; always so when resuming. Something
+                has to match in any case.
             revise_keys: Pairs of pattern and replacement for names.
+            part: Load this module of the checkpoint only, e.g. ``'teacher.backbone'``.
+            into: The module of the model that it is loaded into; by default that of the same name.
 
         Raises:
-            CheckpointError: When the file is damaged, or wants to run code that is not allowed.
+            CheckpointError: When the file is damaged, wants to run code that is not allowed, or
+                does not fit; when it is to be resumed from and is not all of a run.
             FileNotFoundError: When it is not there.
             ValueError: When resuming with another number of samples in a step.
         """
-        strict = strict or self._resume
+        into = part if into is None else into
+        moved = (rf'^{re.escape(part)}\.' if part else '^', f'{into}.' if into else '')
+        optim_wrapper = self.optim_wrapper if self._resume else None
+        layout = ShardLayout(self.model, optim_wrapper, [*revise_keys, moved])
         trusted = self.cfg.get('trusted_globals', ())
-        kind = Path(filename).suffix
-        if not is_sharded_model(self.model) and not is_sharded(filename) and kind != '.safetensors':
-            with safe_loading(filename, trusted):
-                checkpoint = super().load_checkpoint(filename, map_location, strict, revise_keys)
-        else:
-            optim_wrapper = self.optim_wrapper if self._resume else None
-            layout = ShardLayout(self.model, optim_wrapper, revise_keys)
-            checkpoint = read_checkpoint(filename, trusted, layout, with_optimizer=self._resume)
-            self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
-            _load_checkpoint_to_model(
-                unwrap(self.model), checkpoint, strict, revise_keys=revise_keys
-            )
-            self._has_loaded = True
-            self.logger.info(f'Load checkpoint from {filename}')
+        checkpoint = read_checkpoint(filename, trusted, layout, self._resume, map_location)
+        checkpoint['meta'].pop('config', None)  # MMEngine would run it as a config, which is code
         if self._resume:
-            check_samples_per_step(self, checkpoint)
+            check_resumable(self, checkpoint, filename)
+        names = list(checkpoint['state_dict'])
+        checkpoint['state_dict'] = select(checkpoint['state_dict'], revise_keys, part, into)
+        self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
+        model = unwrap(self.model)
+        try:
+            left = load_weights(
+                model, checkpoint['state_dict'], filename, into, strict or self._resume
+            )
+        except CheckpointError as error:
+            if self._resume or part or into:
+                raise
+            raise CheckpointError(f'{error}{advise(model, names, filename)}') from error
+        self._has_loaded = True
+        self.logger.info(f'Load checkpoint from {filename}')
+        if left:
+            self.logger.warning(f'{filename}: {left}')
         return checkpoint
 
     def save_checkpoint(
@@ -354,7 +434,12 @@ class Runner(_Runner):
             backend_args: Of MMEngine's storage, for remote folders.
             asynchronous: Write a sharded checkpoint in the background.
             then: Called on rank 0 once the checkpoint is whole.
+
+        Raises:
+            NonFiniteError: When a weight, or what the optimiser holds, is NaN or infinite on any
+                rank; nothing is written then.
         """
+        refuse_nonfinite_state(unwrap(self.model), self.optim_wrapper if save_optimizer else None)
         done = dict(epoch=self.epoch + by_epoch, iter=self.iter + (not by_epoch))
         samples = dict(samples_per_step=samples_per_step(self))
         meta = {**done, **samples, **(meta or {})}

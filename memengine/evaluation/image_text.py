@@ -97,9 +97,6 @@ class ZeroShotMetric(_PairMetric):
     Cost: 8 * D bytes per sample, gathered from all ranks.
     """
 
-    def __init__(self, prefix: str | None = None) -> None:
-        super().__init__(prefix=prefix)
-
     def compute_metrics(self, results: list[tuple[Tensor, Tensor, int, int]]) -> dict[str, float]:
         """The percentage, from all samples.
 

@@ -31,9 +31,6 @@ class PerplexityMetric(BaseMetric):
 
     default_prefix = ''
 
-    def __init__(self, prefix: str | None = None) -> None:
-        super().__init__(prefix=prefix)
-
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
         """Keep the losses of a batch.
 

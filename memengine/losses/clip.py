@@ -5,6 +5,7 @@ Shapes: B image-text pairs, D features.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from memengine.losses.gather import Gather, all_gather_rows, rows_per_rank, sum_to_owners
 from memengine.losses.global_batch import (
     BatchLoss,
+    at_least_fp32,
     combine_logsumexp,
     mean_over_ranks,
     own_rows,
@@ -21,6 +23,7 @@ from memengine.losses.global_batch import (
 )
 from memengine.losses.logsumexp import RunningLogSumExp, weighted_softmax
 from memengine.losses.tiles import (
+    Tile,
     add_product,
     choose_tile_size,
     diagonal,
@@ -29,9 +32,15 @@ from memengine.losses.tiles import (
     sum_dtype,
     tiles,
 )
-from memengine.precision import at_least_fp32, autocast_off
 
-__all__ = ['ClipLoss', 'check_towers', 'pairwise_logits', 'tiled_losses', 'untiled_losses']
+__all__ = [
+    'ClipLoss',
+    'check_towers',
+    'pairwise_gradients',
+    'pairwise_logits',
+    'tiled_losses',
+    'untiled_losses',
+]
 
 
 def check_towers(name: str, image_features: Tensor, text_features: Tensor) -> None:
@@ -99,6 +108,35 @@ def tiled_losses(
     return _TiledLosses.apply(images, texts, scale, size, ranks, group)
 
 
+def pairwise_gradients(
+    ctx: Any, a: Tensor, b: Tensor, scale: Tensor, slope_of: Callable[[Tile], Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of two towers' rows and of the scale, from those of the logits, tile by tile.
+
+    Args:
+        ctx: Of a Function of ``a``, ``b`` and ``scale``; ``tile_size``, ``ranks`` and ``group``.
+        a: [M, D].
+        b: [N, D]; with ranks those of all, whose gradients go back to their owners.
+        scale: Scalar.
+        slope_of: The gradient with respect to a tile's logits.
+    """
+    for_a, for_b, for_scale = ctx.needs_input_grad[:3]
+    grad_a, grad_b = (x.new_zeros(x.shape, dtype=scale.dtype) for x in (a, b))
+    visits = grid(len(a), len(b), ctx.tile_size)
+    for tile in tiles(a, b, scale, visits, ctx.tile_size):
+        slope = slope_of(tile)
+        if for_a or for_scale:
+            add_product(grad_a[tile.rows], slope, tile.others)
+        if for_b:
+            add_product(grad_b[tile.cols], slope.T, tile.scaled)
+    grad_scale = torch.stack([(a[rows] * grad_a[rows]).sum() for rows, _ in visits]).sum()
+    if ctx.ranks is not None and for_b:
+        grad_b = sum_to_owners(grad_b, ctx.ranks, ctx.group)
+    gradients = grad_a.mul_(scale).to(a.dtype), grad_b.to(b.dtype), grad_scale
+    needed = zip(gradients, ctx.needs_input_grad[:3], strict=True)
+    return tuple(gradient if need else None for gradient, need in needed)
+
+
 class _TiledLosses(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -133,32 +171,20 @@ class _TiledLosses(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         images, texts, scale, row_lse, col_lse = ctx.saved_tensors
-        for_images, for_texts, for_scale = ctx.needs_input_grad[:3]
         half = of_columns = grad / 2
         if ctx.ranks is not None:
             of_columns = torch.stack([col_lse, half], dim=1)
             col_lse, of_columns = all_gather_rows(of_columns, ctx.ranks, ctx.group).unbind(1)
-        grad_images = torch.zeros(images.shape, dtype=grad.dtype, device=grad.device)
-        grad_texts = torch.zeros(texts.shape, dtype=grad.dtype, device=grad.device)
-        visits = grid(len(images), len(texts), ctx.tile_size)
-        for tile in tiles(images, texts, scale, visits, ctx.tile_size):
+
+        def slope_of(tile: Tile) -> Tensor:
             rows, cols = tile.rows, tile.cols
             slope = weighted_softmax(tile.logits, row_lse[rows], half[rows], 1, tile.spare)
             slope += weighted_softmax(tile.logits, col_lse[cols], of_columns[cols], 0, tile.logits)
             on_diagonal, true_rows = diagonal(tile._replace(logits=slope), ctx.first)
             on_diagonal -= grad[true_rows]
-            if for_images or for_scale:
-                add_product(grad_images[rows], slope, tile.others)
-            if for_texts:
-                add_product(grad_texts[cols], slope.T, tile.scaled)
-        grad_scale = torch.zeros_like(scale)
-        for rows, _ in visits:
-            grad_scale += (images[rows] * grad_images[rows]).sum()
-        if ctx.ranks is not None and for_texts:
-            grad_texts = sum_to_owners(grad_texts, ctx.ranks, ctx.group)
-        gradients = grad_images.mul_(scale).to(images.dtype), grad_texts.to(texts.dtype), grad_scale
-        needed = zip(gradients, ctx.needs_input_grad, strict=False)
-        return *(gradient if need else None for gradient, need in needed), None, None, None
+            return slope
+
+        return *pairwise_gradients(ctx, images, texts, scale, slope_of), None, None, None
 
 
 class ClipLoss(BatchLoss):
@@ -211,7 +237,7 @@ class ClipLoss(BatchLoss):
         with self.checked_by_all(image_features, text_features, logit_scale, logit_bias):
             check_towers('ClipLoss', image_features, text_features)
         group = ranks_of(self.process_group)
-        with autocast_off(image_features.device.type):
+        with torch.autocast(image_features.device.type, enabled=False):
             towers = image_features, text_features
             if self.tile_size is None:
                 losses = untiled_losses(*towers, logit_scale, group)

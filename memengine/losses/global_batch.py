@@ -31,9 +31,11 @@ from torch import Tensor, nn
 from memengine.losses.gather import Gather, by_rank, compare_ranks, needs_grad, rows_per_rank
 from memengine.losses.logsumexp import others_logsumexp
 from memengine.losses.tiles import check_tile_size, first_derivative_only
+from memengine.technique import Settings, Technique
 
 __all__ = [
     'BatchLoss',
+    'at_least_fp32',
     'combine_logsumexp',
     'log_partition',
     'mean_over_ranks',
@@ -99,6 +101,18 @@ class BatchLoss(nn.Module):
             )
         if problem is not None:
             raise problem
+
+
+def at_least_fp32(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in one common type, which is fp32 or wider.
+
+    Returns:
+        The same tensors when nothing is to be cast; gradients come back in the original types.
+    """
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return tuple(tensor.to(dtype) for tensor in tensors)
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -186,3 +200,18 @@ class _SumOverRanks(torch.autograd.Function):
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None
+
+
+TECHNIQUE = Technique(
+    key='disco',
+    title='contrastive losses over ranks (DisCo)',
+    settings=Settings,
+    switch='model_wrapper_cfg.type=DisCoDistributedDataParallel',
+    loss='coupled',
+    needs_ranks=True,
+    use_when='samples meet in the loss, and there are several ranks, which follow one process '
+    'with the whole batch',
+    saves='of the similarities, and of their FLOPs, all but 1/N on each rank',
+    price='the embeddings of one side on the wire, and their gradients',
+    page='disco.md',
+)

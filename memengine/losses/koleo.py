@@ -11,8 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from memengine.losses.gather import Gather
-from memengine.losses.global_batch import BatchLoss, mean_over_ranks, own_rows, ranks_of
-from memengine.precision import at_least_fp32, autocast_off
+from memengine.losses.global_batch import (
+    BatchLoss,
+    at_least_fp32,
+    mean_over_ranks,
+    own_rows,
+    ranks_of,
+)
 
 __all__ = ['KoLeoLoss', 'koleo_loss']
 
@@ -47,7 +52,7 @@ def koleo_loss(
     group = ranks_of(process_group)
     if features.dim() != 2 or features.numel() == 0:
         raise ValueError(f'koleo_loss: expected features [B, D], got {tuple(features.shape)}')
-    with autocast_off(features.device.type):
+    with torch.autocast(features.device.type, enabled=False):
         z = F.normalize(at_least_fp32(features)[0], dim=1)
         everything = z if group is None else Gather(z, group)
         if len(everything) < 2:

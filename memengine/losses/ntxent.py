@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from memengine.losses.global_batch import BatchLoss, log_partition, mean_over_ranks, ranks_of
-from memengine.precision import at_least_fp32, autocast_off
+from memengine.losses.global_batch import (
+    BatchLoss,
+    at_least_fp32,
+    log_partition,
+    mean_over_ranks,
+    ranks_of,
+)
 
 __all__ = ['NTXentLoss']
 
@@ -65,7 +70,7 @@ class NTXentLoss(BatchLoss):
                     f'{tuple(view1.shape)} and {tuple(view2.shape)}'
                 )
         group = ranks_of(self.process_group)
-        with autocast_off(view1.device.type):
+        with torch.autocast(view1.device.type, enabled=False):
             first, second = (F.normalize(view, dim=1) for view in at_least_fp32(view1, view2))
             views = torch.cat([first, second])  # [2B, D]
             positive = torch.linalg.vecdot(first, second) / self.temperature  # [B]

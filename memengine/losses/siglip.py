@@ -13,12 +13,17 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import softplus
 
-from memengine.losses.clip import check_towers, pairwise_logits
-from memengine.losses.gather import Gather, all_gather_rows, rows_per_rank, sum_to_owners
-from memengine.losses.global_batch import BatchLoss, mean_over_ranks, own_rows, ranks_of
+from memengine.losses.clip import check_towers, pairwise_gradients, pairwise_logits
+from memengine.losses.gather import Gather, all_gather_rows, rows_per_rank
+from memengine.losses.global_batch import (
+    BatchLoss,
+    at_least_fp32,
+    mean_over_ranks,
+    own_rows,
+    ranks_of,
+)
 from memengine.losses.tiles import (
     Tile,
-    add_product,
     choose_tile_size,
     diagonal,
     first_derivative_only,
@@ -27,7 +32,6 @@ from memengine.losses.tiles import (
     sum_dtype,
     tiles,
 )
-from memengine.precision import at_least_fp32, autocast_off
 
 __all__ = ['SigLipLoss', 'tiled_losses', 'untiled_losses']
 
@@ -117,28 +121,17 @@ class _TiledLosses(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b, scale, bias = ctx.saved_tensors
-        for_a, for_b, for_scale = ctx.needs_input_grad[:3]
-        grad_a = torch.zeros(a.shape, dtype=grad.dtype, device=a.device)
-        grad_b = torch.zeros(b.shape, dtype=grad.dtype, device=a.device)
         grad_bias = torch.zeros_like(bias)
-        visits = grid(len(a), len(b), ctx.tile_size)
-        for tile in tiles(a, b, scale, visits, ctx.tile_size):
+
+        def slope_of(tile: Tile) -> Tensor:
             slope = negated_agreement(tile, bias, ctx.first).sigmoid_()
             slope *= grad[tile.rows].unsqueeze(1)
             diagonal(tile, ctx.first)[0].neg_()
-            grad_bias += slope.sum()
-            if for_a or for_scale:
-                add_product(grad_a[tile.rows], slope, tile.others)
-            if for_b:
-                add_product(grad_b[tile.cols], slope.T, tile.scaled)
-        grad_scale = torch.zeros_like(scale)
-        for rows, _ in visits:
-            grad_scale += (a[rows] * grad_a[rows]).sum()
-        if ctx.ranks is not None and for_b:
-            grad_b = sum_to_owners(grad_b, ctx.ranks, ctx.group)
-        gradients = grad_a.mul_(scale).to(a.dtype), grad_b.to(b.dtype), grad_scale, grad_bias
-        needed = zip(gradients, ctx.needs_input_grad, strict=False)
-        return *(gradient if need else None for gradient, need in needed), None, None, None
+            grad_bias.add_(slope.sum())
+            return slope
+
+        gradients = pairwise_gradients(ctx, a, b, scale, slope_of)
+        return *gradients, grad_bias if ctx.needs_input_grad[3] else None, None, None, None
 
 
 class SigLipLoss(BatchLoss):
@@ -188,7 +181,7 @@ class SigLipLoss(BatchLoss):
         with self.checked_by_all(image_features, text_features, logit_scale, bias):
             check_towers('SigLipLoss', image_features, text_features)
         group = ranks_of(self.process_group)
-        with autocast_off(image_features.device.type):
+        with torch.autocast(image_features.device.type, enabled=False):
             towers = image_features, text_features
             if self.tile_size is None:
                 losses = untiled_losses(*towers, logit_scale, bias, group)

@@ -14,13 +14,13 @@ from torch import Tensor
 from memengine.losses.gather import Gather
 from memengine.losses.global_batch import (
     BatchLoss,
+    at_least_fp32,
     log_partition,
     mean_over_ranks,
     own_rows,
     ranks_of,
     sum_over_ranks,
 )
-from memengine.precision import at_least_fp32, autocast_off
 
 __all__ = [
     'Positives',
@@ -253,7 +253,7 @@ class SupConLoss(BatchLoss):
         """
         batch_size, labels, mask = positives
         group = ranks_of(self.process_group)
-        with autocast_off(views.device.type):
+        with torch.autocast(views.device.type, enabled=False):
             contrasts = views.flatten(0, 1)  # [N, D], in blocks of B samples
             blocks = contrasts.view(-1, batch_size, contrasts.shape[1])
             losses, has_positive = contrastive_rows(

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from memengine.technique import Settings, Technique, setting
 
 __all__ = [
     'Tile',
@@ -162,3 +165,26 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
         return tuple(None if g is None else _FirstOnly.apply(g, *sources) for g in gradients)
 
     return wrapped
+
+
+@dataclass(frozen=True)
+class TiledLossSettings(Settings):
+    """Settings of losses in tiles, as ``model.loss`` takes them."""
+
+    tile_size: int | Literal['auto'] | None = setting(
+        None, help='rows and columns of the similarities that are there at a time', low=1
+    )
+
+
+TECHNIQUE = Technique(
+    key='tiled_loss',
+    title='contrastive losses in tiles',
+    settings=TiledLossSettings,
+    switch='model.loss.tile_size=auto',
+    loss='coupled',
+    use_when='the matrix of similarities is large (some thousands of samples)',
+    saves='all of the matrix but two tiles',
+    price='backward computes the similarities again',
+    page='disco.md#tiles',
+    example=TiledLossSettings(tile_size=3),
+)

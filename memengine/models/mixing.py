@@ -10,6 +10,7 @@ from typing import Any
 from mmengine.model import BaseDataPreprocessor
 from torchvision.transforms import v2
 
+from memengine.models.parts import check_labels
 from memengine.registry import MODELS
 
 __all__ = ['MixedBatches']
@@ -57,11 +58,9 @@ class MixedBatches(BaseDataPreprocessor):
         if not training:
             return data
         labels = data['data_samples']['label']
-        if int(labels.min()) < 0 or int(labels.max()) >= self.num_classes:
-            raise ValueError(
-                f'MixedBatches: labels must lie in 0..{self.num_classes - 1} '
-                f'(num_classes={self.num_classes}), got {int(labels.min())}..{int(labels.max())}'
-            )
+        check_labels(
+            labels, range(self.num_classes), 'MixedBatches', f'num_classes={self.num_classes}'
+        )
         images, weights = self.mix(data['inputs'], labels)
         samples = {**data['data_samples'], 'label_weights': weights.to(images.dtype)}
         return {**data, 'inputs': images, 'data_samples': samples}

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from memengine._torch_private.modules import forget_compilation, is_compiled
+from memengine.technique import Handle, Report, Settings, Technique, setting
 from memengine.techniques.checkpointing.checkpoint_activations import (
     TECHNIQUE as ACTIVATION_CHECKPOINTING,
 )
@@ -18,7 +19,6 @@ from memengine.techniques.compression.hooks import rules_of
 from memengine.techniques.compression.rules import COMPILE_CONFLICTS
 from memengine.techniques.modules.blocks import BLOCKS, Selector, select_modules
 from memengine.techniques.modules.wrapped_forward import wrapper_of
-from memengine.techniques.technique import Handle, Report, Settings, Technique, setting
 
 __all__ = ['CompileBlocksSettings', 'CompiledBlocks', 'compile_blocks']
 

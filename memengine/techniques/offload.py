@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memengine._torch_private.autograd import storage_key, version_of
-from memengine._torch_private.ops import pytree
+from memengine._torch_private.autograd import is_under_functorch, storage_key, version_of
+from memengine._torch_private.ops import do_not_compile, pytree
 from memengine.memory.ledger import owned_by
+from memengine.technique import Handle, Report, Settings, Technique, setting, with_settings
 from memengine.techniques.modules.saved_tensors import KeptAsIs, is_parameter, is_plain
 from memengine.techniques.modules.wrapped_forward import WrappedForward, is_wrapped
-from memengine.techniques.technique import Handle, Report, Settings, Technique, setting
 
 __all__ = [
     'ActivationOffload',
@@ -36,7 +36,6 @@ __all__ = [
 ]
 
 _SETTING = 'activation_offload'
-_STORES = ('auto', 'host', 'disk')
 _state = threading.local()  # .offloading: the hooks that are active
 
 
@@ -81,13 +80,8 @@ def offload_activations(
     Source: ``torch.autograd.graph.save_on_cpu`` is the plain form, without look-ahead, sharing or
     minimum size.
     """
-    if store not in _STORES:
-        raise ValueError(f'{_SETTING}: store is one of {", ".join(_STORES)}, got {store!r}')
-    for name, number in (('min_bytes', min_bytes), ('look_ahead', look_ahead)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise ValueError(f'{_SETTING}: {name} is a number, at least 0, got {number!r}')
-    if folder is not None and store == 'host':
-        raise ValueError(f"{_SETTING}: folder={str(folder)!r} is for store='disk', not 'host'")
+    given = dict(store=store, folder=folder, min_bytes=min_bytes, look_ahead=look_ahead)
+    TECHNIQUE.set_to(given)  # refuses what they cannot be
     if is_wrapped(model, ActivationOffload):
         raise ValueError(f'{_SETTING}: {type(model).__name__} is offloaded already')
     offload = ActivationOffload(model, store, folder, min_bytes, look_ahead)
@@ -115,10 +109,10 @@ class ActivationOffload(WrappedForward, Handle):
         self.stored_bytes = self.peak_stored_bytes = 0
         self.moved_bytes = (0, 0)
 
-    @torch.compiler.disable(recursive=False)
+    @do_not_compile(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; what it saves moves."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_under_functorch():
             return self.plain(*args, **kwargs)
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         with _Offloading(self, inputs):
@@ -157,8 +151,8 @@ class _Offloading(saved_tensors_hooks):
         super().__init__(self.pack, _unpack)
 
     def __enter__(self) -> None:
+        super().__enter__()  # first: where hooks are forbidden, it raises
         self._outside, _state.offloading = getattr(_state, 'offloading', None), self
-        super().__enter__()
 
     def __exit__(self, *exception: object) -> None:
         _state.offloading = self._outside
@@ -353,22 +347,17 @@ class ActivationOffloadSettings(Settings):
     )
     strict: bool = setting(True, help='whether it is an error when the first step moves nothing')
 
-
-def _apply(model: nn.Module, settings: ActivationOffloadSettings) -> ActivationOffload:
-    return offload_activations(
-        model,
-        settings.store,
-        folder=settings.folder,
-        min_bytes=settings.min_bytes,
-        look_ahead=settings.look_ahead,
-    )
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.folder is not None and self.store == 'host':
+            raise ValueError(f"folder={str(self.folder)!r} is for store='disk', not 'host'")
 
 
 TECHNIQUE = Technique(
     key=_SETTING,
     title='activation offload',
     settings=ActivationOffloadSettings,
-    apply=_apply,
+    apply=with_settings(offload_activations),
     call='memengine.offload_activations',
     shorthand='store',
     after=('activation_checkpointing',),  # what is left to save moves, and codes for tensors

@@ -158,7 +158,10 @@ class TestUnreadableImages:
         dataset = ImageDataset(Colours(4, unreadable=(2, 3)), PIPELINE, on_error='skip')
         assert dataset[2]['data_samples']['index'] == 0
 
-    @pytest.mark.parametrize(('start_method', 'workers'), [('fork', 2), ('spawn', 1)])
+    @pytest.mark.parametrize(
+        ('start_method', 'workers'),
+        [('fork', 2), pytest.param('spawn', 1, marks=pytest.mark.slow)],  # imports torch anew
+    )
     def test_what_workers_skip_is_counted_in_the_main_process(self, files, start_method, workers):
         dataset = self.dataset(files, on_error='skip')
         loader = DataLoader(

@@ -77,12 +77,16 @@ def test_gradient_cache_halves_the_chunk_and_follows_the_smaller_one(kind, when,
     train(model, wrapper, kind)
     train(expected, wrap(expected, GradCacheOptimWrapper, chunk_size=2, keep_graph=1), kind)
     assert_equal(model, expected)  # bit for bit, with dropout and BatchNorm's buffers
-    assert wrapper.chunk_size == 2
+    assert wrapper.size == 2
     assert limit.failures == 2  # 8, 4; the second step begins with 2
 
 
 @pytest.mark.parametrize('when', ['graph', 'backward'])
 @pytest.mark.parametrize('accumulative_counts', [1, 2])
+@pytest.mark.fault(
+    'a step in slices runs out of memory',
+    'it is repeated in smaller slices, with the same gradient',
+)
 def test_accumulation_halves_the_micro_batch(when, accumulative_counts):
     model, expected = make(Classifier), make(Classifier)
     limit = Limit(1, when, layer_of(model))
@@ -94,10 +98,10 @@ def test_accumulation_halves_the_micro_batch(when, accumulative_counts):
     run_step(model, data_of(Classifier, 1), wrapper)
     small = wrap(expected, micro_batch_size=2, **settings)
     train(expected, small, Classifier, range(1))
-    small.micro_batch_size = 1
+    small.size = 1
     run_step(expected, data_of(Classifier, 1), small)
     assert_equal(model, expected)
-    assert wrapper.micro_batch_size == limit.failures == 1
+    assert wrapper.size == limit.failures == 1
 
 
 def test_a_teacher_that_does_not_fit_is_cut_too():
@@ -107,7 +111,7 @@ def test_a_teacher_that_does_not_fit_is_cut_too():
     train(model, wrapper, 'DINO')
     train(expected, wrap(expected, AccumulationOptimWrapper, micro_batch_size=1), 'DINO')
     assert_equal(model, expected)  # the centre moved once a step
-    assert (wrapper.micro_batch_size, limit.failures) == (1, 2)
+    assert (wrapper.size, limit.failures) == (1, 2)
 
 
 def test_a_loss_with_terms_of_both_kinds_gives_up_graphs_and_then_halves_the_chunk():
@@ -123,12 +127,12 @@ def test_a_loss_with_terms_of_both_kinds_gives_up_graphs_and_then_halves_the_chu
 
     model.student.backbone.register_forward_hook(fail_once)
     train(model, wrapper, 'DINO', range(1))
-    assert (wrapper.chunk_size, wrapper.kept_graphs.number) == (1, 2)
+    assert (wrapper.size, wrapper.kept_graphs.number) == (1, 2)
     train(expected, wrap(expected, GradCacheOptimWrapper, chunk_size=1, keep_graph=2), 'DINO', [0])
     assert_equal(model, expected)
-    wrapper.kept_graphs.number, wrapper.chunk_size, limit.rows = 0, 3, 4
+    wrapper.kept_graphs.number, wrapper.size, limit.rows = 0, 3, 4
     train(model, wrapper, 'DINO', [1])
-    assert (wrapper.chunk_size, limit.failures) == (1, 1)
+    assert (wrapper.size, limit.failures) == (1, 1)
 
 
 def test_sizes_by_tower_are_halved_together():
@@ -136,7 +140,7 @@ def test_sizes_by_tower_are_halved_together():
     Limit(1, 'graph', layer_of(model))
     wrapper = wrap(model, GradCacheOptimWrapper, chunk_size=dict(image=3, text=5))
     train(model, wrapper, CLIP, range(1))
-    assert wrapper.chunk_size == dict(image=1, text=2)
+    assert wrapper.size == dict(image=1, text=2)
 
 
 @pytest.mark.parametrize('kind', [SimCLR, Classifier])
@@ -181,7 +185,7 @@ def _rank(rank, world_size, kind, failing):
     torch.manual_seed(rank)
     for step in range(2):
         run_step(wrapped, data_of(kind, 10 * step + rank), wrapper)
-    size = getattr(wrapper, 'chunk_size', None) or wrapper.micro_batch_size
+    size = wrapper.size
     return size, {name: value.numpy() for name, value in model.state_dict().items()}
 
 
@@ -189,6 +193,9 @@ def _rank(rank, world_size, kind, failing):
 @pytest.mark.parametrize(
     ('kind', 'when', 'world_size'),
     [(SimCLR, 'no graph', 2), (CLIP, 'graph', 4), (Classifier, 'graph', 2)],
+)
+@pytest.mark.fault(
+    'one rank runs out of memory in a step', 'all ranks repeat the step in smaller slices'
 )
 def test_all_ranks_shrink_when_one_runs_out_of_memory(kind, when, world_size):
     recovered = run_ranks(world_size, _rank, kind, when)
@@ -210,7 +217,7 @@ def _disco_rank(rank, world_size, failing):
         if failing and rank == 1 and step == 2:
             limit.rows = 1  # from here on
         run_step(wrapped, data_of(CLIP, 10 * step + rank), wrapper)
-    return wrapper.chunk_size, {name: p.detach() for name, p in model.named_parameters()}
+    return wrapper.size, {name: p.detach() for name, p in model.named_parameters()}
 
 
 @pytest.mark.slow
@@ -283,7 +290,7 @@ def test_auto_gives_graphs_up_before_the_chunk(monkeypatch):
     run_step(model, data_of(SimCLR), wrapper)
     slices = len(model.slices(*data_of(SimCLR).values(), 2))
     assert wrapper.kept_graphs.number == min(number, slices) // 4
-    assert wrapper.chunk_size == 2
+    assert wrapper.size == 2
 
 
 def test_set_graphs_are_given_up_when_they_do_not_fit_together():
@@ -303,7 +310,7 @@ def test_set_graphs_are_given_up_when_they_do_not_fit_together():
     train(model, wrapper, CLIP)
     train(expected, wrap(expected, GradCacheOptimWrapper, chunk_size=2, keep_graph=3), CLIP)
     assert_equal(model, expected)
-    assert (wrapper.chunk_size, wrapper.kept_graphs.number) == (2, 3)
+    assert (wrapper.size, wrapper.kept_graphs.number) == (2, 3)
 
 
 @pytest.mark.parametrize('keep_graph', [-1, 1.5, True, 'all'])

@@ -7,7 +7,7 @@ import torch
 from mmengine.hooks import Hook
 from torch import nn
 
-from memengine.engine.hooks import NonFiniteLossError
+from memengine.engine.faults.finite_state import NonFiniteError
 from memengine.testing import assert_same_step, run_ranks
 from tests.engine.toy import Losses, ToyData, ToyModel, params, toy_runner
 
@@ -161,7 +161,7 @@ def test_a_loss_that_is_no_number_ends_training(tmp_path):
     losses = Losses()
     runner = toy_runner(tmp_path, losses, optim_wrapper=optim, param_scheduler=None)
     runner._train_dataloader['batch_size'] = 2
-    with pytest.raises(NonFiniteLossError, match='optim_wrapper.optimizer.lr'):
+    with pytest.raises(NonFiniteError, match='optim_wrapper.optimizer.lr'):
         runner.train()
     assert all(loss == loss for _, loss in losses.seen)
 
@@ -183,7 +183,7 @@ def test_default_hooks_take_settings_without_a_type_and_can_be_left_out(tmp_path
     runner = toy_runner(tmp_path, default_hooks=hooks)
     names = {type(hook).__name__: hook.priority for hook in runner.hooks}
     assert names['IterTimerHook'] == 55
-    assert not names.keys() & {'FiniteLossHook', 'CheckpointHook'}
+    assert not names.keys() & {'NonFiniteHook', 'CheckpointHook'}
 
 
 def test_model_hooks_are_called_around_each_update(tmp_path):

@@ -22,7 +22,7 @@ NAMES = ['AdamW8bit', 'AdamW4bit', 'CPUOffloadOptimizer']
 @pytest.mark.parametrize('name', NAMES[:2])
 def test_without_torchao_the_error_says_what_to_install(name, monkeypatch):
     monkeypatch.setitem(sys.modules, 'torchao.optim', None)
-    from memengine.engine.optim import torchao_optimizers
+    from memengine.techniques.optimizer import torchao_optimizers
 
     torchao_optimizers._low_bit.cache_clear()
     with pytest.raises(ImportError, match=f"type='{name}' is torchao's.*pip install torchao"):
@@ -159,7 +159,7 @@ def offloading(monkeypatch):
     """The optimiser with a host in the place of the GPU; streams wait for nothing."""
     from torchao.optim import cpu_offload
 
-    from memengine.engine.optim import torchao_optimizers
+    from memengine.techniques.optimizer import torchao_optimizers
 
     class Stream:
         def wait_stream(self, other):

@@ -3,7 +3,9 @@
 import pytest
 import timm
 import torch
+from mmengine.logging import HistoryBuffer
 
+from memengine.engine.checkpoint.convert import convert
 from memengine.models import TimmBackbone
 
 SMALL = dict(img_size=32, patch_size=16, embed_dim=12, depth=1, num_heads=2)
@@ -46,3 +48,24 @@ def test_what_does_not_fit_is_refused(tmp_path):
     save(tmp_path / 'deit.pth', depth=2)
     with pytest.raises(ValueError, match=r"unknown \['blocks\.1\."):
         TimmBackbone(NAME, checkpoint_path=file, **SMALL)
+
+
+def test_a_run_s_own_checkpoint_is_read_by_the_part_that_is_the_model(tmp_path):
+    model = save(tmp_path / 'deit.pth', num_classes=0)
+    whole = {
+        f'{who}.backbone.model.{name}': value
+        for who in ('student', 'teacher')
+        for name, value in model.state_dict().items()
+    }
+    log = HistoryBuffer([1.0], [1])  # what MMEngine's own checkpoints hold
+    torch.save({'state_dict': whole, 'message_hub': log}, tmp_path / 'run.pth')
+    file = str(tmp_path / 'run.pth')
+    with pytest.raises(ValueError, match="as checkpoint_part='teacher.backbone.model'$") as caught:
+        TimmBackbone(NAME, checkpoint_path=file, **SMALL)
+    assert 'weights_only' not in str(caught.value)
+    part = 'teacher.backbone.model'
+    backbone = TimmBackbone(NAME, checkpoint_path=file, checkpoint_part=part, **SMALL)
+    for name, value in backbone.model.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name])
+    convert(file, tmp_path / 'run.dcp')
+    TimmBackbone(NAME, checkpoint_path=str(tmp_path / 'run.dcp'), checkpoint_part=part, **SMALL)

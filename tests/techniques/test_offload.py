@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from memengine.memory import SavedBytes
 from memengine.techniques.checkpointing.checkpoint_activations import checkpoint_activations
-from memengine.techniques.offload import offload_activations
+from memengine.techniques.offload import is_offloading, offload_activations
 from memengine.testing import assert_same_step, saved_bytes
 from tests.techniques.checkpointing.test_checkpoint_activations import make, step_of, train, vit
 
@@ -220,9 +220,9 @@ def test_copies_pickles_and_undo():
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
-        (dict(store='gpu'), "one of auto, host, disk, got 'gpu'"),
-        (dict(min_bytes=-1), 'min_bytes is a number, at least 0'),
-        (dict(look_ahead=1.5), 'look_ahead is a number, at least 0'),
+        (dict(store='gpu'), "store is 'auto', 'host' or 'disk', got 'gpu'"),
+        (dict(min_bytes=-1), 'min_bytes is a whole number, at least 0'),
+        (dict(look_ahead=1.5), 'look_ahead is a whole number, at least 0'),
         (dict(store='host', folder='x'), "is for store='disk'"),
     ],
 )
@@ -239,3 +239,35 @@ def test_under_compile():
     step_of(plain, images)()
     assert_same_step(gradients(model), gradients(plain))
     assert handle.moved_bytes[0] > 0
+
+
+@pytest.mark.parametrize('transform', ['jvp', 'vjp', 'grad'])
+def test_transforms_of_torch_func_run_as_without(transform):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6)).double()
+    x, tangent = torch.randn(2, 3, 6, dtype=torch.float64)
+
+    def result():
+        if transform == 'jvp':
+            return torch.func.jvp(model, (x,), (tangent,))
+        if transform == 'vjp':
+            out, pull = torch.func.vjp(model, x)
+            return out, *pull(tangent)
+        return torch.func.grad(lambda x: model(x).square().sum())(x)
+
+    plain = result()
+    offload_activations(model, min_bytes=0)
+    torch.testing.assert_close(result(), plain, rtol=0, atol=0)
+
+
+def test_offload_ends_with_a_forward_that_raises():
+    model = nn.Linear(6, 6)
+    offload_activations(model, min_bytes=0)
+    with pytest.raises(RuntimeError, match='shapes cannot be multiplied'):
+        model(torch.ones(2, 5))
+    assert not is_offloading()
+    message = 'no hooks here'
+    with torch.autograd.graph.disable_saved_tensors_hooks(message):
+        with pytest.raises(RuntimeError, match=message):
+            model(torch.ones(2, 6))
+    assert not is_offloading()

@@ -9,13 +9,12 @@ from typing import Any, Literal
 import pytest
 from mmengine.config import Config, DictAction
 
-from memengine.engine.apply import is_on, refusals
-from memengine.engine.cli.techniques import all_techniques
+from memengine.engine.apply import is_on, refusals, wrong_settings
 from memengine.engine.config.check import check_config
 from memengine.engine.config.file import merge_options
 from memengine.engine.config.types import find_anywhere
 from memengine.engine.hooks import DropITHook
-from memengine.techniques.technique import (
+from memengine.technique import (
     Handle,
     Settings,
     Technique,
@@ -28,7 +27,7 @@ from memengine.techniques.technique import (
 from tests.composition import BATCH, example_of, row_of, train
 from tests.docs_pages import ROOT
 
-ALL = all_techniques()
+ALL = techniques()
 APPLIED = {key: technique for key, technique in ALL.items() if technique.apply}
 
 
@@ -184,7 +183,7 @@ def test_examples_are_small(key):
 
 
 def test_a_key_is_for_one_technique(monkeypatch):
-    monkeypatch.setattr('memengine.techniques.technique._known', dict(techniques()))
+    monkeypatch.setattr('memengine.technique._known', dict(techniques()))
     mine = register(toy())
     assert register(mine) is techniques()['toy']
     with pytest.raises(ValueError, match="two techniques have the key 'toy': .*ToySettings"):
@@ -259,6 +258,32 @@ def test_pairs_that_are_refused(config, said):
 )
 def test_pairs_that_are_not(config):
     assert refusals(config) == []
+
+
+@pytest.mark.parametrize(
+    ('config', 'said'),
+    [
+        (
+            dict(optim_wrapper=dict(type='GradCacheOptimWrapper', chunk_size=0, keep_graph='all')),
+            [
+                'optim_wrapper.chunk_size is a number or a dict of (a number), at least 1, got 0',
+                "optim_wrapper.keep_graph is a whole number or 'auto', at least 0, got 'all'",
+            ],
+        ),
+        (dict(optim_wrapper=dict(type='OptimWrapper', chunk_size=0, accumulative_counts=1)), []),
+        (
+            dict(optim_wrapper=dict(optimizer=dict(type='AdamW8bit', block_size=0))),
+            ['optim_wrapper.optimizer.block_size is a whole number, at least 1, got 0'],
+        ),
+        (
+            dict(model=dict(loss=dict(type='ClipLoss', tile_size=-1))),
+            ["model.loss.tile_size is a whole number, 'auto' or None, at least 1, got -1"],
+        ),
+        (dict(model=dict(loss='ClipLoss'), optim_wrapper=dict(precision='bf16')), []),
+    ],
+)
+def test_settings_of_what_is_no_key_are_checked_by_their_description(config, said):
+    assert wrong_settings(config) == said
 
 
 def test_a_key_whose_hook_is_left_out_is_refused_nothing():

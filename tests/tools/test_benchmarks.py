@@ -99,14 +99,14 @@ def test_dino_slices(script, tmp_path):
 
 def test_recomputed_activations(script, tmp_path):
     page = page_with(tmp_path, 'recomputed_activations')
-    options = ['--models', 'mobilenetv3_small_100', '--batch', '1', '--repeats', '1']
+    options = ['--models', 'test_efficientnet', '--batch', '1', '--repeats', '1']
     script('recomputed_activations').run(*options, '--out', tmp_path, '--page', page)
-    ways = results_of(tmp_path, 'recomputed_activations')['models']['mobilenetv3_small_100']
+    ways = results_of(tmp_path, 'recomputed_activations')['models']['test_efficientnet']
     plain, recomputed = ways['plain'], ways['recomputed']
     assert recomputed['saved_mib'] < 0.5 * plain['saved_mib']
     assert recomputed['flops'] == plain['flops'] and recomputed['error'] == 0
     assert ways['recomputed, 8 bits']['saved_mib'] < 0.6 * ways['8 bits']['saved_mib']
-    assert '| mobilenetv3_small_100 | recomputed |' in page.read_text()
+    assert '| test_efficientnet | recomputed |' in page.read_text()
 
 
 def test_optimizer_memory(script, tmp_path, monkeypatch):

@@ -58,6 +58,7 @@ def test_learning_over_seeds(benchmark, monkeypatch, tmp_path):
     script = benchmark('dropit_learning', '--out', tmp_path, '--seeds', 2, '--epochs', 8)
     two = {way: script.WAYS[way] for way in ('plain', 'gamma 0.9')}
     monkeypatch.setattr(script, 'WAYS', two)
+    monkeypatch.setattr(script, 'BATCH', 150)
     monkeypatch.setattr(
         script,
         'VisionTransformer',

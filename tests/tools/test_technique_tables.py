@@ -21,7 +21,7 @@ def test_the_pages_hold_what_the_descriptions_say(tables):
 
 
 def test_links_lead_to_the_pages_of_the_techniques(tables):
-    found = tables.all_techniques()
+    found = tables.techniques()
     cells = tables.row(found['tiled_loss'], 'README.md')
     assert 'docs/techniques/disco.md#tiles' in cells['technique']
     cells = tables.row(found['data_parallel'], 'docs/techniques/index.md')

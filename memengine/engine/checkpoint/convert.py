@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from mmengine.runner import save_checkpoint
-from mmengine.runner.checkpoint import _load_checkpoint
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from memengine.engine.checkpoint.files import CheckpointError, atomic_write, safe_loading
+from memengine.engine.checkpoint.files import CheckpointError, atomic_write
 from memengine.engine.checkpoint.sharded import SUFFIX, ShardedWriter, is_sharded, read_sharded
 from memengine.engine.checkpoint.state import key_by_index
+from memengine.engine.checkpoint.weights import read_file
 
 __all__ = ['convert']
 
@@ -68,14 +67,7 @@ def _read(source: Path, weights_only: bool) -> dict[str, Any]:
     if is_sharded(source):
         wanted = ('state_dict', 'meta')
         return read_sharded(source, entries=lambda name: not weights_only or name in wanted)
-    if source.suffix == '.safetensors':
-        with safe_open(source, 'pt') as file:
-            noted = file.metadata() or {}
-            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return dict(meta=noted, state_dict=state)
-    with safe_loading(source):
-        checkpoint = _load_checkpoint(str(source), map_location='cpu')
-    return checkpoint if 'state_dict' in checkpoint else dict(meta={}, state_dict=checkpoint)
+    return read_file(str(source))
 
 
 def _write_safetensors(checkpoint: dict[str, Any], target: Path) -> None:

@@ -29,10 +29,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from memengine._torch_private.distributed import METADATA_GLOBALS, METADATA_MODULES
-from memengine.engine.checkpoint.files import CheckpointError, backup_path, safe_loading
+from memengine.engine.checkpoint.files import (
+    CheckpointError,
+    backup_path,
+    refusal,
+    safe_loading,
+)
+from memengine.engine.checkpoint.metadata import SafeReader
 from memengine.engine.distributed.processes import cpu_group
 
 __all__ = [
@@ -189,7 +193,10 @@ def _torch_error_as(what: str) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        causes = [f'rank {rank}: {cause[0]}' for rank, cause in error.failures.items()]
+        causes = [
+            f'rank {rank}: {refusal(e) if isinstance(e, pickle.UnpicklingError) else e}'
+            for rank, (e, _) in error.failures.items()
+        ]
         raise CheckpointError(f'{what}: {"; ".join(causes)}') from error
 
 
@@ -220,15 +227,14 @@ def read_sharded(
     Raises:
         CheckpointError: When it is incomplete, damaged or not safe to read.
     """
-    known = _read_metadata(folder)
-    with safe_loading(folder / _RUN_FILE, trusted):
-        rest = torch.load(folder / _RUN_FILE, map_location='cpu')
-    paths = {name: path for name, path in rest.pop('tensors').items() if entries(path[0])}
+    rest, paths = _read_run_file(folder, trusted)
+    reader = SafeReader(folder)
+    paths = {name: path for name, path in paths.items() if entries(path[0])}
     tensors = {}
     for name, path in paths.items():
-        if name not in known:
+        if name not in reader.tensors:
             raise CheckpointError(f'{folder} is incomplete: there is no {name} in it')
-        kind: TensorStorageMetadata = known[name]
+        kind = reader.tensors[name]
         as_held = template(path, kind.size)
         tensors[name] = (
             torch.empty(kind.size, dtype=kind.properties.dtype)
@@ -236,43 +242,30 @@ def read_sharded(
             else torch.empty_like(as_held, dtype=kind.properties.dtype)
         )
     with _torch_error_as(f'{folder} is damaged or incomplete'):
-        dcp.load(
-            tensors,
-            storage_reader=dcp.FileSystemReader(folder),
-            process_group=cpu_group('checkpoint'),
-        )
+        dcp.load(tensors, storage_reader=reader, process_group=cpu_group('checkpoint'))
     rest = {entry: value for entry, value in rest.items() if entries(entry)}
     return merge_tensors(rest, {paths[name]: tensor for name, tensor in tensors.items()})
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Reads a ``.metadata`` file, which torch unpickles without looking what is in it."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """What the file may name: plain records of torch.distributed.checkpoint and of torch."""
-        dtype = module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype)
-        cls = None
-        if dtype or (module, name) in METADATA_GLOBALS or module in METADATA_MODULES:
-            cls = super().find_class(module, name)
-        if cls is None or (module in METADATA_MODULES and not _is_record(cls, module)):
-            raise CheckpointError(f"the checkpoint's .metadata wants to run '{module}.{name}'")
-        return cls
-
-
-def _is_record(cls: Any, module: str) -> bool:
-    """Whether it is a dataclass or enum of that module: data, nothing that runs."""
-    records = hasattr(cls, '__dataclass_fields__') or hasattr(cls, '__members__')
-    return isinstance(cls, type) and cls.__module__ == module and records
-
-
-def _read_metadata(folder: Path) -> dict[str, Any]:
-    if not (folder / '.metadata').is_file() or not (folder / _RUN_FILE).is_file():
+def _read_run_file(
+    folder: Path, trusted: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+    """All but the tensors, and where the tensors belong in it."""
+    file = folder / _RUN_FILE
+    if not (folder / '.metadata').is_file() or not file.is_file():
         raise CheckpointError(
             f'{folder} is no sharded checkpoint, or not a whole one: '
             f'there has to be a .metadata and a {_RUN_FILE} in it'
         )
-    with open(folder / '.metadata', 'rb') as file:
-        try:
-            return _MetadataUnpickler(file).load().state_dict_metadata
-        except (pickle.UnpicklingError, EOFError, AttributeError, IndexError) as error:
-            raise CheckpointError(f'{folder}/.metadata is damaged: {error}') from error
+    with safe_loading(file, trusted):
+        rest = torch.load(file, map_location='cpu')
+    paths = rest.pop('tensors', None) if isinstance(rest, dict) else None
+    if not isinstance(paths, dict) or not all(_leads_somewhere(rest, p) for p in paths.values()):
+        raise CheckpointError(f'{file} is damaged: it does not say where the tensors belong')
+    return rest, paths
+
+
+def _leads_somewhere(tree: Any, path: Any) -> bool:
+    for key in path[:-1] if isinstance(path, tuple) else ():
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return isinstance(path, tuple) and len(path) > 0 and isinstance(tree, dict)

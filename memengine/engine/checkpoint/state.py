@@ -17,13 +17,11 @@ import mmengine
 import torch
 from mmengine.dist import get_rank, get_world_size
 from mmengine.optim import OptimWrapperDict
-from mmengine.runner.checkpoint import _load_checkpoint
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from memengine.engine.checkpoint.files import safe_loading
+from memengine.engine.checkpoint.files import CheckpointError
 from memengine.engine.checkpoint.sharded import (
     KeyPath,
     is_sharded,
@@ -31,11 +29,12 @@ from memengine.engine.checkpoint.sharded import (
     read_sharded,
     split_tensors,
 )
+from memengine.engine.checkpoint.weights import read_file
 from memengine.engine.step import unwrap
 
 __all__ = [
     'ShardLayout',
-    'check_samples_per_step',
+    'check_resumable',
     'gather_state',
     'is_sharded_model',
     'key_by_index',
@@ -57,13 +56,27 @@ def samples_per_step(runner: Any) -> int | None:
     return None if batch_size is None else batch_size * get_world_size()
 
 
-def check_samples_per_step(runner: Any, checkpoint: Mapping[str, Any]) -> None:
-    """Refuse to go on with steps of another size, which would begin at another sample.
+def check_resumable(runner: Any, checkpoint: Mapping[str, Any], filename: str) -> None:
+    """Refuse to go on from what is not all of a run, or with steps of another size.
 
     Raises:
-        ValueError: Naming the batch size to set.
+        CheckpointError: Naming what is missing.
+        ValueError: Naming the batch size to set; the run would begin at another sample.
     """
-    before, now = checkpoint['meta'].get('samples_per_step'), samples_per_step(runner)
+    meta = checkpoint['meta']
+    needed = [
+        'message_hub',
+        'optimizer',
+        *(['param_schedulers'] if runner.param_schedulers else []),
+    ]
+    missing = [entry for entry in needed if entry not in checkpoint]
+    missing += [f'meta.{key}' for key in ('epoch', 'iter') if not isinstance(meta.get(key), int)]
+    if missing:
+        raise CheckpointError(
+            f'{filename} cannot be resumed from, as it has no {", ".join(missing)}; load_from '
+            'without resume begins another training from its weights'
+        )
+    before, now = meta.get('samples_per_step'), samples_per_step(runner)
     if before is None or now is None or before == now:
         return
     ranks = get_world_size()
@@ -238,7 +251,11 @@ class ShardLayout:
 
 
 def read_checkpoint(
-    filename: str, trusted: Sequence[str], layout: ShardLayout, with_optimizer: bool
+    filename: str,
+    trusted: Sequence[str],
+    layout: ShardLayout,
+    with_optimizer: bool,
+    map_location: Any = 'cpu',
 ) -> dict[str, Any]:
     """Read a checkpoint of any kind as MMEngine's dict, laid out as this run's ranks hold it.
 
@@ -247,21 +264,16 @@ def read_checkpoint(
         trusted: See :func:`memengine.engine.checkpoint.files.safe_loading`.
         layout: How ranks hold what is in it.
         with_optimizer: Whether the optimiser's state is wanted.
+        map_location: Where the tensors of a file go.
     """
-
-    def wanted(entry: str) -> bool:
-        return with_optimizer or entry != 'optimizer'
-
     if is_sharded(filename):
+
+        def wanted(entry: str) -> bool:
+            return with_optimizer or entry != 'optimizer'
+
         checkpoint = read_sharded(Path(filename), trusted, wanted, layout.template)
         if 'optimizer' in checkpoint:
             checkpoint['optimizer'] = key_by_index(checkpoint['optimizer'])
         return checkpoint
-    if filename.endswith('.safetensors'):
-        checkpoint = dict(meta={}, state_dict=load_file(filename))
-    else:
-        with safe_loading(filename, trusted):
-            checkpoint = _load_checkpoint(filename, map_location='cpu')
-        checkpoint = {entry: value for entry, value in checkpoint.items() if wanted(entry)}
-    rest, tensors = split_tensors(checkpoint)
+    rest, tensors = split_tensors(read_file(filename, trusted, map_location))
     return merge_tensors(rest, {path: layout.shard(path, t) for path, t in tensors.items()})

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmengine.config import Config
+from mmengine.dist import get_rank
 
 from memengine.engine.checkpoint.files import find_latest
 from memengine.engine.checkpoint.sharded import is_sharded
@@ -17,7 +18,7 @@ from memengine.engine.config.types import arguments_of, find_type
 from memengine.engine.distributed.threads import set_threads
 from memengine.registry import RUNNERS
 
-__all__ = ['convert', 'read_config', 'test', 'train']
+__all__ = ['convert', 'read_config', 'replay', 'test', 'train']
 
 _DTYPE = {'bf16': 'bfloat16', 'fp16': 'float16'}
 
@@ -70,6 +71,23 @@ def convert(source: str, target: str) -> str:
     from memengine.engine.checkpoint.convert import convert as convert_checkpoint
 
     return convert_checkpoint(source, target)
+
+
+def replay(args: argparse.Namespace) -> str:
+    """Carry out again a step that was not finite; what was found, on rank 0.
+
+    The config, which is code, is the one beside the file unless another one is named.
+    """
+    from memengine.engine.faults.capture import CONFIG
+    from memengine.engine.faults.replay import replay as replay_step
+
+    cfg = load_config(args.config or Path(args.file).with_name(CONFIG), args.cfg_options)
+    cfg.setdefault('default_scope', 'memengine')
+    if args.launcher is not None:
+        cfg.launcher = args.launcher
+    set_threads(0)
+    findings = replay_step(args.file, cfg)
+    return '\n'.join(map(str, findings)) if get_rank() == 0 else ''
 
 
 def _build(cfg: Config, loader: str) -> Any:

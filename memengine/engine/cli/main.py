@@ -1,4 +1,4 @@
-"""The command line: ``memengine train``, ``test``, ``convert`` and ``techniques``.
+"""The command line: ``memengine train``, ``test``, ``convert``, ``replay`` and ``techniques``.
 
 Torch and MMEngine are imported only once there is something for them to do, so that help and
 wrong usage answer at once.
@@ -35,11 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0, 1 after an error, 130 when interrupted. Wrong usage exits with 2.
     """
     args = make_parser().parse_args(argv)
-    if args.command in ('train', 'test'):
+    if args.command in ('train', 'test', 'replay'):
         if args.local_rank is not None:
             os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
         # Last, so that nothing that is installed is hidden by a file of the user's.
-        sys.path += [os.getcwd(), str(Path(args.config).resolve().parent)]
+        sys.path += [os.getcwd(), str(Path(args.config or args.file).resolve().parent)]
     command = _Command(args)
     try:
         command.execute()
@@ -76,6 +76,9 @@ class _Command:
 
         if self.args.command == 'convert':
             print(commands.convert(self.args.source, self.args.target))
+            return
+        if self.args.command == 'replay':
+            print(commands.replay(self.args), end='\n' if self._rank() in (None, '0') else '')
             return
         self.cfg = commands.read_config(self.args)
         if self.args.command == 'train':

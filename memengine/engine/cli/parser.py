@@ -37,6 +37,14 @@ examples:
 
 .dcp and .pth hold all of a run, and training goes on from either; .safetensors holds the weights.
 """
+REPLAY_EXAMPLES = """\
+examples:
+  memengine replay work_dirs/dino_vit/nonfinite/iter_7.pth
+  torchrun --nproc_per_node 2 -m memengine replay FILE --launcher pytorch
+
+The file is data and read as such; the config beside it is code, as every config. For a file that
+somebody else gave you, name your own config with --config.
+"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -153,6 +161,7 @@ def make_parser() -> argparse.ArgumentParser:
     test.add_argument('checkpoint', metavar='CHECKPOINT', help='the checkpoint to test')
     _add_common(test)
     _add_convert(commands)
+    _add_replay(commands)
     _add_techniques(commands)
     return parser
 
@@ -182,6 +191,22 @@ def _add_convert(commands: Any) -> None:
     convert.add_argument('--debug', action='store_true', help='show the traceback of an error')
 
 
+def _add_replay(commands: Any) -> None:
+    replay = commands.add_parser(
+        'replay',
+        help='carry out again a step that was not finite',
+        description='Carry out again a step whose loss or gradient was not finite, and name where '
+        'that begins.',
+        epilog=REPLAY_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    replay.set_defaults(parser=replay)
+    replay.add_argument('file', metavar='FILE', help='nonfinite/iter_N.pth in the work dir')
+    replay.add_argument('--config', metavar='CONFIG', help="the run's config (beside FILE)")
+    _add_options(replay)
+
+
 def _add_command(commands: Any, name: str, does: str, examples: str) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         name,
@@ -202,6 +227,10 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         metavar='DIR',
         help='for logs and checkpoints (work_dirs/<name of the config>)',
     )
+    _add_options(parser)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--cfg-options',
         nargs='+',

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-from memengine.engine.config.check import ConfigError
 from memengine.suggest import did_you_mean
-from memengine.techniques.technique import Technique, in_order, settings_of, techniques
+from memengine.technique import Technique, in_order, settings_of, techniques
 
-__all__ = ['all_techniques', 'describe', 'list_techniques']
-
-
-def all_techniques() -> dict[str, Technique[Any]]:
-    """All techniques by key, with those that optimiser and model wrappers are."""
-    for room in ('optim', 'wrappers'):
-        importlib.import_module(f'memengine.engine.{room}')
-    return dict(sorted(techniques().items()))
+__all__ = ['describe', 'list_techniques']
 
 
 def list_techniques() -> str:
     """A line for each technique: its key, its gradients, and what one types for it."""
-    found = all_techniques()
+    found = techniques()
     width = max(map(len, found))
     lines = [
         f'{key:{width}}  {technique.exactness:8}  {technique.typed}'
@@ -36,8 +27,10 @@ def describe(key: str) -> str:
     Raises:
         ConfigError: When there is no such technique.
     """
-    found = all_techniques()
+    found = techniques()
     if key not in found:
+        from memengine.engine.config.check import ConfigError  # which imports MMEngine
+
         raise ConfigError(f"there is no technique '{key}'{did_you_mean(key, found)}")
     technique = found[key]
     lines = [

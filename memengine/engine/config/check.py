@@ -16,7 +16,7 @@ from typing import Any
 
 from mmengine.config import Config
 
-from memengine.engine.apply import refusals
+from memengine.engine.apply import refusals, wrong_settings
 from memengine.engine.config.bases import used_names
 from memengine.engine.config.checker import Checker
 from memengine.engine.config.runner_schema import (
@@ -29,7 +29,7 @@ from memengine.engine.config.runner_schema import (
 from memengine.engine.config.types import arguments_of, find_type
 from memengine.engine.hooks.technique import register_hooks
 from memengine.suggest import ONE_LETTER, STRICT, did_you_mean, similar
-from memengine.techniques.technique import Technique, techniques
+from memengine.technique import Technique, techniques
 
 __all__ = ['ConfigError', 'check_config', 'import_custom_modules', 'known_keys']
 
@@ -76,7 +76,7 @@ def check_config(cfg: Config | Mapping[str, Any]) -> None:
             _check_entry(checker, key, value)
     _check_missing(checker, entries, unknown)
     if not checker.problems:
-        checker.problems += _refused_pairs(entries)
+        checker.problems += wrong_settings(entries) or _refused_pairs(entries)
     if checker.problems:
         raise ConfigError(checker.problems)
 

@@ -38,7 +38,7 @@ from memengine.engine.config.schema import (
     one_of,
 )
 from memengine.engine.config.types import arguments_of
-from memengine.techniques.type_hints import is_of
+from memengine.technique import is_of
 
 __all__ = [
     'DEFAULT_HOOK_TYPES',
@@ -205,7 +205,11 @@ _OPTIM_WRAPPER = Schema(
         'paramwise_cfg': _PARAMWISE,
         'constructor': Schema('OPTIM_WRAPPER_CONSTRUCTORS', bare_type=True),
     },
-    constraints={'accumulative_counts': POSITIVE_INT},
+    constraints={
+        'accumulative_counts': POSITIVE_INT,
+        'on_nonfinite': one_of('stop', 'skip', 'rollback'),
+        'nonfinite_limit': POSITIVE_INT,
+    },
 )
 
 
@@ -269,6 +273,16 @@ def _unless_off(schema: Schema) -> SchemaChoice:
     return lambda value: schema if value else FREE
 
 
+def _names_weights(value: Any) -> bool:
+    texts, switches = ('path', 'part', 'into'), ('strict',)
+    if not isinstance(value, Mapping):
+        return value is None or isinstance(value, str)
+    return 'path' in value and all(
+        (key in texts and isinstance(entry, str)) or (key in switches and isinstance(entry, bool))
+        for key, entry in value.items()
+    )
+
+
 TOP_SCHEMAS: Mapping[str, SchemaChoice] = {
     'model': MODEL,
     'data_preprocessor': PART,
@@ -318,6 +332,9 @@ TOP_CONSTRAINTS: Mapping[str, Constraint] = {
     **dict.fromkeys(('env_cfg', 'randomness'), _DICT),
     'launcher': one_of('none', 'pytorch', 'slurm', 'mpi'),
     'log_level': one_of('CRITICAL', 'ERROR', 'WARNING', 'INFO', 'DEBUG', 'NOTSET'),
+    'load_from': Constraint(
+        'a path, or dict(path=..., part=..., into=..., strict=True or False)', _names_weights
+    ),
     'find_unused_parameters': BOOL,
 }
 
@@ -374,8 +391,8 @@ VALUES: Mapping[str, Constraint] = {
     ),
     **_by_name(
         POSITIVE_NUMBER,
-        'base_temperature init_scale lr max_scale mlp_ratio power ratio std student_temp teacher_temp '
-        'temperature warmup_teacher_temp',
+        'base_temperature init_scale lr max_scale mlp_ratio power ratio std student_temp '
+        'teacher_temp temperature warmup_teacher_temp',
     ),
     **_by_name(
         NON_NEGATIVE_NUMBER,

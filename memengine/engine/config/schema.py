@@ -13,7 +13,7 @@ import torch
 
 from memengine.engine.config.types import Arguments
 from memengine.suggest import did_you_mean
-from memengine.techniques.type_hints import in_words, is_of
+from memengine.technique import in_words, is_of
 
 __all__ = [
     'BOOL',

@@ -1,10 +1,10 @@
 """Hooks: what happens around a step."""
 
+from memengine.engine.faults.nonfinite import NonFiniteHook
 from memengine.engine.hooks.algorithm import AlgorithmHook
 from memengine.engine.hooks.checkpoint import CheckpointHook
 from memengine.engine.hooks.collapse import CollapseHook
 from memengine.engine.hooks.evaluate_first import EvaluateFirstHook
-from memengine.engine.hooks.finite_loss import FiniteLossHook, NonFiniteLossError
 from memengine.engine.hooks.memory import MemoryHook
 from memengine.engine.hooks.progress import ProgressHook
 from memengine.engine.hooks.random_state import RandomStateHook
@@ -19,9 +19,8 @@ __all__ = [
     'CheckpointHook',
     'CollapseHook',
     'EvaluateFirstHook',
-    'FiniteLossHook',
     'MemoryHook',
-    'NonFiniteLossError',
+    'NonFiniteHook',
     'ProgressHook',
     'RandomStateHook',
     'ReportHook',

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from mmengine.dist import master_only
 from mmengine.hooks import CheckpointHook as _CheckpointHook
@@ -14,6 +15,15 @@ from memengine.registry import HOOKS
 from memengine.suggest import did_you_mean
 
 __all__ = ['CheckpointHook']
+
+
+@runtime_checkable
+class _MarksCheckpoints(Protocol):
+    """memengine's Runner; MMEngine's own cannot write in the background or in shards."""
+
+    mark_last_checkpoint: Callable[[str], None]
+    save_checkpoint: Callable[..., None]
+    message_hub: Any
 
 
 def _signature() -> inspect.Signature:
@@ -73,7 +83,7 @@ class CheckpointHook(_CheckpointHook):
 
     def before_train(self, runner: Any) -> None:
         """Refuse what MMEngine's own Runner cannot write."""
-        if self.sharded and not hasattr(runner, 'mark_last_checkpoint'):
+        if self.sharded and not isinstance(runner, _MarksCheckpoints):
             raise ValueError(
                 "CheckpointHook: sharded=True needs memengine's Runner, got "
                 f'{type(runner).__module__}.{type(runner).__name__}'
@@ -82,7 +92,7 @@ class CheckpointHook(_CheckpointHook):
 
     def _save_checkpoint_with_step(self, runner: Any, step: int, meta: dict[str, Any]) -> None:
         """Write a checkpoint, then point to it, and then remove the one that is outdated."""
-        if not hasattr(runner, 'mark_last_checkpoint'):  # MMEngine's own Runner
+        if not isinstance(runner, _MarksCheckpoints):
             super()._save_checkpoint_with_step(runner, step, meta)
             return
         outdated = None

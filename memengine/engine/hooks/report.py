@@ -12,6 +12,7 @@ from mmengine.hooks import Hook
 from torch import Tensor, nn
 
 from memengine.engine.step import unwrap
+from memengine.engine.wrappers.fsdp import FullyShardedDataParallel
 from memengine.registry import HOOKS
 
 __all__ = ['ReportHook']
@@ -98,10 +99,11 @@ class ReportHook(Hook):
 
 def _gather_context(model: nn.Module) -> Callable[[], AbstractContextManager[Any]] | None:
     """The context in which all ranks may run the model, if its parameters are spread over them."""
-    return getattr(model, 'gathered', None)
+    return model.gathered if isinstance(model, FullyShardedDataParallel) else None
 
 
 def _backbone(model: nn.Module) -> nn.Module | None:
     """The network that makes the features: the teacher's, and what a TimmBackbone holds."""
-    backbone = getattr(getattr(model, 'teacher', model), 'backbone', None)
-    return getattr(backbone, 'model', backbone)
+    teacher = dict(model.named_children()).get('teacher', model)
+    backbone = dict(teacher.named_children()).get('backbone')
+    return backbone and dict(backbone.named_children()).get('model', backbone)

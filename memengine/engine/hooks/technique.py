@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from memengine.engine.step import unwrap
 from memengine.registry import HOOKS
-from memengine.techniques.technique import (
+from memengine.technique import (
     Handle,
     Settings,
     StepInfo,

@@ -21,6 +21,7 @@ from memengine.techniques.optimizer.in_backward import (
     check_steps_alone,
     step_in_backward,
 )
+from memengine.techniques.sharding.clipping import local_part
 
 __all__ = ['OptimizerInBackwardOptimWrapper']
 
@@ -33,7 +34,8 @@ class OptimizerInBackwardOptimWrapper(OptimWrapper):
         optimizer: The optimiser.
         **kwargs: As :class:`OptimWrapper`'s, as far as no setting needs whole gradients:
             ``precision`` ``'fp32'`` or ``'bf16'``, ``clip_grad`` of type ``'each_norm'`` or
-            ``'value'``, no ``accumulative_counts``.
+            ``'value'``, no ``accumulative_counts``, ``on_nonfinite`` ``'stop'`` or ``'rollback'``:
+            a bad step has changed weights by the time it is found.
 
     Raises:
         ValueError: For such a setting; in a step, when the model is wrapped by DDP.
@@ -42,6 +44,8 @@ class OptimizerInBackwardOptimWrapper(OptimWrapper):
     See :func:`memengine.techniques.optimizer.in_backward.step_in_backward` for what it costs and
     for hooks of the optimiser.
     """
+
+    updates_in_backward = True
 
     def __init__(self, optimizer: Optimizer, **kwargs: Any) -> None:
         super().__init__(optimizer, **kwargs)
@@ -54,7 +58,11 @@ class OptimizerInBackwardOptimWrapper(OptimWrapper):
             raise TECHNIQUE.refusal('optim_wrapper.clip_grad.type=norm|None', clipping)
         if self.precision.scaler is not None:
             raise TECHNIQUE.refusal('optim_wrapper.precision=fp16|float16')
+        if self.on_nonfinite == 'skip':
+            raise TECHNIQUE.refusal('optim_wrapper.on_nonfinite=skip')
         self._later: dict[nn.Parameter, None] = {}
+        self._norms: list[Tensor] = []
+        self._logs_norm = (clip_grad or {}).get('type') == 'each_norm'
         check_steps_alone(optimizer)
 
     @contextmanager
@@ -70,21 +78,32 @@ class OptimizerInBackwardOptimWrapper(OptimWrapper):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backward of the loss, in which the parameters are clipped and updated one by one."""
-        norms: list[Tensor] = []
-        clip_func: Any = self.clip_func if self.clip_grad_kwargs else None
+        self._norms = []
 
-        def clip(parameter: nn.Parameter) -> None:
-            norm = clip_func([parameter], **self.clip_grad_kwargs)
-            if norm is not None:
-                norms.append(norm)
+        def look(parameter: nn.Parameter) -> None:
+            gradient: Any = parameter.grad
+            norm = torch.linalg.vector_norm(local_part(gradient))
+            if self.clip_grad_kwargs:
+                norm_of_all_ranks = self.clip_func([parameter], **self.clip_grad_kwargs)
+                norm = norm if norm_of_all_ranks is None else norm_of_all_ranks
+            self._norms.append(norm)
 
-        with step_in_backward(self.optimizer, clip if clip_func else None, self._later):
+        needs_look = self.clip_grad_kwargs or self.guard is not None
+        with step_in_backward(self.optimizer, look if needs_look else None, self._later):
             super().backward(loss, **kwargs)
-        for parameter in self._later if clip_func else ():
+        for parameter in self._later if needs_look else ():
             if parameter.grad is not None:
-                clip(parameter)
-        if norms:
-            self.message_hub.update_scalar(f'train/{self.grad_name}', torch.stack(norms).norm())
+                look(parameter)
 
-    def _clip_grad(self) -> None:
-        """Nothing is left to clip behind backward."""
+    def _grad_norms(self) -> Tensor | None:
+        """Those that were found in backward."""
+        return (
+            torch.stack([n.to(self._norms[0].device) for n in self._norms]) if self._norms else None
+        )
+
+    def _clip_grad(self, norms: Tensor | None = None) -> None:
+        """Log the norm of all gradients; nothing is left to clip behind backward."""
+        if norms is not None and self._logs_norm:
+            self.message_hub.update_scalar(
+                f'train/{self.grad_name}', torch.linalg.vector_norm(norms)
+            )

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from mmengine.optim import OptimWrapper as _OptimWrapper
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from memengine.engine.faults.guard import OnNonFinite, StepGuard
 from memengine.engine.step import plain_step
 from memengine.registry import OPTIM_WRAPPERS
 from memengine.techniques.sharding.clipping import (
     clip_each_grad_norm_,
     clip_grad_norm_,
     clip_grad_value_,
+    grad_norms,
 )
-from memengine.techniques.technique import Settings, Technique, register, setting
 
 __all__ = ['AmpOptimWrapper', 'OptimWrapper', 'Precision']
 
@@ -93,12 +93,23 @@ class OptimWrapper(_OptimWrapper):
             max_norm=...)`` each parameter's norm on its own, as DINO does.
         precision: ``'fp32'``, ``'bf16'`` or ``'fp16'``; on CPU as well as on a GPU.
         loss_scale: For fp16: ``'dynamic'``, a fixed number, or arguments of ``GradScaler``.
+        on_nonfinite: What follows a step whose loss or gradient is NaN or infinite on any rank,
+            and which is never carried out: ``'stop'`` ends training, ``'skip'`` goes on with the
+            next batch, ``'rollback'`` does so from the last checkpoint's weights and optimiser.
+        nonfinite_limit: Most such steps between two checkpoints; at one more training ends.
 
     Raises:
         ValueError: For a setting out of range.
 
-    In fp16 a step whose gradient overflowed is skipped and the scale is lowered, as always.
+    In fp16 a step whose gradient overflowed is skipped and the scale is lowered, as always; only
+    what does not end so is a step that is not finite.
+
+    Attributes:
+        guard: Asked before each update, if there is one; the Runner sets it.
+        updates_in_backward: Whether parameters have changed by then.
     """
+
+    updates_in_backward = False
 
     def __init__(
         self,
@@ -107,19 +118,36 @@ class OptimWrapper(_OptimWrapper):
         clip_grad: dict[str, Any] | None = None,
         precision: Literal['fp32', 'bf16', 'fp16'] = 'fp32',
         loss_scale: str | float | dict[str, Any] = 'dynamic',
+        on_nonfinite: OnNonFinite = 'stop',
+        nonfinite_limit: int = 10,
     ) -> None:
         if accumulative_counts < 1:
             raise ValueError(f'accumulative_counts must be at least 1, got {accumulative_counts}')
+        if on_nonfinite not in get_args(OnNonFinite):
+            raise ValueError(
+                f"on_nonfinite must be 'stop', 'skip' or 'rollback', got {on_nonfinite!r}"
+            )
+        if nonfinite_limit < 1:
+            raise ValueError(f'nonfinite_limit must be at least 1, got {nonfinite_limit}')
         clip_grad = dict(clip_grad) if clip_grad else None
         kind = clip_grad.get('type', 'norm') if clip_grad else 'norm'
         if clip_grad and kind == 'each_norm':
             del clip_grad['type']
         super().__init__(optimizer, accumulative_counts, clip_grad)
-        self.clip_func = _CLIP_FUNCTIONS[kind]
+        self.clip_func: Any = _CLIP_FUNCTIONS[kind]
         self.precision = Precision(precision, loss_scale)
+        self.on_nonfinite: OnNonFinite = on_nonfinite
+        self.nonfinite_limit = nonfinite_limit
+        self.guard: StepGuard | None = None
+        self._loss: Tensor | None = None
+        self._is_spoilt = False  # by an iteration of those whose gradients are accumulated
 
     def train_step(self, model: nn.Module, data: Any) -> dict[str, Tensor]:
         """Carry out one training step; see :func:`memengine.engine.step.run_step`."""
+        log_vars = self._carry_out(model, data)
+        return log_vars if self.guard is None else self.guard.to_log(log_vars)
+
+    def _carry_out(self, model: nn.Module, data: Any) -> dict[str, Tensor]:
         return plain_step(model, data, self, self.sync_context)
 
     @contextmanager
@@ -130,6 +158,7 @@ class OptimWrapper(_OptimWrapper):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backward of the loss, scaled in fp16."""
+        self._loss = loss.detach()
         scaler = self.precision.scaler
         super().backward(loss if scaler is None else scaler.scale(loss), **kwargs)
 
@@ -144,24 +173,96 @@ class OptimWrapper(_OptimWrapper):
         with super().optim_context(model):
             yield
 
-    def finish_step(self) -> None:
+    def update_params(
+        self,
+        loss: Tensor,
+        step_kwargs: dict[str, Any] | None = None,
+        zero_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Backward of the loss, and the update if it is time."""
+        self.backward(self.scale_loss(loss))
+        self._end_iteration(loss, step_kwargs, zero_kwargs)
+
+    def finish_step(self, loss: Tensor) -> None:
         """Count the iteration whose gradient has been added, and update if it is time."""
         self._inner_count += 1
+        self._end_iteration(loss)
+
+    def _end_iteration(
+        self,
+        loss: Tensor,
+        step_kwargs: dict[str, Any] | None = None,
+        zero_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        self._loss = loss.detach()
         if self.should_update():
-            self.step()
+            self.step(**(step_kwargs or {}))
+            self.zero_grad(**(zero_kwargs or {}))
+        elif not self._passes(self._grad_norms()):  # found where it happens, not at the update
             self.zero_grad()
+            self._is_spoilt = True
 
     def step(self, **kwargs: Any) -> None:
-        """Clip the gradients if set, and update the parameters."""
-        scaler = self.precision.scaler
-        if scaler is None:
-            super().step(**kwargs)
-            return
-        if self.clip_grad_kwargs:
+        """Clip the gradients if set, and update the parameters, unless the guard is against it."""
+        scaler, guard = self.precision.scaler, self.guard
+        if scaler is not None and (guard is not None or self.clip_grad_kwargs):
             scaler.unscale_(self.optimizer)
-            self._clip_grad()
-        scaler.step(self.optimizer, **kwargs)
-        scaler.update(self.precision.fixed_scale)
+        norms = self._grad_norms()
+        may_update = self._passes(norms) and not self._is_spoilt
+        self._is_spoilt = False
+        if may_update:
+            self._clip_grad(norms)
+            if scaler is None or guard is not None:
+                self.optimizer.step(**kwargs)
+            else:
+                scaler.step(self.optimizer, **kwargs)  # which looks for overflows itself
+        if scaler is not None:
+            is_bad = guard is not None and guard.bad_step is not None
+            scaler.update(scaler.get_scale() if is_bad else self.precision.fixed_scale)
+
+    def _parameters(self) -> list[Tensor]:
+        """The parameters that have a gradient."""
+        groups = self.optimizer.param_groups
+        return [p for group in groups for p in group['params'] if p.grad is not None]
+
+    def _grad_norms(self) -> Tensor | None:
+        """Norm of each gradient, [P]; None if there are none, or nobody asks."""
+        grads = [p.grad for p in self._parameters() if p.grad is not None]
+        if not grads or (self.guard is None and not self.clip_grad_kwargs):
+            return None
+        return grad_norms(grads, self._norm_type)
+
+    @property
+    def accumulative_counts(self) -> int:
+        """Iterations whose gradients are averaged before an update."""
+        return int(self._accumulative_counts)
+
+    @property
+    def _norm_type(self) -> float:
+        return float((self.clip_grad_kwargs or {}).get('norm_type', 2.0))
+
+    def _passes(self, norms: Tensor | None) -> bool:
+        """Whether loss and gradient so far are finite, or nobody asks."""
+        if self.guard is None:
+            return True
+        norm = (
+            torch.zeros(()) if norms is None else torch.linalg.vector_norm(norms, self._norm_type)
+        )
+        loss = norm.new_zeros(()) if self._loss is None else self._loss
+        may_overflow = self.precision.scaler is not None
+        if may_overflow and not self.should_update():  # the scaler looks at the sum only
+            norm, may_overflow = torch.zeros_like(norm), False
+        return self.guard.passes(loss, norm, self._parameters(), may_overflow)
+
+    def _clip_grad(self, norms: Tensor | None = None) -> None:
+        """Clip the gradients, whose norms are known, and log the norm of all."""
+        parameters = self._parameters()
+        if not self.clip_grad_kwargs or not parameters:
+            return
+        norm = self.clip_func(parameters, **self.clip_grad_kwargs, norms=norms)
+        if norm is not None:
+            norm = float(norm) if self.guard is None else self.guard.grad_norm
+            self.message_hub.update_scalar(f'train/{self.grad_name}', norm)
 
     def state_dict(self) -> dict[str, Any]:
         """State of the optimiser, and of the gradient scaler in fp16."""
@@ -186,6 +287,8 @@ def AmpOptimWrapper(  # noqa: N802 (a type name of MMEngine's config language)
     dtype: str | torch.dtype | None = None,
     accumulative_counts: int = 1,
     clip_grad: dict[str, Any] | None = None,
+    on_nonfinite: OnNonFinite = 'stop',
+    nonfinite_limit: int = 10,
 ) -> OptimWrapper:
     """MMEngine's name for an :class:`OptimWrapper` in half precision.
 
@@ -195,35 +298,18 @@ def AmpOptimWrapper(  # noqa: N802 (a type name of MMEngine's config language)
         dtype: ``'float16'`` or ``'bfloat16'``; None is fp16 on a GPU and bf16 on CPU.
         accumulative_counts: See :class:`OptimWrapper`.
         clip_grad: See :class:`OptimWrapper`.
+        on_nonfinite: See :class:`OptimWrapper`.
+        nonfinite_limit: See :class:`OptimWrapper`.
     """
     if dtype is None:
         dtype = 'fp16' if torch.cuda.is_available() else 'bf16'
     precision: Any = str(dtype).removeprefix('torch.')
-    return OptimWrapper(optimizer, accumulative_counts, clip_grad, precision, loss_scale)
-
-
-@dataclass(frozen=True)
-class MixedPrecisionSettings(Settings):
-    """Settings of precision, as ``optim_wrapper`` takes them."""
-
-    precision: Literal['fp32', 'bf16', 'fp16', 'float32', 'bfloat16', 'float16'] = setting(
-        'fp32', help='what matrix products and their like compute in'
+    return OptimWrapper(
+        optimizer,
+        accumulative_counts,
+        clip_grad,
+        precision,
+        loss_scale,
+        on_nonfinite,
+        nonfinite_limit,
     )
-    loss_scale: Any = setting(
-        'dynamic', help="for fp16: 'dynamic', a number, or arguments of GradScaler"
-    )
-
-
-register(
-    Technique(
-        key='mixed_precision',
-        title='mixed precision',
-        settings=MixedPrecisionSettings,
-        switch='optim_wrapper.precision=bf16',
-        exactness='rounding',
-        use_when='always on a GPU; on a CPU that has bf16',
-        saves='about half of the activations of matrix products',
-        price='none, usually faster',
-        page='../config.md',
-    )
-)

@@ -6,8 +6,9 @@ slices and this engine's precision and synchronisation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -37,22 +38,6 @@ def _check_size(setting: str, size: Any) -> None:
             raise ValueError(f'{setting} must be a number of images, at least 1, got {size!r}')
 
 
-def _halved(setting: str, size: Size) -> Size | None:
-    """Half the size, said in the log; None when it is 1 already."""
-    half: Size = (
-        {tower: max(number // 2, 1) for tower, number in size.items()}
-        if isinstance(size, Mapping)
-        else max(int(size / 2), 1)
-    )
-    if half == size:
-        return None
-    MMLogger.get_current_instance().warning(
-        f'Out of memory: {setting} goes from {size} to {half}. The step is repeated, and the run '
-        f'goes on as one with optim_wrapper.{setting}={half}.'
-    )
-    return half
-
-
 def _sliced_model(model: nn.Module, wrapper: OptimWrapper) -> SlicedModel:
     """The bare model, if it says how it is cut into slices."""
     module = unwrap(model)
@@ -79,14 +64,34 @@ def _encode(model: nn.Module, piece: Any) -> Any:
 
 
 class _SlicedOptimWrapper(OptimWrapper):
-    """A step in slices; subclasses say of what size, which graphs are kept, and how to shrink."""
+    """A step in slices; subclasses say which losses it is for.
 
-    def __init__(self, optimizer: Optimizer, **kwargs: Any) -> None:
+    Args:
+        optimizer: The optimiser.
+        setting: What the size of a slice is called.
+        size: Most images in a slice.
+        keep_graph: As of :class:`GradCacheOptimWrapper`.
+        forward_chunk_size: As of :class:`GradCacheOptimWrapper`.
+        **kwargs: As :class:`OptimWrapper`'s.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        setting: str,
+        size: Size,
+        keep_graph: int | str = 0,
+        forward_chunk_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        _check_size(setting, size)
         super().__init__(optimizer, **kwargs)
+        self.setting, self.size = setting, size
+        self.kept_graphs = KeptGraphs(keep_graph)
+        self.forward_chunk_size = forward_chunk_size
         self._is_first_step = True
 
-    def train_step(self, model: nn.Module, data: Any) -> dict[str, Tensor]:
-        """Carry out one training step; see :func:`memengine.engine.step.run_step`."""
+    def _carry_out(self, model: nn.Module, data: Any) -> dict[str, Tensor]:
         module: Any = _sliced_model(model, self)
         self._check(module)
         if self._is_first_step:
@@ -94,8 +99,8 @@ class _SlicedOptimWrapper(OptimWrapper):
             self._is_first_step = False
         with self.sync_context(model):
             losses = self._add_gradient_of(model, module, **module.data_preprocessor(data, True))
-        _, log_vars = module.parse_losses(losses)
-        self.finish_step()
+        loss, log_vars = module.parse_losses(losses)
+        self.finish_step(loss)
         return log_vars
 
     def _check(self, module: SlicedModel) -> None:
@@ -105,8 +110,17 @@ class _SlicedOptimWrapper(OptimWrapper):
     def _add_gradient_of(
         self, model: nn.Module, module: SlicedModel, inputs: Any, data_samples: Any = None
     ) -> dict[str, Tensor]:
-        """Add the batch's gradient; the losses, without graph."""
-        raise NotImplementedError
+        """Add the batch's gradient, in smaller slices if memory wants it; the losses."""
+        step = partial(self._sliced_step, model, module, inputs, data_samples)
+
+        def shrink() -> bool:
+            pieces = module.slices(inputs, data_samples, self.size)
+            return self.kept_graphs.halve(sum(piece.coupled for piece in pieces)) or self._halve()
+
+        updated = self._inner_count >= self._accumulative_counts
+        kept = self.kept_graphs
+        with nullcontext() if kept.decided else kept.measured(model, updated):
+            return run_until_it_fits(step, shrink, model)
 
     def _sliced_step(
         self,
@@ -114,13 +128,10 @@ class _SlicedOptimWrapper(OptimWrapper):
         module: SlicedModel,
         inputs: Any,
         data_samples: Any,
-        size: Any,
         exchange: Context,
-        keep_graph: int = 0,
-        slices_per_forward: Callable[[str | None], int] = lambda tower: 1,
     ) -> dict[str, Tensor]:
         with exchange(), self.precision.autocast():
-            targets = module.targets(inputs, data_samples, size)
+            targets = module.targets(inputs, data_samples, self.size)
 
         def coupled_loss(*embeddings: Any) -> Any:
             return module.coupled_loss(module.join(embeddings), targets, data_samples)
@@ -133,7 +144,7 @@ class _SlicedOptimWrapper(OptimWrapper):
                 model,
                 list(pieces),
                 _encode,
-                slices_per_forward=slices_per_forward(name),
+                slices_per_forward=self._slices_per_forward(name),
                 part=module.tower(name),
                 frozen=module.frozen(name),
                 join=lambda group: group[0].merged(group[1:]),
@@ -141,20 +152,43 @@ class _SlicedOptimWrapper(OptimWrapper):
                 coupled_part=module.coupled_part,
             )
             for name, pieces in groupby(
-                module.slices(inputs, data_samples, size), key=attrgetter('tower')
+                module.slices(inputs, data_samples, self.size), key=attrgetter('tower')
             )
         ]
         losses = sliced_step(
             towers,
             coupled_loss if module.coupled else None,
             slice_loss if module.additive else None,
-            keep_graph=keep_graph,
+            keep_graph=self.kept_graphs.number,
             context=self.precision.autocast,
             backward=self.add_gradient,
             exchange=exchange,
         )
         additive = module.batch_losses(losses.additive, targets) if module.additive else {}
         return {**additive, **(losses.coupled or {})}
+
+    def _slices_per_forward(self, tower: str | None) -> int:
+        if self.forward_chunk_size is None:
+            return 1
+        size = self.size[tower or ''] if isinstance(self.size, Mapping) else self.size
+        return self.forward_chunk_size // int(size) or 1
+
+    def _halve(self) -> bool:
+        """Halve the slices, said in the log; False when they are of one image already."""
+        size = self.size
+        half: Size = (
+            {tower: max(number // 2, 1) for tower, number in size.items()}
+            if isinstance(size, Mapping)
+            else max(int(size / 2), 1)
+        )
+        if half == size:
+            return False
+        self.size = half
+        MMLogger.get_current_instance().warning(
+            f'Out of memory: {self.setting} goes from {size} to {half}. The step is repeated, and '
+            f'the run goes on as one with optim_wrapper.{self.setting}={half}.'
+        )
+        return True
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -179,9 +213,7 @@ class AccumulationOptimWrapper(_SlicedOptimWrapper):
     """
 
     def __init__(self, optimizer: Optimizer, micro_batch_size: float, **kwargs: Any) -> None:
-        _check_size('micro_batch_size', micro_batch_size)
-        super().__init__(optimizer, **kwargs)
-        self.micro_batch_size = micro_batch_size
+        super().__init__(optimizer, 'micro_batch_size', micro_batch_size, **kwargs)
 
     def _check(self, module: SlicedModel) -> None:
         if module.coupled:
@@ -189,24 +221,8 @@ class AccumulationOptimWrapper(_SlicedOptimWrapper):
                 f'AccumulationOptimWrapper: samples meet in the loss of {type(module).__name__}, '
                 'so slices of the batch would train another objective; use '
                 "optim_wrapper.type='GradCacheOptimWrapper' with chunk_size="
-                f'{self.micro_batch_size}'
+                f'{self.size}'
             )
-
-    def _add_gradient_of(
-        self, model: nn.Module, module: SlicedModel, inputs: Any, data_samples: Any = None
-    ) -> dict[str, Tensor]:
-        def step(exchange: Context) -> dict[str, Tensor]:
-            return self._sliced_step(
-                model, module, inputs, data_samples, self.micro_batch_size, exchange
-            )
-
-        return run_until_it_fits(step, self._shrink, model)
-
-    def _shrink(self) -> bool:
-        half = _halved('micro_batch_size', self.micro_batch_size)
-        if isinstance(half, (int, float)):
-            self.micro_batch_size = half
-        return half is not None
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -245,70 +261,31 @@ class GradCacheOptimWrapper(_SlicedOptimWrapper):
         forward_chunk_size: int | None = None,
         **kwargs: Any,
     ) -> None:
-        _check_size('chunk_size', chunk_size)
-        if forward_chunk_size is not None:
-            _check_size('forward_chunk_size', forward_chunk_size)
-            sizes = chunk_size.values() if isinstance(chunk_size, Mapping) else [chunk_size]
-            smallest, largest = min(sizes), max(sizes)
-            if forward_chunk_size < largest:
-                raise ValueError(
-                    f'forward_chunk_size={forward_chunk_size} is less than chunk_size={largest}; '
-                    'leave it out, or set it to a multiple of chunk_size'
-                )
-            if largest < forward_chunk_size < 2 * smallest:
-                raise ValueError(
-                    f'forward_chunk_size={forward_chunk_size} does not hold two chunks of '
-                    f'{smallest}, so no forward would be larger; leave it out, or set it to a '
-                    'multiple of chunk_size'
-                )
-        super().__init__(optimizer, **kwargs)
-        self.chunk_size: Size = chunk_size
-        self.forward_chunk_size = forward_chunk_size
-        self.kept_graphs = KeptGraphs(keep_graph)
+        super().__init__(
+            optimizer, 'chunk_size', chunk_size, keep_graph, forward_chunk_size, **kwargs
+        )
+        if forward_chunk_size is None:
+            return
+        _check_size('forward_chunk_size', forward_chunk_size)
+        sizes = chunk_size.values() if isinstance(chunk_size, Mapping) else [chunk_size]
+        smallest, largest = min(sizes), max(sizes)
+        if forward_chunk_size < largest:
+            raise ValueError(
+                f'forward_chunk_size={forward_chunk_size} is less than chunk_size={largest}; '
+                'leave it out, or set it to a multiple of chunk_size'
+            )
+        if largest < forward_chunk_size < 2 * smallest:
+            raise ValueError(
+                f'forward_chunk_size={forward_chunk_size} does not hold two chunks of '
+                f'{smallest}, so no forward would be larger; leave it out, or set it to a '
+                'multiple of chunk_size'
+            )
 
     def _check(self, module: SlicedModel) -> None:
         if not module.coupled:
-            size = self.chunk_size if isinstance(self.chunk_size, (int, float)) else 16
+            size = self.size if isinstance(self.size, (int, float)) else 16
             raise ValueError(
                 f'GradCacheOptimWrapper: the loss of {type(module).__name__} is additive, so its '
                 'slices need no second forward; use '
                 f"optim_wrapper.type='AccumulationOptimWrapper' with micro_batch_size={size}"
             )
-
-    def _add_gradient_of(
-        self, model: nn.Module, module: SlicedModel, inputs: Any, data_samples: Any = None
-    ) -> dict[str, Tensor]:
-        def step(exchange: Context) -> dict[str, Tensor]:
-            return self._sliced_step(
-                model,
-                module,
-                inputs,
-                data_samples,
-                self.chunk_size,
-                exchange,
-                self.kept_graphs.number,
-                self._slices_per_forward,
-            )
-
-        def shrink() -> bool:
-            pieces = module.slices(inputs, data_samples, self.chunk_size)
-            return self._shrink(sum(piece.coupled for piece in pieces))
-
-        updated = self._inner_count >= self._accumulative_counts
-        kept = self.kept_graphs
-        with nullcontext() if kept.decided else kept.measured(model, updated):
-            return run_until_it_fits(step, shrink, model)
-
-    def _slices_per_forward(self, tower: str | None) -> int:
-        if self.forward_chunk_size is None:
-            return 1
-        sizes = self.chunk_size
-        size = sizes[tower or ''] if isinstance(sizes, Mapping) else sizes
-        return self.forward_chunk_size // int(size) or 1
-
-    def _shrink(self, slices: int) -> bool:
-        if self.kept_graphs.halve(slices):
-            return True
-        half = _halved('chunk_size', self.chunk_size)
-        self.chunk_size = half or self.chunk_size
-        return half is not None

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from memengine.engine.step import run_step
 from memengine.registry import MODEL_WRAPPERS
-from memengine.techniques.technique import Settings, Technique, register
 
 __all__ = ['MMDistributedDataParallel']
 
@@ -30,18 +29,3 @@ class MMDistributedDataParallel(_MMDistributedDataParallel):
         if self.detect_anomalous_params:
             detect_anomalous_params(log_vars['loss'], model=self)
         return log_vars
-
-
-register(
-    Technique(
-        key='data_parallel',
-        title='data parallel',
-        settings=Settings,
-        switch='model_wrapper_cfg.type=MMDistributedDataParallel',
-        needs_ranks=True,
-        use_when='there are several ranks, each of which holds the model; what ranks do by default',
-        saves="activations: all but those of a rank's part of the batch",
-        price='gradients on the wire, once a step',
-        page='../launching.md',
-    )
-)

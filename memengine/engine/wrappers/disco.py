@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copyreg
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
 from mmengine.logging import print_log
@@ -12,7 +11,6 @@ from torch import nn
 
 from memengine.engine.wrappers.ddp import MMDistributedDataParallel
 from memengine.registry import MODEL_WRAPPERS
-from memengine.techniques.technique import Settings, Technique, register, setting
 
 __all__ = ['DisCoDistributedDataParallel', 'LossOverRanks', 'losses_with_a_group']
 
@@ -109,45 +107,3 @@ class DisCoDistributedDataParallel(MMDistributedDataParallel):
                 'losses that are means over samples'
             )
         return found
-
-
-register(
-    Technique(
-        key='disco',
-        title='contrastive losses over ranks (DisCo)',
-        settings=Settings,
-        switch='model_wrapper_cfg.type=DisCoDistributedDataParallel',
-        loss='coupled',
-        needs_ranks=True,
-        use_when='samples meet in the loss, and there are several ranks, which follow one process '
-        'with the whole batch',
-        saves='of the similarities, and of their FLOPs, all but 1/N on each rank',
-        price='the embeddings of one side on the wire, and their gradients',
-        page='disco.md',
-    )
-)
-
-
-@dataclass(frozen=True)
-class TiledLossSettings(Settings):
-    """Settings of losses in tiles, as ``model.loss`` takes them."""
-
-    tile_size: int | Literal['auto'] | None = setting(
-        None, help='rows and columns of the similarities that are there at a time', low=1
-    )
-
-
-register(
-    Technique(
-        key='tiled_loss',
-        title='contrastive losses in tiles',
-        settings=TiledLossSettings,
-        switch='model.loss.tile_size=auto',
-        loss='coupled',
-        use_when='the matrix of similarities is large (some thousands of samples)',
-        saves='all of the matrix but two tiles',
-        price='backward computes the similarities again',
-        page='disco.md#tiles',
-        example=TiledLossSettings(tile_size=3),
-    )
-)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from mmengine.logging import print_log
 from mmengine.model import BaseDataPreprocessor
 from mmengine.optim import OptimWrapper
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffload
 
 from memengine.engine.step import run_step
 from memengine.engine.wrappers.disco import losses_with_a_group
@@ -222,7 +224,8 @@ class MMFullyShardedDataParallel(FullyShardedDataParallel):
             value = kwargs.pop(name, accepted[0])
             if value not in accepted:
                 raise ValueError(f'model_wrapper_cfg.{name}={value!r} was for FSDP1; {instead}')
-        strategy = getattr(sharding_strategy, 'name', sharding_strategy) or 'FULL_SHARD'
+        strategy = sharding_strategy or 'FULL_SHARD'
+        strategy = strategy.name if isinstance(strategy, Enum) else strategy
         if strategy not in _STRATEGIES:
             raise ValueError(
                 f'model_wrapper_cfg.sharding_strategy must be one of {tuple(_STRATEGIES)}, got '
@@ -238,6 +241,8 @@ class MMFullyShardedDataParallel(FullyShardedDataParallel):
         super().__init__(
             module,
             units=_function(auto_wrap_policy, 'auto_wrap_policy'),
-            offload=bool(getattr(cpu_offload, 'offload_params', cpu_offload)),
+            offload=bool(
+                cpu_offload.offload_params if isinstance(cpu_offload, CPUOffload) else cpu_offload
+            ),
             **{'free_after': _STRATEGIES[strategy], **precision, **kwargs},
         )

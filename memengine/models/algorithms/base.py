@@ -78,6 +78,25 @@ class Algorithm(BaseModel):
 
     coupled: bool = True
 
+    def __init__(
+        self,
+        data_preprocessor: dict[str, Any] | nn.Module | None = None,
+        init_cfg: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(data_preprocessor, init_cfg)
+        self._frozen_parts: list[nn.Module] = []
+
+    def freeze(self, part: nn.Module) -> None:
+        """Fix a part for good: its parameters, and its dropout and batch statistics (eval mode)."""
+        self._frozen_parts.append(part.requires_grad_(False).eval())
+
+    def train(self, mode: bool = True) -> Algorithm:
+        """Switch training mode; frozen parts stay out of it."""
+        super().train(mode)
+        for part in self._frozen_parts:
+            part.eval()
+        return self
+
     @property
     def additive(self) -> bool:
         """See above."""

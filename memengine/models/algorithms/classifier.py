@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memengine.models.algorithms.base import Algorithm
-from memengine.models.algorithms.contrastive import labels_of
-from memengine.models.parts import freeze
+from memengine.models.parts import check_labels, check_one_view, labels_of
 from memengine.registry import MODELS, ModelConfig, PreprocessorConfig
 from memengine.techniques.slices.slicing import Slice
 
@@ -63,31 +62,15 @@ class Classifier(Algorithm):
         self.backbone = MODELS.build(backbone)
         self.head = nn.Linear(self.backbone.num_features, num_classes)
         self.label_smoothing = label_smoothing
-        self.freeze_backbone = freeze_backbone
         if freeze_backbone:
-            freeze(self.backbone)
-
-    def train(self, mode: bool = True) -> Classifier:
-        """Switch training mode; a frozen backbone stays out of it."""
-        super().train(mode)
-        if self.freeze_backbone:
-            self.backbone.eval()
-        return self
+            self.freeze(self.backbone)
 
     def targets(self, inputs: Any, data_samples: Any = None, size: Any = None) -> Tensor:
         """Labels [B], or weights of the classes [B, K]; they and the inputs are checked here."""
-        if not isinstance(inputs, Tensor):
-            raise ValueError(
-                'Classifier: a batch must hold one view of each image, got '
-                f'{len(inputs)} views; leave MultiCrop out of the pipeline'
-            )
+        check_one_view(inputs, 'Classifier')
         labels = labels_of(data_samples, 'Classifier')
         classes = self.head.out_features
-        if bool((labels < 0).any()) or bool((labels >= classes).any()):
-            raise ValueError(
-                f'Classifier: labels must lie in 0..{classes - 1} (model.num_classes={classes}), '
-                f'got {int(labels.min())}..{int(labels.max())}'
-            )
+        check_labels(labels, range(classes), 'Classifier', f'model.num_classes={classes}')
         weights = data_samples.get('label_weights')
         if weights is None:
             return labels

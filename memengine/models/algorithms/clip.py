@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memengine.models.algorithms.base import Algorithm, feature_moments, feature_std
-from memengine.models.parts import build_loss, freeze, l2_normalize
+from memengine.models.parts import build_loss, check_one_view, l2_normalize
 from memengine.registry import MODELS, ModelConfig, PreprocessorConfig
 from memengine.techniques.slices.slicing import Slice, cut_evenly, take
 
@@ -25,28 +25,18 @@ TOWERS = ('image', 'text')
 class _Tower(nn.Module):
     """An encoder and its projection to the common space; a frozen one has no projection."""
 
-    def __init__(self, backbone: nn.Module, embed_dim: int, frozen: bool) -> None:
+    def __init__(self, backbone: Any, embed_dim: int, frozen: bool) -> None:
         super().__init__()
         self.backbone = backbone
-        self.frozen = frozen
-        width: Any = backbone.num_features
         self.projection: nn.Module = nn.Identity()
-        if frozen:
-            freeze(backbone)
-        else:
-            self.projection = nn.Linear(width, embed_dim, bias=False)
+        if not frozen:
+            self.projection = nn.Linear(backbone.num_features, embed_dim, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw the projection."""
         if isinstance(self.projection, nn.Linear):
             nn.init.normal_(self.projection.weight, std=self.projection.in_features**-0.5)
-
-    def train(self, mode: bool = True) -> _Tower:
-        super().train(mode)
-        if self.frozen:
-            self.backbone.eval()
-        return self
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Images or tokens [N, ...] to embeddings [N, D], not normalised."""
@@ -111,6 +101,8 @@ class CLIP(Algorithm):
         self.towers = nn.ModuleDict(
             {key: _Tower(encoder, width, key in frozen) for key, encoder in encoders.items()}
         )
+        for key in frozen:
+            self.freeze(self.towers[key])
         self.logit_scale = nn.Parameter(torch.tensor(math.log(init_scale)))
         self.init_scale, self.max_scale = init_scale, max_scale
         self.loss = build_loss(loss)
@@ -148,11 +140,7 @@ class CLIP(Algorithm):
 
     def targets(self, inputs: Any, data_samples: Any = None, size: Any = None) -> None:
         """Nothing; the batch is checked here, once."""
-        if not isinstance(inputs, Tensor):
-            raise ValueError(
-                f'{type(self).__name__}: a batch must hold one view of each image, got '
-                f'{len(inputs)} views; leave MultiCrop out of the pipeline'
-            )
+        check_one_view(inputs, type(self).__name__)
         if not isinstance(data_samples, Mapping) or 'tokens' not in data_samples:
             raise ValueError(
                 f"{type(self).__name__} needs data_samples['tokens'] [B, L]; end the pipeline with "

@@ -5,27 +5,16 @@ Shapes: B samples, V views of each, D width of the embeddings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from memengine.models.algorithms.base import Algorithm, feature_moments, feature_std, rows_of
-from memengine.models.parts import build_head, build_loss, freeze, l2_normalize
+from memengine.models.parts import build_head, build_loss, l2_normalize, labels_of
 from memengine.registry import MODELS, HeadConfig, ModelConfig, PreprocessorConfig
 
-__all__ = ['SimCLR', 'SupCon', 'labels_of']
-
-
-def labels_of(data_samples: Any, name: str) -> Tensor:
-    """Labels [B] of a batch.
-
-    Raises:
-        ValueError: When there are none.
-    """
-    if not isinstance(data_samples, Mapping) or 'label' not in data_samples:
-        raise ValueError(f"{name} needs data_samples['label']; let PackInputs.keys hold 'label'")
-    return data_samples['label']
+__all__ = ['SimCLR', 'SupCon']
 
 
 class _ContrastiveAlgorithm(Algorithm):
@@ -46,14 +35,7 @@ class _ContrastiveAlgorithm(Algorithm):
         self.loss = build_loss(loss)
         self.freeze_backbone = freeze_backbone
         if freeze_backbone:
-            freeze(self.backbone)
-
-    def train(self, mode: bool = True) -> _ContrastiveAlgorithm:
-        """Switch training mode; a frozen backbone stays out of it."""
-        super().train(mode)
-        if self.freeze_backbone:
-            self.backbone.eval()
-        return self
+            self.freeze(self.backbone)
 
     def targets(self, inputs: Any, data_samples: Any = None, size: Any = None) -> int:
         """Number of views; they are checked here, once per batch."""

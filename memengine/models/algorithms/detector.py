@@ -15,7 +15,9 @@ from torchvision.models import detection
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from torchvision.ops import FrozenBatchNorm2d
 
+from memengine.engine.checkpoint.weights import read_weights
 from memengine.models.algorithms.by_sample import LossBySample
+from memengine.models.parts import check_labels
 from memengine.registry import MODELS, PreprocessorConfig
 from memengine.techniques.slices.slicing import Slice, cut_evenly, take
 
@@ -111,13 +113,12 @@ class TorchvisionDetector(LossBySample):
                 raise ValueError(
                     f'TorchvisionDetector: an image has no {" and no ".join(missing)}{remedy}'
                 )
-            labels = sample['labels']
-            if bool(((labels < 1) | (labels >= self.num_classes)).any()):
-                raise ValueError(
-                    f'TorchvisionDetector: labels must lie in 1..{self.num_classes - 1} '
-                    f'(model.num_classes={self.num_classes}, 0 is the background), got '
-                    f'{int(labels.min())}..{int(labels.max())}'
-                )
+            check_labels(
+                sample['labels'],
+                range(1, self.num_classes),
+                'TorchvisionDetector',
+                f'model.num_classes={self.num_classes}, 0 is the background',
+            )
 
     def slices(self, inputs: Any, data_samples: Any, size: Any) -> list[Slice]:
         """Cut by image."""
@@ -150,7 +151,7 @@ def _target(sample: dict[str, Any]) -> dict[str, Tensor]:
 def _load_resnet(body: nn.Module, file: str) -> None:
     """Weights of torchvision's ResNet into the part of it that the detector has."""
     try:
-        weights = torch.load(file, map_location='cpu', weights_only=True)
+        weights = read_weights(file)
     except FileNotFoundError as error:
         raise ValueError(
             f'TorchvisionDetector: there is no file backbone_checkpoint={file!r}; download '

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memengine.models.algorithms.by_sample import LossBySample
+from memengine.models.backbones.text_libraries import transformers_model
 from memengine.registry import MODELS, PreprocessorConfig
 
 __all__ = ['CausalLanguageModel']
@@ -49,22 +50,9 @@ class CausalLanguageModel(LossBySample):
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(data_preprocessor, init_cfg)
-        try:
-            import transformers
-        except ImportError as error:
-            raise ImportError(
-                'CausalLanguageModel needs transformers: pip install transformers'
-            ) from error
-        options = dict(config or {})
-        auto: Any = transformers.AutoModelForCausalLM
-        try:
-            if pretrained:
-                self.model: Any = auto.from_pretrained(model_name, **options)
-            else:
-                settings = transformers.AutoConfig.for_model(model_name, **options)
-                self.model = auto.from_config(settings)
-        except (OSError, ValueError) as error:
-            raise ValueError(f'CausalLanguageModel: {model_name!r}: {error}') from error
+        self.model: Any = transformers_model(
+            'AutoModelForCausalLM', model_name, pretrained, config, 'CausalLanguageModel'
+        )
 
     def targets(self, inputs: Any, data_samples: Any = None, size: Any = None) -> None:
         """None; the batch is checked here, once."""

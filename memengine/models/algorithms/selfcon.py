@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memengine.models.algorithms.base import Algorithm, feature_moments, feature_std, rows_of
-from memengine.models.algorithms.contrastive import labels_of
-from memengine.models.parts import build_head, build_loss, l2_normalize
+from memengine.models.parts import build_head, build_loss, l2_normalize, labels_of
 from memengine.registry import MODELS, HeadConfig, ModelConfig, PreprocessorConfig
 
 __all__ = ['SelfCon']

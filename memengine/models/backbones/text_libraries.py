@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memengine.engine.checkpoint.files import safe_loading
 from memengine.models.backbones.text_transformer import mean_of_tokens
 from memengine.registry import MODELS
 
-__all__ = ['OpenClipText', 'TransformersText']
+__all__ = ['OpenClipText', 'TransformersText', 'transformers_model']
 
 
 @MODELS.register_module()
@@ -42,7 +43,8 @@ class OpenClipText(nn.Module):
                 'OpenClipText needs open_clip: pip install open_clip_torch'
             ) from error
         try:
-            model: Any = open_clip.create_model(model_name, pretrained=pretrained)
+            with safe_loading(f'The pretrained file of {model_name}'):
+                model: Any = open_clip.create_model(model_name, pretrained=pretrained)
         except RuntimeError as error:
             raise ValueError(f'OpenClipText: {model_name!r}: {error}') from error
         if hasattr(model, 'visual'):
@@ -58,6 +60,25 @@ class OpenClipText(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens Long[B, L] (of open_clip's own tokenizer) to features [B, D]."""
         return self.model.encode_text(tokens)
+
+
+def transformers_model(
+    auto: str, model_name: str, pretrained: bool, config: Mapping[str, Any] | None, user: str
+) -> Any:
+    """A model of the transformers library, found by one of its classes (``'AutoModel'``)."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(f'{user} needs transformers: pip install transformers') from error
+    kind, options = getattr(transformers, auto), dict(config or {})
+    try:
+        if pretrained:
+            options.setdefault('trust_remote_code', False)  # code in the model's folder
+            with safe_loading(f'The pretrained file of {model_name}'):
+                return kind.from_pretrained(model_name, **options)
+        return kind.from_config(transformers.AutoConfig.for_model(model_name, **options))
+    except (OSError, ValueError) as error:
+        raise ValueError(f'{user}: {model_name!r}: {error}') from error
 
 
 @MODELS.register_module()
@@ -87,23 +108,12 @@ class TransformersText(nn.Module):
         pad_id: int | None = None,
     ) -> None:
         super().__init__()
-        try:
-            import transformers
-        except ImportError as error:
-            raise ImportError(
-                'TransformersText needs transformers: pip install transformers'
-            ) from error
-        options = dict(config or {})
-        try:
-            if pretrained:
-                self.model: Any = transformers.AutoModel.from_pretrained(model_name, **options)
-            else:
-                settings = transformers.AutoConfig.for_model(model_name, **options)
-                self.model = transformers.AutoModel.from_config(settings)
-        except (OSError, ValueError) as error:
-            raise ValueError(f'TransformersText: {model_name!r}: {error}') from error
-        pooler = getattr(self.model, 'pooler', None)
-        if pooler is not None:  # not used, and DDP awaits a gradient from every parameter
+        self.model: Any = transformers_model(
+            'AutoModel', model_name, pretrained, config, 'TransformersText'
+        )
+        if (
+            getattr(self.model, 'pooler', None) is not None
+        ):  # not used, and DDP awaits a gradient from every parameter
             self.model.pooler = None
         self.num_features: int = self.model.config.hidden_size
         own = self.model.config.pad_token_id

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import timm
-from timm.models import load_checkpoint
+from timm.models import clean_state_dict
 from torch import Tensor, nn
 
+from memengine.engine.checkpoint.files import safe_loading
+from memengine.engine.checkpoint.weights import parts_that_fit, read_weights, select
 from memengine.registry import MODELS
 from memengine.suggest import did_you_mean
 
@@ -19,14 +21,16 @@ __all__ = ['TimmBackbone']
 
 
 @MODELS.register_module()
-class TimmBackbone(nn.Module):
-    """A timm model without its classifier: images to pooled features.
+class TimmBackbone(nn.Sequential):
+    """A timm model without its classifier: images [B, C, H, W] to pooled features [B, D].
 
     Args:
         model_name: Name in timm, e.g. ``'vit_small_patch16_224'`` or ``'resnet50'``.
         pretrained: Load timm's pretrained weights (needs the network or timm's cache).
         checkpoint_path: Load these weights instead: a local file in any format that timm reads for
-            this model. A classifier in it is left out.
+            this model, or a checkpoint of a run. A classifier in it is left out.
+        checkpoint_part: Name of the module in that file that is this model, e.g.
+            ``'teacher.backbone.model'``; by default the file is the model.
         **kwargs: Passed on to ``timm.create_model``, e.g. ``img_size``, ``patch_size``,
             ``drop_path_rate``, ``in_chans``, ``dynamic_img_size=True`` for multi-crop with a ViT
             (position embeddings are interpolated to the crop).
@@ -34,6 +38,7 @@ class TimmBackbone(nn.Module):
     Raises:
         ValueError: For a name or an argument that timm does not know, or a file that is missing or
             does not fit the model.
+        CheckpointError: For a file that is damaged, or wants to run code when it is read.
 
     Attributes:
         model: The timm module.
@@ -41,21 +46,27 @@ class TimmBackbone(nn.Module):
     """
 
     def __init__(
-        self, model_name: str, pretrained: bool = False, checkpoint_path: str = '', **kwargs: Any
+        self,
+        model_name: str,
+        pretrained: bool = False,
+        checkpoint_path: str = '',
+        checkpoint_part: str = '',
+        **kwargs: Any,
     ) -> None:
         super().__init__()
         if problem := self.config_problem({'model_name': model_name, **kwargs}):
             raise ValueError(f'TimmBackbone: {problem[0]}: {problem[1]}')
         try:
-            self.model = timm.create_model(
-                model_name, pretrained=pretrained, num_classes=0, **kwargs
-            )
+            with safe_loading(f'The pretrained file of {model_name}'):
+                self.model = timm.create_model(
+                    model_name, pretrained=pretrained, num_classes=0, **kwargs
+                )
         except TypeError as error:
             raise ValueError(
                 f'TimmBackbone: {model_name} does not take these arguments: {error}'
             ) from error
         if checkpoint_path:
-            _load(self.model, checkpoint_path)
+            _load(self.model, checkpoint_path, checkpoint_part)
         features: Any = self.model
         self.num_features: int = getattr(features, 'head_hidden_size', features.num_features)
 
@@ -85,10 +96,6 @@ class TimmBackbone(nn.Module):
             if isinstance(size, int) and isinstance(divisor, int) and size % divisor:
                 return part, f'must divide {whole}={size}, got {divisor}'
         return None
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Images [B, C, H, W] to features [B, D]."""
-        return self.model(images)
 
     def exit_widths(self, exits: Sequence[int]) -> list[int]:
         """Channels of the stages that :meth:`with_exits` leaves at.
@@ -132,26 +139,40 @@ class TimmBackbone(nn.Module):
         return model.forward_head(last), [by_index[i].mean(dim=(2, 3)) for i in indices]
 
 
-def _load(model: Any, file: str) -> None:
+_TIMMS_ENTRIES = ('state_dict_ema', 'model_ema', 'state_dict', 'model')  # averages first
+
+
+def _load(model: Any, file: str, part: str) -> None:
     """Weights of the same network, with or without a classifier."""
-    if not Path(file).is_file():
+    if not Path(file).exists():
         raise ValueError(f'TimmBackbone: there is no file checkpoint_path={file!r}')
-    adapt = getattr(sys.modules[type(model).__module__], 'checkpoint_filter_fn', None)
     name = model.pretrained_cfg['architecture']
-    try:
-        keys = load_checkpoint(model, file, strict=False, filter_fn=adapt)
-    except RuntimeError as error:  # of another shape
-        first = ' '.join(line.strip() for line in str(error).splitlines()[:2])
-        raise ValueError(
-            f'TimmBackbone: checkpoint_path={file!r} does not fit {name}: {first}'
-        ) from error
-    if keys is None:  # NumPy's formats, which timm reads whole
+    no_fit = f'TimmBackbone: checkpoint_path={file!r} does not fit {name}'
+    if Path(file).suffix in ('.npz', '.npy'):  # NumPy's, which timm reads whole, and no pickles
+        try:
+            model.load_pretrained(file)
+        except Exception as error:  # of any kind: the bytes may say anything
+            raise ValueError(f'{no_fit}: {error}') from error
         return
+    state = select(clean_state_dict(read_weights(file, _TIMMS_ENTRIES)), (), part, '')
+    names = list(state)
+    adapt = getattr(sys.modules[type(model).__module__], 'checkpoint_filter_fn', None)
+    try:
+        keys = model.load_state_dict(adapt(state, model) if adapt else state, strict=False)
+    except (
+        AttributeError,
+        KeyError,
+        RuntimeError,
+        TypeError,
+    ) as error:  # of another shape, or none
+        first = ' '.join(line.strip() for line in str(error).splitlines()[:2])
+        raise ValueError(f'{no_fit}: {first}') from error
     classifiers = model.pretrained_cfg.get('classifier') or ()
     heads = (classifiers,) if isinstance(classifiers, str) else classifiers
     others = [key for key in keys.unexpected_keys if key.rpartition('.')[0] not in heads]
     if keys.missing_keys or others:
+        parts = parts_that_fit(names, model.state_dict())
         raise ValueError(
-            f'TimmBackbone: checkpoint_path={file!r} does not fit {name}: missing '
-            f'{keys.missing_keys[:3]}, unknown {others[:3]}'
+            f'{no_fit}: missing {keys.missing_keys[:3]}, unknown {others[:3]}'
+            + ''.join(f'; it is there as checkpoint_part={part!r}' for part in parts if part)
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from collections import OrderedDict
+
+from torch import nn
 
 from memengine.registry import MODELS
 
@@ -10,8 +12,8 @@ __all__ = ['ProjectionHead']
 
 
 @MODELS.register_module()
-class ProjectionHead(nn.Module):
-    """MLP from features to the embeddings that a contrastive loss compares.
+class ProjectionHead(nn.Sequential):
+    """MLP from features [N, in_dim] to embeddings [N, out_dim], not normalised here.
 
     Args:
         in_dim: Width of the features.
@@ -35,7 +37,6 @@ class ProjectionHead(nn.Module):
         nlayers: int = 2,
         use_bn: bool = False,
     ) -> None:
-        super().__init__()
         if nlayers < 1:
             raise ValueError(f'ProjectionHead: nlayers must be at least 1, got {nlayers}')
         widths = [in_dim] + [hidden_dim or in_dim] * (nlayers - 1)
@@ -46,8 +47,4 @@ class ProjectionHead(nn.Module):
         layers.append(nn.Linear(widths[-1], out_dim, bias=not use_bn))
         if use_bn:
             layers.append(nn.BatchNorm1d(out_dim, affine=False))
-        self.mlp = nn.Sequential(*layers)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """Features [N, in_dim] to embeddings [N, out_dim], not normalised."""
-        return self.mlp(features)
+        super().__init__(OrderedDict(mlp=nn.Sequential(*layers)))

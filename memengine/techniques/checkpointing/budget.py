@@ -192,7 +192,11 @@ def measure(module: nn.Module, run: Callable[[], Any], inputs: Iterable[Tensor])
 
 
 def _no_backward(_: Any) -> Tensor:
-    raise AssertionError('a measured forward has no backward')
+    raise ValueError(
+        'activation_checkpointing: keep and budget measure a forward first, and what it computed '
+        'was used by the next one; if the model keeps a cache, switch it off '
+        "(transformers' use_cache=False), or leave keep and budget out"
+    )
 
 
 def plan_by_ops(trace: Trace, ops: frozenset[str]) -> Kept:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from memengine.technique import Handle, Report, Settings, Technique, setting, with_settings
 from memengine.techniques.checkpointing.budget import Kept, Trace, plan_by_budget, plan_by_ops
 from memengine.techniques.checkpointing.op_policy import Op, op_names
 from memengine.techniques.checkpointing.repeatable_forward import SETTING, CheckpointedForward
 from memengine.techniques.modules.blocks import BLOCKS, Selector, select_modules
 from memengine.techniques.modules.wrapped_forward import is_wrapped
-from memengine.techniques.technique import Handle, Report, Settings, Technique, setting
 
 __all__ = ['ActivationCheckpointingSettings', 'Checkpointing', 'checkpoint_activations']
 
@@ -198,17 +198,11 @@ class ActivationCheckpointingSettings(Settings):
     strict: bool = setting(True, help='whether it is an error when no module is computed again')
 
 
-def _apply(model: nn.Module, settings: ActivationCheckpointingSettings) -> Checkpointing:
-    return checkpoint_activations(
-        model, settings.modules, every=settings.every, keep=settings.keep, budget=settings.budget
-    )
-
-
 TECHNIQUE = Technique(
     key=SETTING,
     title='activation checkpointing',
     settings=ActivationCheckpointingSettings,
-    apply=_apply,
+    apply=with_settings(checkpoint_activations),
     switch=f'{SETTING}=[{BLOCKS}]',
     call='memengine.checkpoint_activations',
     shorthand='modules',

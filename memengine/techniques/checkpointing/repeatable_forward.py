@@ -16,10 +16,12 @@ from memengine._torch_private.modules import BatchOrInstanceNorm, own_buffers
 from memengine._torch_private.ops import (
     CHECKPOINT_HEEDS_HOOKS,
     compiled_checkpoints_write_twice,
+    do_not_compile,
     pytree,
 )
 from memengine.techniques.checkpointing.budget import Kept, Trace, measure
 from memengine.techniques.checkpointing.op_policy import KeepCalls, keep_ops
+from memengine.techniques.modules.module_state import ModuleState
 from memengine.techniques.modules.random_state import RandomState, accelerators_of
 from memengine.techniques.modules.wrapped_forward import WrappedForward
 
@@ -69,7 +71,7 @@ class CheckpointedForward(WrappedForward):
             return False
         return not (self.has_buffers and compiled_checkpoints_write_twice())
 
-    @torch.compiler.disable
+    @do_not_compile
     def _eager(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
         leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -77,7 +79,6 @@ class CheckpointedForward(WrappedForward):
         if not torch.is_grad_enabled() or not self._needs_gradient(tensors):
             return self.plain(*args, **kwargs)
         run = _FlatCall(self.plain, structure, (args, kwargs))
-        first = not self.checkpointed
         state = RandomState(accelerators_of(self.module, tensors))
         kept = self.planner.kept(
             self.name, self.module.training, partial(self._measure, run, leaves, tensors, state)
@@ -85,8 +86,9 @@ class CheckpointedForward(WrappedForward):
         self.checkpointed += 1
         if kept is None:
             return self.plain(*args, **kwargs)
-        with _refusing_changes(self.name, self.module, tensors, buffers=first):
-            return self._checkpoint(run, leaves, state, kept)
+        again = _RepeatContext(state, self.name, self.module)
+        with _refusing_changes(again, tensors):
+            return self._checkpoint(run, leaves, again, kept)
 
     def _needs_gradient(self, tensors: list[Tensor]) -> bool:
         parameters = self.module.parameters()
@@ -95,16 +97,17 @@ class CheckpointedForward(WrappedForward):
     def _measure(
         self, run: _FlatCall, leaves: list[Any], tensors: list[Tensor], state: RandomState
     ) -> Trace:
-        with _RepeatContext(state, self.module):
+        with _RepeatContext(state, self.name, self.module):
             return measure(self.module, partial(run.repeat, *leaves), tensors)
 
-    def _checkpoint(self, run: _FlatCall, leaves: list[Any], state: RandomState, kept: Kept) -> Any:
-        again = _RepeatContext(state, self.module)
+    def _checkpoint(
+        self, run: _FlatCall, leaves: list[Any], again: _RepeatContext, kept: Kept
+    ) -> Any:
         options: dict[str, Any] = dict(context_fn=lambda: (ExitStack(), again))
         with ExitStack() as stack:
             if kept:
                 forward, repeated = create_selective_checkpoint_contexts(KeepCalls(kept))
-                again = _RepeatContext(state, self.module, repeated)
+                again.inside.append(repeated)
                 options = dict(context_fn=lambda: (forward, again))
                 if CHECKPOINT_HEEDS_HOOKS:
                     options['respect_saved_tensors_hooks'] = True
@@ -143,74 +146,72 @@ class _FlatCall:
 
 
 class _RepeatContext:
-    """The context of a repeated forward; entered once for each backward through the graph."""
+    """The context of a repeated forward; entered once for each backward through the graph.
 
-    def __init__(self, state: RandomState, module: nn.Module, *more: Any) -> None:
-        self._state, self._more = state, more
-        self._norms = [  # how they count now; slices and schedules change it before backward
-            (layer, dict(training=layer.training, track_running_stats=layer.track_running_stats))
-            for layer in module.modules()
-            if isinstance(layer, BatchOrInstanceNorm)
-        ]
+    Made just before the first forward, whose random state, modes and weights it brings back. Norm
+    layers count into copies of their statistics: without any they would save other tensors than in
+    the first forward.
+    """
+
+    def __init__(self, random: RandomState, name: str, module: nn.Module) -> None:
+        self._random, self.name = random, name
+        self.state = ModuleState(module)
+        self.inside: list[Any] = []  # more contexts
+        self._norms = [m for m in module.modules() if isinstance(m, BatchOrInstanceNorm)]
         self._stack = ExitStack()
 
     def __enter__(self) -> None:
+        self.refuse_changes('between its forward and backward')
         with ExitStack() as stack:
-            stack.enter_context(self._state.replay())
+            stack.enter_context(self._random.replay())
+            stack.enter_context(self.state.restored())
             stack.enter_context(_copied_statistics(self._norms))
-            for context in self._more:
+            for context in self.inside:
                 stack.enter_context(context)
             self._stack = stack.pop_all()
 
     def __exit__(self, *exception: Any) -> None:
         self._stack.__exit__(*exception)
+        if 'not found in storage' in str(exception[1]):  # torch: an op that the first one had not
+            raise ValueError(
+                f'{SETTING}: {self.name} computes something else when its forward is repeated, and '
+                'what keep or budget has kept is not found; if the model keeps a cache, switch it '
+                "off (transformers' use_cache=False), or leave keep and budget out"
+            ) from exception[1]
+
+    def refuse_changes(self, when: str) -> None:
+        """Refuse to repeat a forward of which a weight or buffer is another one by now."""
+        changed = self.state.written_to()
+        if changed is not None:
+            raise ValueError(
+                f'{SETTING}: {changed} of {self.name} changes {when}, so the forward cannot be '
+                'repeated as it was; leave the module out'
+            )
 
 
 @contextmanager
-def _copied_statistics(norms: list[tuple[BatchOrInstanceNorm, dict[str, bool]]]) -> Iterator[None]:
-    """Let norm layers run as they did, and count into copies of their statistics.
-
-    (Without statistics they would save other tensors than in the first forward.)
-    """
-    before = [{key: getattr(layer, key) for key in flags} for layer, flags in norms]
-    buffers = [dict(own_buffers(layer)) for layer, _ in norms]
-    for layer, flags in norms:
-        vars(layer).update(flags)
+def _copied_statistics(norms: list[BatchOrInstanceNorm]) -> Iterator[None]:
+    buffers = [dict(own_buffers(layer)) for layer in norms]
+    for layer in norms:
         if layer.training and layer.track_running_stats:
             present = {key: b for key, b in own_buffers(layer).items() if b is not None}
             own_buffers(layer).update({key: b.clone() for key, b in present.items()})
     try:
         yield
     finally:
-        for (layer, _), flags, own in zip(norms, before, buffers, strict=True):
-            vars(layer).update(flags)
+        for layer, own in zip(norms, buffers, strict=True):
             own_buffers(layer).update(own)
 
 
 @contextmanager
-def _refusing_changes(
-    name: str, module: nn.Module, tensors: list[Tensor], buffers: bool
-) -> Iterator[None]:
+def _refusing_changes(again: _RepeatContext, tensors: list[Tensor]) -> Iterator[None]:
     """Refuse a forward that changes what it would be repeated from."""
     versions = [version_of(tensor) for tensor in tensors]
-    watched = {}
-    if buffers:
-        counted = {
-            id(b)
-            for m in module.modules()
-            if isinstance(m, BatchOrInstanceNorm)
-            for b in m.buffers()
-        }
-        watched = {k: (b, version_of(b)) for k, b in module.named_buffers() if id(b) not in counted}
     yield
     if versions != [version_of(tensor) for tensor in tensors]:
         raise ValueError(
-            f'{SETTING}: {name} changes its input in place, so its forward cannot '
+            f'{SETTING}: {again.name} changes its input in place, so its forward cannot '
             'be repeated from it; set inplace=False in its first layers, or leave it out'
         )
-    for key, (buffer, version) in watched.items():
-        if module.get_buffer(key) is not buffer or version_of(buffer) != version:
-            raise ValueError(
-                f'{SETTING}: the buffer {key} of {name} changes in every forward, '
-                'so the forward cannot be repeated; leave the module out'
-            )
+    again.refuse_changes('in its forward')
+    again.state.forget_replaced_outputs()

@@ -46,20 +46,19 @@ def pack_bits(values: Tensor, bits: int, out: Tensor | None = None) -> Tensor:
     return packed
 
 
-def unpack_bits(packed: Tensor, bits: int, numel: int, out: Tensor | None = None) -> Tensor:
+def unpack_bits(packed: Tensor, bits: int, numel: int) -> Tensor:
     """The values that :func:`pack_bits` packed.
 
     Args:
         packed: uint8, from :func:`pack_bits`.
         bits: As packed.
         numel: How many values there were.
-        out: uint8 of `numel` elements, written to.
 
     Returns:
-        uint8 of `numel` elements, `out` where given.
+        uint8 of `numel` elements.
     """
     assert packed.numel() == packed_numel(numel, bits)
-    values = packed.new_empty(numel) if out is None else out
+    values = packed.new_empty(numel)
     size = packed.numel()
     for shift in range(0, 8, bits):
         start = shift // bits * size

@@ -28,7 +28,7 @@ from memengine.techniques.codecs.top_k import (
 from memengine.techniques.modules.private_random import private_generator
 from memengine.techniques.modules.saved_tensors import KeptAsIs
 
-__all__ = ['Cast', 'SparseCode', 'Sparsifier', 'Whole']
+__all__ = ['Cast', 'SparseCode', 'Sparsifier']
 
 STRATEGIES = ('mink', 'random', 'block_mink')
 BYTE_VALUES = 256  # what one byte counts
@@ -128,7 +128,7 @@ class Sparsifier:
         else:
             kept = min(size, max(1, int(size * (1 - self.gamma))))
         if kept == size:
-            return Whole(tensor) if self.values is None else self.values(tensor)
+            return KeptAsIs(tensor) if self.values is None else self.values(tensor)
         positions, places = self._select(flat, size, kept)
         values = flat.index_select(0, positions)
         return SparseCode(values if self.values is None else self.values(values), places, order)
@@ -228,17 +228,6 @@ class SparseCode:
         return self.order.shaped(self.places.scatter(values, flat))
 
 
-class Whole:
-    """Code that is the tensor itself."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._kept = KeptAsIs(tensor)
-
-    def decode(self) -> Tensor:
-        """The tensor, not a copy. Raises RuntimeError when it was modified in place since."""
-        return self._kept.tensor()
-
-
 class Cast:
     """Codec that keeps a tensor in a smaller dtype; one that is no larger stays as it is.
 
@@ -259,7 +248,7 @@ class Cast:
     def __call__(self, tensor: Tensor) -> Code:
         """The tensor's code, without a graph."""
         if tensor.dtype.itemsize <= self.dtype.itemsize:
-            return Whole(tensor)
+            return KeptAsIs(tensor)
         limit = torch.finfo(self.dtype).max
         within = torch.where(tensor.isinf(), tensor, tensor.clamp(-limit, limit))
         return CastCode(within.to(self.dtype), tensor.dtype)

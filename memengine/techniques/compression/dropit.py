@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from memengine.technique import Report, Settings, StepInfo, Technique, setting
 from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.codecs.quantized import Quantizer
 from memengine.techniques.codecs.sparse import Cast, Sparsifier
@@ -27,7 +28,6 @@ from memengine.techniques.compression.hooks import (
 from memengine.techniques.compression.rules import COMPILE_CONFLICTS, FindRecomputation
 from memengine.techniques.modules.blocks import Selector
 from memengine.techniques.modules.wrapped_forward import THE_MODEL
-from memengine.techniques.technique import Report, Settings, StepInfo, Technique, setting
 
 __all__ = ['DropIT', 'DropITSettings', 'drop_activations', 'to_dropit', 'undo_dropit']
 
@@ -124,8 +124,6 @@ def drop_activations(
     Source: Chen et al., DropIT: Dropping Intermediate Tensors for Memory-Efficient DNN Training,
     ICLR 2023.
     """
-    if any(isinstance(rule, DropIT) for rule in rules_of(model)):
-        raise ValueError(f'{_SETTING}: {type(model).__name__} drops already; undo that first')
     by_name = gamma if isinstance(gamma, Mapping) else {'*': gamma}
     names = [name or THE_MODEL for name, _ in model.named_modules()]
     for glob in by_name:

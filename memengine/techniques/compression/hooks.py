@@ -29,7 +29,9 @@ from memengine._torch_private.autograd import (
     storage_key,
 )
 from memengine._torch_private.modules import is_compiled
+from memengine._torch_private.ops import do_not_compile
 from memengine.memory.ledger import owned_by, tensors_in
+from memengine.technique import Handle, Report
 from memengine.techniques.compression.backward_needs import IN_PLACE_FORMS, needs_of, operation_name
 from memengine.techniques.compression.recomputable_ops import Source, recomputation_of
 from memengine.techniques.compression.rules import EXACT, KeptBytes, Rule
@@ -48,7 +50,6 @@ from memengine.techniques.modules.wrapped_forward import (
     wrapper_of,
 )
 from memengine.techniques.offload import ActivationOffload
-from memengine.techniques.technique import Handle, Report
 
 __all__ = ['RuleHandle', 'add_rule', 'chosen_modules', 'remove_rule', 'rules_of']
 
@@ -72,8 +73,11 @@ def add_rule(model: nn.Module, rule: Rule, modules: Container[nn.Module]) -> Non
         modules: Those for which it holds; in others it has no say.
 
     Raises:
-        ValueError: When a module is offloaded already, or compiled: its graph saves what it likes.
+        ValueError: When the model has a rule of that kind, or a module is offloaded already, or
+            compiled: its graph saves what it likes.
     """
+    if any(type(other) is type(rule) for other in rules_of(model)):
+        raise ValueError(f'{rule.setting}: {type(model).__name__} has it already; undo that first')
     for name, module in model.named_modules():
         if is_compiled(module):
             raise ValueError(
@@ -217,7 +221,7 @@ class CompressedForward(WrappedForward):
         self.rules: list[tuple[Rule, str]] = []  # with what its model calls this module
         self.model_rules: list[Rule] = []  # that hold here or elsewhere in their model
 
-    @torch.compiler.disable
+    @do_not_compile
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; what it saves is kept by the rules."""
         hooks = getattr(_state, 'hooks', None)

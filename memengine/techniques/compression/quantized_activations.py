@@ -13,18 +13,18 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from memengine.technique import Settings, StepInfo, Technique, setting
 from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.codecs.quantized import Quantizer
 from memengine.techniques.codecs.running_range import RunningRangeQuantizer
 from memengine.techniques.compression.backward_needs import Need
 from memengine.techniques.compression.bit_allocation import allot_bits
-from memengine.techniques.compression.hooks import RuleHandle, add_rule, chosen_modules, rules_of
+from memengine.techniques.compression.hooks import RuleHandle, add_rule, chosen_modules
 from memengine.techniques.compression.rules import COMPILE_CONFLICTS, FindRecomputation, KeptBytes
 from memengine.techniques.modules.blocks import Selector
 from memengine.techniques.modules.random_state import RandomState, accelerators_of
 from memengine.techniques.modules.running_statistics import frozen_statistics
 from memengine.techniques.modules.wrapped_forward import THE_MODEL
-from memengine.techniques.technique import Settings, StepInfo, Technique, setting
 
 __all__ = ['Bits', 'QuantizedActivations', 'QuantizedActivationsSettings', 'quantize_activations']
 
@@ -98,10 +98,6 @@ def quantize_activations(
     Source: Liu et al., GACT: Activation Compressed Training for Generic Network Architectures,
     ICML 2022; Pan et al., Mesa: A Memory-saving Training Framework for Transformers, 2021.
     """
-    if any(isinstance(rule, QuantizedActivations) for rule in rules_of(model)):
-        raise ValueError(
-            f'{_SETTING}: {type(model).__name__} is quantised already; undo that first'
-        )
     by_name = dict(bits) if isinstance(bits, Mapping) else {'*': bits}
     names = [name or THE_MODEL for name, _ in model.named_modules()]
     kinds = {need.value for need in Need if need.is_of_values}

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from memengine._torch_private.autograd import version_of
+from memengine.technique import Settings, Technique, setting, with_settings
 from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.compression.backward_needs import IN_PLACE_FORMS, Need
-from memengine.techniques.compression.hooks import RuleHandle, add_rule, chosen_modules, rules_of
+from memengine.techniques.compression.hooks import RuleHandle, add_rule, chosen_modules
 from memengine.techniques.compression.recomputable_ops import Recomputation
 from memengine.techniques.compression.rules import COMPILE_CONFLICTS, EXACT, FindRecomputation
 from memengine.techniques.modules.blocks import Selector
-from memengine.techniques.technique import Settings, Technique, setting
 
 __all__ = ['RecomputedActivations', 'RecomputedActivationsSettings', 'recompute_activations']
 
@@ -74,8 +74,6 @@ def recompute_activations(
     (its selective recomputation, of other operations); Rota Bulo et al., In-Place Activated
     BatchNorm, 2018.
     """
-    if any(isinstance(rule, RecomputedActivations) for rule in rules_of(model)):
-        raise ValueError(f'{_SETTING}: {type(model).__name__} recomputes already; undo that first')
     rule = RecomputedActivations(model)
     add_rule(model, rule, chosen_modules(model, modules, exclude, _SETTING))
     return rule
@@ -153,15 +151,11 @@ class RecomputedActivationsSettings(Settings):
     strict: bool = setting(True, help='whether nothing to compute again is an error')
 
 
-def _apply(model: nn.Module, settings: RecomputedActivationsSettings) -> RecomputedActivations:
-    return recompute_activations(model, modules=settings.modules, exclude=settings.exclude)
-
-
 TECHNIQUE = Technique(
     key=_SETTING,
     title='recomputed activations',
     settings=RecomputedActivationsSettings,
-    apply=_apply,
+    apply=with_settings(recompute_activations),
     call='memengine.recompute_activations',
     shorthand='modules',
     after=('efficient_conv_bn_eval',),  # which keeps less of what norms read

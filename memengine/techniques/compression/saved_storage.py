@@ -6,7 +6,7 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable, Container, Sequence
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -288,24 +288,39 @@ class _OffloadedCode:
     """A code whose tensors have moved out; pickle takes it apart, and puts it together again."""
 
     def __init__(self, code: Code) -> None:
-        self._tensors: list[Callable[[], Tensor]] = []
         with io.BytesIO() as file:
-            pickler = pickle.Pickler(file)
-            pickler.persistent_id = self._move_out  # type: ignore[method-assign]
+            pickler = _MovingPickler(file)
             pickler.dump(code)
-            self._rest = file.getvalue()
-
-    def _move_out(self, part: object) -> int | None:
-        if not isinstance(part, Tensor):
-            return None
-        self._tensors.append(offload_tensor(part))
-        return len(self._tensors) - 1
+            self._rest, self._tensors = file.getvalue(), pickler.tensors
 
     def decode(self) -> Tensor:
         with io.BytesIO(self._rest) as file:
-            unpickler = pickle.Unpickler(file)
-            unpickler.persistent_load = lambda index: self._tensors[index]()  # type: ignore
-            return unpickler.load().decode()
+            return _FetchingUnpickler(file, self._tensors).load().decode()
+
+
+class _MovingPickler(pickle.Pickler):
+    """Moves tensors out instead of writing them."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self.tensors: list[Callable[[], Tensor]] = []
+
+    def persistent_id(self, part: object) -> int | None:
+        if not isinstance(part, Tensor):
+            return None
+        self.tensors.append(offload_tensor(part))
+        return len(self.tensors) - 1
+
+
+class _FetchingUnpickler(pickle.Unpickler):
+    """Fetches them again."""
+
+    def __init__(self, file: IO[bytes], tensors: list[Callable[[], Tensor]]) -> None:
+        super().__init__(file)
+        self.tensors = tensors
+
+    def persistent_load(self, index: int) -> Tensor:
+        return self.tensors[index]()
 
 
 class _CodedPart:

@@ -18,8 +18,8 @@ from torch import nn
 
 from memengine._torch_private.modules import BatchNorm, Convolution, forward_pre_hooks_of
 from memengine.suggest import did_you_mean
+from memengine.technique import Handle, Report, Settings, Technique, setting
 from memengine.techniques.conv_bn.pairs import ConvBNPairs, EnterLayer, LeaveLayer, OwnHook, Pair
-from memengine.techniques.technique import Handle, Report, Settings, Technique, setting
 
 __all__ = ['ConvBNEval', 'EfficientConvBNEvalSettings', 'efficient_conv_bn_eval']
 

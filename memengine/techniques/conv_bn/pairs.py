@@ -194,6 +194,7 @@ class _LayerMode(TorchFunctionMode):
         self.pairs, self.layer, self.name = pairs, layer, name
         self.normalised: Any = None  # what BatchNorm gave in this call
 
+    @torch.compiler.disable
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _CONVOLUTIONS:
@@ -217,6 +218,7 @@ class EnterLayer(OwnHook):
     def __init__(self, pairs: ConvBNPairs, name: str) -> None:
         self.pairs, self.name = pairs, name
 
+    @torch.compiler.disable
     def __call__(self, layer: nn.Module, args: Any) -> None:
         """Watch what the layer calls."""
         self.pairs.has_run |= torch.is_grad_enabled()
@@ -228,6 +230,7 @@ class EnterLayer(OwnHook):
 class LeaveLayer(OwnHook):
     """Forward hook: the layer's call has ended, or raised."""
 
+    @torch.compiler.disable
     def __call__(self, layer: nn.Module, args: Any, output: Any) -> None:
         """Watch no longer."""
         if _modes() and _modes()[-1].layer is layer:

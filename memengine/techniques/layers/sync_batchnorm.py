@@ -6,8 +6,9 @@ all-reduces, so that training on CPU ranks follows the run of one process.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 
 from memengine._torch_private.modules import BatchNorm, own_buffers, own_parameters
-from memengine.techniques.technique import Handle, Settings, Technique, setting
+from memengine.technique import Handle, Settings, Technique, setting
 
 __all__ = ['SyncBNSettings', 'SyncBatchNorm', 'SyncedBatchNorm', 'convert_sync_batchnorm']
 
@@ -85,20 +86,29 @@ def convert_sync_batchnorm(model: nn.Module) -> int:
 class SyncedBatchNorm(Handle):
     """A model whose BatchNorm layers are over all ranks.
 
+    Args:
+        model: The model.
+        kind: As in :class:`SyncBNSettings`.
+
+    Raises:
+        ImportError: For ``'mmcv'`` where it is not installed.
+
     Attributes:
         replaced: For each layer what it is in, its name there, and the plain one.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, kind: Literal['torch', 'mmcv'] = 'torch') -> None:
         self.replaced: list[tuple[nn.Module, str, BatchNorm]] = [
             (parent, name, child)
             for parent in model.modules()
             for name, child in parent.named_children()
             if isinstance(child, BatchNorm) and type(child) in _PLAIN
         ]
-        kind = nn.SyncBatchNorm if torch.cuda.is_available() else SyncBatchNorm
+        layer_class: Any = nn.SyncBatchNorm if torch.cuda.is_available() else SyncBatchNorm
+        if kind == 'mmcv':
+            layer_class = importlib.import_module('mmcv.ops').SyncBatchNorm
         for parent, name, plain in self.replaced:
-            layer = kind(
+            layer = layer_class(
                 plain.num_features,
                 plain.eps,
                 plain.momentum,
@@ -113,7 +123,7 @@ class SyncedBatchNorm(Handle):
             setattr(parent, name, _with_state_of(getattr(parent, name), plain))
 
 
-def _with_state_of(layer: BatchNorm, other: BatchNorm) -> BatchNorm:
+def _with_state_of(layer: nn.Module, other: nn.Module) -> nn.Module:
     own_parameters(other).update(own_parameters(layer))
     own_buffers(other).update(own_buffers(layer))
     return other.train(layer.training)
@@ -124,13 +134,12 @@ class SyncBNSettings(Settings):
     """Settings of ``sync_bn``."""
 
     kind: Literal['torch', 'mmcv'] = setting(
-        help="'torch': on any backend; 'mmcv': that package's, which MMEngine puts in place"
+        help="'torch': on any backend; 'mmcv': that package's, which has to be installed"
     )
 
 
 def _apply(model: nn.Module, settings: SyncBNSettings) -> Handle:
-    in_ranks = dist.is_initialized() and settings.kind == 'torch'
-    return SyncedBatchNorm(model if in_ranks else nn.Module())
+    return SyncedBatchNorm(model if dist.is_initialized() else nn.Module(), settings.kind)
 
 
 TECHNIQUE = Technique(

@@ -51,6 +51,20 @@ class RandomState:
         numpy = _numpy()
         self._numpy = None if numpy is None else numpy.random.get_state()
 
+    def state_dict(self) -> dict[str, Any]:
+        """All of it as tensors, arrays and plain values, to be saved."""
+        return dict(
+            cpu=self._cpu,
+            accelerators=self._accelerators,
+            python=self._python,
+            numpy=self._numpy,
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Become what :meth:`state_dict` gave, for as many accelerators."""
+        self._cpu, self._accelerators = state['cpu'], state['accelerators']
+        self._python, self._numpy = state['python'], state['numpy']
+
     def restore(self) -> None:
         """Set all generators back to this state."""
         torch.set_rng_state(self._cpu)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from memengine.techniques.technique import Settings, Technique
+from memengine.technique import Settings, Technique
+from memengine.techniques.sharding.clipping import local_part
 
 __all__ = ['AdamWBf16', 'stochastically_rounded']
 
@@ -30,12 +31,8 @@ def stochastically_rounded(value: Tensor, generator: torch.Generator) -> Tensor:
     noise = torch.randint(
         2**_LOW_BITS, value.shape, generator=generator, dtype=torch.int32, device=value.device
     )
-    return (bits + noise).bitwise_and_(-(2**_LOW_BITS)).view(torch.float32).bfloat16()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """A rank's own part of a sharded tensor, or the tensor."""
-    return tensor.to_local() if hasattr(tensor, 'to_local') else tensor
+    rounded = (bits + noise).bitwise_and_(-(2**_LOW_BITS)).view(torch.float32)
+    return torch.where(value.isnan(), torch.nan, rounded).bfloat16()  # noise may carry out of NaN
 
 
 class AdamWBf16(torch.optim.AdamW):
@@ -118,11 +115,11 @@ class AdamWBf16(torch.optim.AdamW):
             for name in _AVERAGES:
                 state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
         assert parameter.grad is not None
-        averages = [_local(state[name]) for name in _AVERAGES]
+        averages = [local_part(state[name]) for name in _AVERAGES]
         first, second = (average.to(parameter.dtype) for average in averages)
         adamw(
-            [_local(parameter)],
-            [_local(parameter.grad)],
+            [local_part(parameter)],
+            [local_part(parameter.grad)],
             [first],
             [second],
             [],

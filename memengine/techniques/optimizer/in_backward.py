@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memengine._torch_private.modules import without_step_hooks
-from memengine.techniques.technique import Settings, Technique
+from memengine.technique import Settings, Technique
 
 __all__ = ['check_steps_alone', 'step_in_backward']
 
@@ -154,6 +154,9 @@ TECHNIQUE = Technique(
         'optim_wrapper.precision=fp16|float16': 'fp16 skips a step in which any gradient '
         "overflowed, which is known only after backward; use precision='bf16', or "
         "optim_wrapper.type='OptimWrapper'",
+        'optim_wrapper.on_nonfinite=skip': 'some parameters are updated before a later gradient '
+        "turns out to be no number, so the step cannot be left out; set on_nonfinite='rollback' or "
+        "'stop', or use optim_wrapper.type='OptimWrapper'",
         'data_parallel': 'DistributedDataParallel reduces gradients over ranks when they are gone '
         "already, and holds all of them in its buckets anyway; use type='OptimWrapper' with an "
         'optimiser such as AdamW8bit or AdamWBf16, or shard the model (fully_shard)',

@@ -34,10 +34,10 @@ from memengine._torch_private.autograd import after_backward
 from memengine._torch_private.distributed import CAN_SHARD_ON_CPU, mark_as_root
 from memengine._torch_private.modules import own_parameters
 from memengine._torch_private.ops import pytree
+from memengine.technique import Settings, Technique, setting
 from memengine.techniques.sharding.materializing import materialize
 from memengine.techniques.sharding.units import Units, choose_units
 from memengine.techniques.sharding.without_overlap import one_unit_at_a_time
-from memengine.techniques.technique import Settings, Technique, setting
 
 __all__ = ['ShardedModel', 'shard_model']
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from memengine._torch_private.distributed import gather_on_compute_stream
-from memengine._torch_private.ops import pytree
+from memengine._torch_private.ops import do_not_compile, pytree
 
 __all__ = ['one_unit_at_a_time']
 
@@ -73,7 +73,7 @@ def one_unit_at_a_time(model: Any) -> None:
     """
     reduces: Any = _FreeingReduceScatter()
 
-    @torch.compiler.disable
+    @do_not_compile
     def free_before_backward(module: nn.Module, args: Any, outputs: Any) -> None:
         for output in pytree.tree_leaves(outputs):
             if isinstance(output, Tensor) and output.requires_grad:

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from memengine._torch_private.ops import pytree
+from memengine.technique import Settings, Technique, setting
 from memengine.techniques.slices.sliced_step import Context, Losses, sliced_step
 from memengine.techniques.slices.tower import Tower
-from memengine.techniques.technique import Settings, Technique, setting
 
 __all__ = ['additive_step']
 

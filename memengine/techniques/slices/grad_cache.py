@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from memengine.technique import Settings, Technique, setting
 from memengine.techniques.slices.sliced_step import Context, Losses, sliced_step
 from memengine.techniques.slices.tower import Tower
-from memengine.techniques.technique import Settings, Technique, setting
 
 __all__ = ['Tower', 'cached_step']
 

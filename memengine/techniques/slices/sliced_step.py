@@ -240,10 +240,7 @@ def _sum(losses: Sequence[Any]) -> Any:
 
 def _without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     """Around a backward pass inside somebody's autocast, which is for forward passes only."""
-    device_type = tensor.device.type
-    if not torch.is_autocast_enabled(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
+    return torch.autocast(tensor.device.type, enabled=False)
 
 
 @runtime_checkable
@@ -346,8 +343,19 @@ def _plan_runs(
 
 
 def _check_ddp(runs: Sequence[TowerRun]) -> None:
-    """Refuse what DDP would end in the middle of: it looks for unused parameters one forward at a
-    time, and takes those of the other towers for unused before their backward."""
+    """Refuse what DDP would end in the middle of: with a static graph it expects each backward to
+    be a step; and it looks for unused parameters one forward at a time, and takes those of the
+    other towers for unused before their backward."""
+    for run in runs:
+        if (
+            isinstance(run.module, DistributedDataParallel)
+            and run.module.static_graph
+            and len(run.kept) < run.graph_count > 1
+        ):
+            raise ValueError(
+                'DDP with static_graph=True takes the first backward for a whole step, and a step '
+                'in slices has one for each slice; set static_graph=False'
+            )
     for module in {run.module for run in runs if run.kept}:
         sharing = [run for run in runs if run.module is module and run.trained]
         all_kept = all(run.graph_count == len(run.kept) for run in sharing)

@@ -1,7 +1,11 @@
 """Checkpoints are read safely and written whole."""
 
 import collections
+import dataclasses
+import datetime
+import enum
 import shutil
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -46,6 +50,7 @@ def test_what_else_is_refused_by_name_until_trusted(tmp_path):
         load(tmp_path / 'a.pth')  # trust ends with the call
 
 
+@pytest.mark.fault('a checkpoint from a URL that would run code', 'refused, nothing is executed')
 def test_a_checkpoint_from_a_url_is_read_as_safely(tmp_path, monkeypatch):
     torch.save(Harmless(), tmp_path / 'a.pth')
     monkeypatch.setenv('TORCH_HOME', str(tmp_path / 'cache'))
@@ -77,8 +82,87 @@ def test_getattr_is_allowed_for_log_buffers_only(tmp_path):
         load(tmp_path / 'a.pth')
 
 
+class Bag(NamedTuple):
+    """Data."""
+
+    colour: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """Data, too."""
+
+    colour: str
+
+
+class Colour(enum.Enum):
+    """And this."""
+
+    RED = 'red'
+
+
+class Opens:
+    """Does something when it is made."""
+
+    def __init__(self, path):
+        path.touch()
+
+
+class Closes:
+    """Does something when it is thrown away."""
+
+    def __del__(self):
+        print('closed')
+
+
+@dataclasses.dataclass
+class Counts:
+    """Does something after it was made."""
+
+    colour: str
+
+    def __post_init__(self):
+        print('counted')
+
+
+@pytest.mark.parametrize('thing', [Bag('red'), Card('red'), Colour.RED, datetime.date(2026, 1, 1)])
+def test_classes_of_data_can_be_trusted(tmp_path, thing):
+    torch.save(thing, tmp_path / 'a.pth')
+    name = f'{type(thing).__module__}.{type(thing).__name__}'
+    with pytest.raises(CheckpointError, match=rf"trusted_globals=\['{name}'\]"):
+        load(tmp_path / 'a.pth')
+    assert load(tmp_path / 'a.pth', trusted=[name]) == thing
+
+
+@pytest.mark.fault(
+    'a function or a class that acts is named in `trusted_globals`',
+    'refused; no message advises to trust such a thing',
+)
+@pytest.mark.parametrize(
+    'name',
+    [
+        'posix.system',
+        'builtins.eval',
+        'builtins.getattr',
+        'builtins.object',
+        'functools.partial',
+        'subprocess.Popen',
+        '_io.FileIO',
+        *(f'{__name__}.{cls.__name__}' for cls in (Opens, Closes, Counts)),
+    ],
+)
+def test_what_acts_can_not_be_trusted(tmp_path, name):
+    module, _, attribute = name.rpartition('.')
+    with pytest.raises(ValueError, match=f"trusted_globals: '{name}' is no class that only holds"):
+        load(tmp_path / 'a.pth', trusted=[name])
+    (tmp_path / 'a.pth').write_bytes(f'c{module}\n{attribute}\n(tR.'.encode())
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path / 'a.pth')
+    assert 'trusted_globals' not in str(caught.value)
+
+
 def test_unknown_trusted_name_is_an_error(tmp_path):
-    with pytest.raises(CheckpointError, match='no_such_module.Thing'):
+    with pytest.raises(ValueError, match='no_such_module.Thing'):
         load(tmp_path / 'a.pth', trusted=['no_such_module.Thing'])
 
 
@@ -93,6 +177,9 @@ def test_a_damaged_file_says_so(tmp_path):
         load(tmp_path / 'a.pth')
 
 
+@pytest.mark.fault(
+    'writing a checkpoint fails half way', 'the old file stays, the unfinished one is removed'
+)
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     path = tmp_path / 'last.pth'
     path.write_text('old')
@@ -125,11 +212,14 @@ def test_a_save_that_fails_keeps_the_last_checkpoint_usable(tmp_path, monkeypatc
     assert resumed.seen[0][0] == 5
 
 
+@pytest.mark.fault(
+    '`--resume` from a checkpoint of another model', 'refused, with what does not fit'
+)
 def test_resume_refuses_a_checkpoint_of_another_model(tmp_path):
     toy_runner(tmp_path).train()
     runner = toy_runner(tmp_path, resume=True)
     runner.model.extra = torch.nn.Linear(1, 1)
-    with pytest.raises(RuntimeError, match='extra'):
+    with pytest.raises(CheckpointError, match=r'2 missing \(extra'):
         runner.train()
 
 

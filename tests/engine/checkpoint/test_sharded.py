@@ -122,6 +122,9 @@ def test_a_save_that_fails_is_said_and_keeps_the_last_checkpoint(tmp_path, monke
     assert checkpoints(tmp_path) == (['epoch_3.dcp'], []), 'the outdated are removed'
 
 
+@pytest.mark.fault(
+    'one rank cannot write its shard', 'the rank is named; the checkpoint before stays'
+)
 def test_a_rank_that_cannot_write_is_named(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError('disk full')
@@ -148,6 +151,7 @@ def test_a_file_that_is_not_whole_is_not_what_outdates_the_last(tmp_path, monkey
     assert find_latest(tmp_path).name == 'epoch_1.pth'
 
 
+@pytest.mark.fault('killed while a sharded checkpoint is replaced', 'the one before is whole')
 def test_a_killed_replacement_leaves_what_was_there(tmp_path, monkeypatch):
     writer, folder = ShardedWriter(), tmp_path / 'a.dcp'
     (tmp_path / 'last_checkpoint').write_text(str(folder))

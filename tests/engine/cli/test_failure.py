@@ -207,6 +207,7 @@ def test_out_of_memory_says_what_to_do(error):
     assert 'Not even the smallest slice fits: use --amp bf16' in explain(error, sliced)
 
 
+@pytest.mark.fault('a data worker is killed from outside', 'one sentence that says so')
 def test_a_worker_that_was_killed():
     said = explain(RuntimeError('DataLoader worker (pid 12) is killed by signal: Killed. '))
     assert said.startswith(
@@ -214,6 +215,7 @@ def test_a_worker_that_was_killed():
     )
 
 
+@pytest.mark.fault('another rank went away', 'one sentence that points to the other ranks')
 def test_a_rank_whose_peer_went_away():
     assert lost_connection(RuntimeError('[gloo/tcp/pair.cc:553] Connection closed by peer [::1]:4'))
     assert not lost_connection(ValueError('width must be 1'))

@@ -5,6 +5,7 @@ import functools
 import pickle
 import random
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -414,13 +415,34 @@ class Changing(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ('inplace', 'message'), [(True, '0 changes its input in place'), (False, 'buffer count of 0')]
+    ('inplace', 'message'),
+    [(True, '0 changes its input in place'), (False, 'count of 0 changes in its forward')],
 )
 def test_what_cannot_be_repeated_is_refused(inplace, message):
     model = nn.Sequential(Changing(inplace))
     checkpoint_activations(model, '0')
     with pytest.raises(ValueError, match=message):
         model(torch.ones(2, 4))
+
+
+class Caching(nn.Module):
+    """Attends to what earlier calls have left in a cache, as language models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, cache):
+        cache.seen.append(self.linear(x))
+        return sum(cache.seen).tanh()
+
+
+@pytest.mark.parametrize('options', [dict(keep='matmuls'), dict(budget=0.5)])
+def test_a_cache_that_a_measured_forward_would_fill_is_named(options):
+    model = Caching()
+    checkpoint_activations(model, '', **options)
+    with pytest.raises(ValueError, match='use_cache=False'):
+        model(torch.ones(2, 4), SimpleNamespace(seen=[])).sum().backward()
 
 
 @pytest.mark.parametrize(

@@ -327,7 +327,7 @@ def test_settings_that_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         quantize_activations(Block(), **settings)
     quantize_activations(model := Block())
-    with pytest.raises(ValueError, match='is quantised already'):
+    with pytest.raises(ValueError, match='has it already; undo that first'):
         quantize_activations(model)
 
 

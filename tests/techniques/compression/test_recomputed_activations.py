@@ -556,7 +556,7 @@ def test_twice_is_an_error_and_some_modules_can_be_chosen():
     x = torch.randn(2, 9, 32, dtype=torch.float64)
     plain = saved_bytes(lambda: model(x), model)
     recompute_activations(model, modules=['0', '1'], exclude='1.*')
-    with pytest.raises(ValueError, match='recomputes already; undo that first'):
+    with pytest.raises(ValueError, match='has it already; undo that first'):
         recompute_activations(model)
     saved = plain - saved_bytes(lambda: model(x), model)
     assert saved == (6 + 4 - 4) * x.nbytes

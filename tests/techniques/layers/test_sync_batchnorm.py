@@ -1,10 +1,17 @@
 """BatchNorm over ranks equals BatchNorm over the whole batch."""
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from torch import nn
 
-from memengine.techniques.layers.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
+from memengine.techniques.layers.sync_batchnorm import (
+    SyncBatchNorm,
+    SyncedBatchNorm,
+    convert_sync_batchnorm,
+)
 from memengine.testing import relative_error, run_ranks
 
 CUTS = {2: [0, 3, 8], 4: [0, 1, 3, 6, 8]}  # uneven on purpose
@@ -59,3 +66,16 @@ def test_one_process_is_plain_batchnorm():
     x, layer, plain = data(), SyncBatchNorm(3).double(), nn.BatchNorm2d(3).double()
     assert torch.equal(layer(x), plain(x))
     assert torch.equal(layer.eval()(x), plain.eval()(x))
+
+
+def test_layers_of_mmcv_are_put_in_place_and_taken_away(monkeypatch):
+    ops = ModuleType('mmcv.ops')
+    ops.SyncBatchNorm = type('SyncBatchNorm', (nn.BatchNorm2d,), {})  # theirs is compiled
+    monkeypatch.setitem(sys.modules, 'mmcv.ops', ops)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4).eval())
+    plain = model[1]
+    synced = SyncedBatchNorm(model, 'mmcv')
+    assert type(model[1]) is ops.SyncBatchNorm and not model[1].training
+    assert model[1].weight is plain.weight
+    synced.undo()
+    assert model[1] is plain

@@ -75,6 +75,13 @@ def moved(net):
     return torch.cat([(now - first).flatten() for now, first in pairs]).detach()
 
 
+@pytest.mark.parametrize('bits', [0x7FFFFFFF, 0x7FC00000, -1, 0x7F800000])
+def test_what_is_not_finite_stays_so(bits):
+    value = torch.full((1000,), bits, dtype=torch.int32).view(torch.float32)
+    rounded = stochastically_rounded(value, torch.Generator().manual_seed(0)).float()
+    torch.testing.assert_close(rounded, value, equal_nan=True)
+
+
 def test_state_takes_half_the_bytes():
     net, plain = train(adamw, steps=1)
     _, ours = train(bf16, steps=1)

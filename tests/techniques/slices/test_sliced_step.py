@@ -209,6 +209,17 @@ def test_ranks_reduce_once(keep_graph):
         assert reductions == [0]
 
 
+def one_rank_main(rank, world_size):
+    ddp = DistributedDataParallel(build(), static_graph=True)
+    step(ddp, data(), size=BATCH, keep_graph=1)
+    with pytest.raises(ValueError, match='set static_graph=False'):
+        step(ddp, data(), size=4)
+
+
+def test_a_static_graph_of_ddp_is_refused_where_it_has_several():
+    run_ranks(1, one_rank_main)
+
+
 def test_a_step_needs_towers_and_slices():
     with pytest.raises(ValueError, match='no encoder'):
         sliced_step([], F.mse_loss)

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memengine.registry import OPTIMIZERS
-from memengine.techniques.technique import Settings, Technique, register, setting
+from memengine.technique import Settings, Technique, setting
 
-__all__ = ['AdamW4bit', 'AdamW8bit', 'CPUOffloadOptimizer']
+__all__ = ['AdamW4bit', 'AdamW8bit', 'cpu_offload_optimizer']
 
 _SIGNED_STATES = {'exp_avg': True, 'exp_avg_sq': False, 'max_exp_avg_sq': False}
 
@@ -48,7 +47,7 @@ def _torchao(name: str) -> Any:
 def _low_bit(name: str) -> Any:
     base: Any = _torchao(name)
     base_step = base.step
-    if getattr(base_step, 'hooked', False):  # torch would run the hooks of a step within a step
+    if hasattr(base_step, 'hooked'):  # torch would run the hooks of a step within a step
         base_step = base_step.__wrapped__
 
     class LowBit(base):
@@ -84,8 +83,7 @@ def _low_bit(name: str) -> Any:
     return LowBit
 
 
-@OPTIMIZERS.register_module()
-def AdamW8bit(  # noqa: N802 (a type name of the config language)
+def AdamW8bit(  # noqa: N802 (what it makes is an object of a class of that name)
     params: Iterable[Any],
     lr: float = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -118,8 +116,7 @@ def AdamW8bit(  # noqa: N802 (a type name of the config language)
     return _low_bit('AdamW8bit')(params, lr, tuple(betas), eps, weight_decay, block_size=block_size)
 
 
-@OPTIMIZERS.register_module()
-def AdamW4bit(  # noqa: N802 (a type name of the config language)
+def AdamW4bit(  # noqa: N802 (what it makes is an object of a class of that name)
     params: Iterable[Any],
     lr: float = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -204,10 +201,9 @@ def _offload_class() -> Any:
     return Offloading
 
 
-@OPTIMIZERS.register_module()
-def CPUOffloadOptimizer(  # noqa: N802 (a type name of the config language)
+def cpu_offload_optimizer(
     params: Iterable[Any],
-    optimizer_class: str | type[Optimizer] = 'AdamW',
+    optimizer_class: type[Optimizer] = torch.optim.AdamW,
     minimal_size: int = 4096,
     **kwargs: Any,
 ) -> Optimizer:
@@ -215,13 +211,13 @@ def CPUOffloadOptimizer(  # noqa: N802 (a type name of the config language)
 
     Args:
         params: Parameters or groups, on a GPU.
-        optimizer_class: Name (or class) of the optimiser that runs on the host.
+        optimizer_class: The optimiser that runs on the host.
         minimal_size: Tensors of fewer numbers stay with their state on the GPU.
         **kwargs: Settings of that optimiser, such as ``lr``.
 
     Raises:
         ImportError: When torchao is not installed.
-        ValueError: When the parameters are on no GPU, or there is no such optimiser.
+        ValueError: When the parameters are on no GPU.
 
     Cost: no state on the GPU (AdamW: 8 bytes per parameter less); pinned host memory for weights,
     gradients and states (16 bytes per parameter). Per update each gradient goes to the host twice
@@ -239,16 +235,9 @@ def CPUOffloadOptimizer(  # noqa: N802 (a type name of the config language)
         raise ValueError(
             "optimizer.type='CPUOffloadOptimizer' moves the state of parameters on a GPU to host "
             'memory, but these are there already; use '
-            f"optimizer.type='{getattr(optimizer_class, '__name__', optimizer_class)}'"
+            f"optimizer.type='{optimizer_class.__name__}'"
         )
-    kind = optimizer_class
-    if isinstance(optimizer_class, str):
-        kind = OPTIMIZERS.get(optimizer_class)
-        if kind is None:
-            raise ValueError(
-                f"CPUOffloadOptimizer: there is no optimizer_class '{optimizer_class}'"
-            )
-    return _offload_class()(groups, kind, minimal_size=minimal_size, **kwargs)
+    return _offload_class()(groups, optimizer_class, minimal_size=minimal_size, **kwargs)
 
 
 # ------------------------------------------------------------------ descriptions
@@ -270,47 +259,43 @@ class AdamW4bitSettings(Settings):
 
 @dataclass(frozen=True)
 class CPUOffloadOptimizerSettings(Settings):
-    """Settings of :func:`CPUOffloadOptimizer`."""
+    """Settings of :func:`cpu_offload_optimizer`."""
 
     optimizer_class: Any = setting('AdamW', help='the optimiser that runs on the host')
     minimal_size: int = setting(4096, help='tensors of fewer numbers stay on the GPU', low=0)
 
 
-register(
-    Technique(
-        key='adamw_8bit',
-        title='AdamW with states in 8 bits',
-        settings=AdamW8bitSettings,
-        switch='optim_wrapper.optimizer.type=AdamW8bit',
-        exactness='rounding',
-        use_when="the optimiser's state does not fit",
-        saves="three quarters of the optimiser's state",
-        price='rounding and unrounding its averages; needs torchao',
-        page='optimizer_memory.md',
-    )
+ADAMW_8BIT = Technique(
+    key='adamw_8bit',
+    title='AdamW with states in 8 bits',
+    settings=AdamW8bitSettings,
+    switch='optim_wrapper.optimizer.type=AdamW8bit',
+    exactness='rounding',
+    use_when="the optimiser's state does not fit",
+    saves="three quarters of the optimiser's state",
+    price='rounding and unrounding its averages; needs torchao',
+    page='optimizer_memory.md',
 )
-register(
-    Technique(
-        key='adamw_4bit',
-        title='AdamW with states in 4 bits',
-        settings=AdamW4bitSettings,
-        switch='optim_wrapper.optimizer.type=AdamW4bit',
-        exactness='rounding',
-        use_when="the optimiser's state does not fit, in 8 bits either",
-        saves="seven eighths of the optimiser's state",
-        price='rounding and unrounding its averages; needs torchao',
-        page='optimizer_memory.md',
-    )
+
+ADAMW_4BIT = Technique(
+    key='adamw_4bit',
+    title='AdamW with states in 4 bits',
+    settings=AdamW4bitSettings,
+    switch='optim_wrapper.optimizer.type=AdamW4bit',
+    exactness='rounding',
+    use_when="the optimiser's state does not fit, in 8 bits either",
+    saves="seven eighths of the optimiser's state",
+    price='rounding and unrounding its averages; needs torchao',
+    page='optimizer_memory.md',
 )
-register(
-    Technique(
-        key='optimizer_offload',
-        title='optimiser states on the host',
-        settings=CPUOffloadOptimizerSettings,
-        switch='optim_wrapper.optimizer.type=CPUOffloadOptimizer',
-        use_when="the optimiser's state does not fit on the GPU, and host memory is free",
-        saves="the optimiser's state, all of it, on the GPU",
-        price='gradients to the host, weights back, and the CPU does the update; needs torchao',
-        page='optimizer_memory.md',
-    )
+
+OPTIMIZER_OFFLOAD = Technique(
+    key='optimizer_offload',
+    title='optimiser states on the host',
+    settings=CPUOffloadOptimizerSettings,
+    switch='optim_wrapper.optimizer.type=CPUOffloadOptimizer',
+    use_when="the optimiser's state does not fit on the GPU, and host memory is free",
+    saves="the optimiser's state, all of it, on the GPU",
+    price='gradients to the host, weights back, and the CPU does the update; needs torchao',
+    page='optimizer_memory.md',
 )

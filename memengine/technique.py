@@ -2,28 +2,41 @@
 
 The config's check, ``memengine techniques``, the hook, the order of application, refusals of pairs,
 the tables of README and docs and the test of all pairs follow from it. A description stands in the
-technique's own file; :func:`techniques` finds those of this package, of installed packages (entry
-points of the group ``memengine.techniques``) and those that were handed to :func:`register`.
+technique's own file; :func:`techniques` finds those in the rooms of this package, of installed
+packages (entry points of the group ``memengine.techniques``) and those that were handed to
+:func:`register`.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import pkgutil
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import entry_points
-from numbers import Real
-from typing import Any, Generic, Literal, TypeVar, get_type_hints
+from numbers import Integral, Real
+from typing import (
+    Annotated,
+    Any,
+    ForwardRef,
+    Generic,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 from torch import Tensor, nn
 
 from memengine.suggest import did_you_mean
-from memengine.techniques.type_hints import in_words, is_of
 
 __all__ = [
     'Handle',
@@ -32,13 +45,17 @@ __all__ = [
     'StepInfo',
     'Technique',
     'in_order',
+    'in_words',
+    'is_of',
     'register',
     'setting',
     'techniques',
+    'with_settings',
 ]
 
 S = TypeVar('S', bound='Settings')
-_PACKAGE = GROUP = 'memengine.techniques'
+_ROOMS = ('memengine.techniques', 'memengine.losses')
+_GROUP = 'memengine.techniques'  # of entry points
 
 
 # ------------------------------------------------------------------ settings
@@ -124,6 +141,92 @@ def settings_of(kind: type[Settings]) -> dict[str, Setting]:
     """The fields of a class of settings, by name."""
     hints = get_type_hints(kind)
     return {one.name: Setting(one, hints[one.name]) for one in fields(kind)}
+
+
+def is_of(value: Any, hint: Any, is_instance: Callable[[Any, Any], bool] = isinstance) -> bool:
+    """Whether a value is of a type; a list may stand for a tuple, as configs write either.
+
+    Args:
+        value: Any value.
+        hint: A class or what :mod:`typing` makes of classes.
+        is_instance: Decides about classes that are no numbers.
+    """
+    origin, parts = _taken_apart(hint)
+    hint = hint if origin else get_origin(hint) or hint
+    if hint is Any or isinstance(hint, (TypeVar, ForwardRef)):
+        return True
+    if origin is Annotated:
+        return is_of(value, parts[0], is_instance)
+    if origin in (Union, types.UnionType):
+        return any(is_of(value, part, is_instance) for part in parts)
+    if origin is Literal:
+        return any(type(value) is type(part) and value == part for part in parts)
+    if hint in (int, float):
+        number = Integral if hint is int else Real
+        return isinstance(value, number) and not isinstance(value, bool)
+    if origin is tuple and Ellipsis not in parts:
+        is_pair = isinstance(value, (list, tuple)) and len(value) == len(parts)
+        return is_pair and all(is_of(*pair, is_instance) for pair in zip(value, parts, strict=True))
+    if origin is not None and issubclass(origin, Sequence):
+        return isinstance(value, (list, tuple)) and all(
+            is_of(one, parts[0], is_instance) for one in value
+        )
+    if is_typeddict(hint):
+        return isinstance(value, Mapping)
+    if origin is not None and issubclass(origin, Mapping):
+        return isinstance(value, Mapping) and all(
+            is_of(one, parts[1], is_instance) for one in value.values()
+        )
+    if hint in (list, tuple, Sequence):
+        return isinstance(value, (list, tuple))
+    return is_instance(value, origin or hint)
+
+
+def _taken_apart(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Origin and arguments; a bare ``typing.Dict`` is no more than its class."""
+    parts = get_args(hint)
+    return (get_origin(hint) if parts else None), parts
+
+
+_IN_WORDS = {
+    bool: 'True or False',
+    int: 'a whole number',
+    float: 'a number',
+    str: 'text',
+    dict: 'a dict',
+    list: 'a list',
+    tuple: 'a list',
+    type(None): 'None',
+    Any: 'anything',
+}
+
+
+def in_words(hint: Any) -> str:
+    """What a hint asks for, as an error says it."""
+    origin, parts = _taken_apart(hint)
+    if origin is Annotated:
+        return in_words(parts[0])
+    if origin in (Union, types.UnionType):
+        *others, last = dict.fromkeys(map(in_words, parts))
+        return f'{", ".join(others)} or {last}' if others else last
+    if origin is Literal:
+        *others, last = map(repr, parts)
+        return f'{", ".join(others)} or {last}' if others else last
+    if origin is tuple and Ellipsis not in parts:
+        return f'({", ".join(map(in_words, parts))})'
+    if origin in (type, Callable):
+        return 'a class' if origin is type else 'a function'
+    if origin is not None and issubclass(origin, (Sequence, Mapping)):
+        is_dict = issubclass(origin, Mapping)
+        inner = in_words(parts[1 if is_dict else 0])
+        kind = 'dict' if is_dict else 'list'
+        return f'a {kind}' if inner == 'anything' else f'a {kind} of ({inner})'
+    hint = get_origin(hint) or hint
+    return _IN_WORDS.get(hint) or ('a dict' if is_typeddict(hint) else _name(hint))
+
+
+def _name(hint: Any) -> str:
+    return getattr(hint, '__name__', str(hint))
 
 
 # ------------------------------------------------------------------ what it does
@@ -320,6 +423,17 @@ class Technique(Generic[S]):
         return ValueError(f'{one} and {two} do not go together{place}: {self.conflicts[other]}')
 
 
+def with_settings(function: Callable[..., Handle]) -> Callable[[nn.Module, Any], Handle]:
+    """``apply`` of a technique by a function of a model that takes settings under their names."""
+    taken = inspect.signature(function).parameters
+
+    def apply(model: nn.Module, settings: Settings) -> Handle:
+        named = {name: value for name, value in vars(settings).items() if name in taken}
+        return function(model, **named)
+
+    return apply
+
+
 # ------------------------------------------------------------------ all of them
 
 _known: dict[str, Technique[Any]] = {}
@@ -351,19 +465,19 @@ def techniques() -> dict[str, Technique[Any]]:
         ImportError: When an entry point cannot be imported, naming it.
     """
     _find()
-    return dict(_known)
+    return dict(sorted(_known.items()))
 
 
 @functools.cache
 def _find() -> None:
-    package = importlib.import_module(_PACKAGE)
-    for info in pkgutil.walk_packages(package.__path__, f'{_PACKAGE}.'):
-        _register_all(importlib.import_module(info.name))
-    for entry in entry_points(group=GROUP):
+    for room in map(importlib.import_module, _ROOMS):
+        for info in pkgutil.walk_packages(room.__path__, f'{room.__name__}.'):
+            _register_all(importlib.import_module(info.name))
+    for entry in entry_points(group=_GROUP):
         try:
             found = entry.load()
         except ImportError as error:
-            raise ImportError(f'entry point {entry.name} of {GROUP}: {error}') from error
+            raise ImportError(f'entry point {entry.name} of {_GROUP}: {error}') from error
         _register_all(found) if isinstance(found, types.ModuleType) else register(found)
 
 

@@ -1,0 +1,163 @@
+"""A bad step is written to a file, with all that it takes to carry it out again.
+
+The file holds data only and is read as checkpoints are. Beside it lies the run's config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from mmengine.dist import get_world_size
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from memengine._torch_private.ops import foreach_copy_
+from memengine.engine.checkpoint.files import atomic_write, find_latest
+from memengine.engine.data_order import SeededDataset
+from memengine.engine.faults.guard import BadStep, Guarded
+from memengine.engine.step import unwrap
+from memengine.techniques.modules.random_state import RandomState, accelerators_of
+
+__all__ = ['CONFIG', 'FORMAT', 'StepStart', 'capture_step', 'plain', 'rank_path']
+
+FORMAT = 1
+CONFIG = 'config.py'
+SIZES = ('micro_batch_size', 'chunk_size', 'forward_chunk_size')
+
+
+class StepStart:
+    """What a step's forward pass changes, as it was before.
+
+    Args:
+        model: The bare model.
+
+    Cost: one more copy of the model's buffers, and the time to fill it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = list(model.buffers())
+        self._kept = [torch.empty_like(buffer) for buffer in self._buffers]
+        self._devices = accelerators_of(model)
+        self.random_state = RandomState(self._devices)
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Remember the present state."""
+        if self._buffers:
+            foreach_copy_(self._kept, self._buffers)
+        self.random_state = RandomState(self._devices)
+
+    @torch.no_grad()
+    def put_back_buffers(self) -> None:
+        """Give the buffers the values that are remembered."""
+        if self._buffers:
+            foreach_copy_(self._buffers, self._kept)
+
+
+@runtime_checkable
+class NamesSamples(Protocol):
+    """A data set that can say what a sample is called."""
+
+    def sample_name(self, index: int) -> str:
+        """Such as its file."""
+
+
+def rank_path(path: Path, rank: int) -> Path:
+    """The file of another rank of the same step."""
+    return path if rank == 0 else path.with_name(f'{path.stem}_rank{rank}{path.suffix}')
+
+
+def _local_values(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def capture_step(
+    runner: Any, wrapper: Guarded, start: StepStart, bad: BadStep, data_batch: Any
+) -> str:
+    """Write what a bad step started from. Each rank writes a file of its own.
+
+    Args:
+        runner: The runner, whose model has been put back.
+        wrapper: The optimiser wrapper that refused the step.
+        start: What was kept before it.
+        bad: What was found.
+        data_batch: As the data loader gave it.
+
+    Returns:
+        A sentence that says where it is, or why it is not.
+    """
+    folder = Path(runner.work_dir) / 'nonfinite'
+    path = folder / f'iter_{runner.iter + 1}.pth'
+    try:
+        folder.mkdir(exist_ok=True)
+        content = _content(runner, wrapper, start, bad, data_batch)
+        with atomic_write(rank_path(path, runner.rank)) as unfinished:
+            torch.save(content, unfinished)
+        if runner.rank == 0:
+            with atomic_write(folder / CONFIG) as unfinished:
+                unfinished.write_text(runner.cfg.pretty_text)
+    except (OSError, RuntimeError) as error:  # a full disk must not end a run that may go on
+        return f'The step could not be captured: {error}'
+    return f'To see where it begins: memengine replay {path}'
+
+
+def _content(
+    runner: Any, wrapper: Guarded, start: StepStart, bad: BadStep, data_batch: Any
+) -> dict[str, Any]:
+    model = unwrap(runner.model)
+    # Ranks that hold the same parameters read them from rank 0's file.
+    shared = {name for name, p in model.named_parameters() if not isinstance(p, DTensor)}
+    held = model.state_dict()
+    scaler = wrapper.precision.scaler
+    return dict(
+        format=FORMAT,
+        rank=runner.rank,
+        world_size=get_world_size(),
+        place=dict(
+            iter=runner.iter,
+            epoch=runner.epoch,
+            max_iters=runner.max_iters,
+            max_epochs=runner.max_epochs,
+        ),
+        found={**vars(bad), 'log_vars': plain(bad.log_vars)},
+        state_dict={
+            name: _local_values(value).cpu()
+            for name, value in held.items()
+            if isinstance(value, Tensor) and (runner.rank == 0 or name not in shared)
+        },
+        accumulative_counts=wrapper.accumulative_counts,
+        updated_in_backward=wrapper.updates_in_backward,
+        # Weights that have changed by now are found again from the last checkpoint.
+        reference=_text(find_latest(runner.work_dir)) if wrapper.updates_in_backward else None,
+        scaler=None if scaler is None else scaler.state_dict(),
+        settings={name: vars(wrapper)[name] for name in SIZES if name in vars(wrapper)},
+        random_state=start.random_state.state_dict(),
+        batch=data_batch,
+        samples=_samples(runner, data_batch),
+    )
+
+
+def _text(path: str | Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def plain(log_vars: Mapping[str, Any]) -> dict[str, float]:
+    """Figures as numbers."""
+    return {name: torch.as_tensor(value).detach().item() for name, value in log_vars.items()}
+
+
+def _samples(runner: Any, batch: Any) -> list[str]:
+    """What the batch's samples are called, if it says which they are."""
+    data_samples = batch.get('data_samples') if isinstance(batch, Mapping) else None
+    if not isinstance(data_samples, Mapping) or 'index' not in data_samples:
+        return []
+    dataset = runner.train_dataloader.dataset
+    inner = dataset.dataset if isinstance(dataset, SeededDataset) else dataset
+    indices = [int(index) for index in data_samples['index']]
+    if isinstance(inner, NamesSamples):
+        return [inner.sample_name(index) for index in indices]
+    return [f'sample {index}' for index in indices]

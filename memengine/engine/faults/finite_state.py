@@ -1,0 +1,88 @@
+"""No checkpoint holds a NaN: weights and the optimiser's state are looked at before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mmengine.optim import OptimWrapperDict
+from torch import Tensor, nn
+
+from memengine._torch_private.ops import is_traceable_wrapper_subclass
+from memengine.engine.distributed.processes import cpu_group
+
+__all__ = ['NonFiniteError', 'each_optim_wrapper', 'refuse_nonfinite_state']
+
+
+class NonFiniteError(RuntimeError):
+    """A loss, a gradient or a weight became NaN or infinite."""
+
+
+def each_optim_wrapper(optim_wrapper: Any) -> list[Any]:
+    """The wrapper itself, or those that a dict of them holds; none of None."""
+    if isinstance(optim_wrapper, OptimWrapperDict):
+        return list(optim_wrapper.values())
+    return [] if optim_wrapper is None else [optim_wrapper]
+
+
+def refuse_nonfinite_state(model: nn.Module, optim_wrapper: Any) -> None:
+    """Refuse to save weights or an optimiser's state that hold a NaN or an infinity.
+
+    Every rank must call it; all raise if one has to. An infinity in a buffer is let pass, as masks
+    hold some on purpose.
+
+    Raises:
+        NonFiniteError: Naming the first such tensor.
+
+    Cost: one pass over what the rank holds, one synchronisation, one all-reduce of a number.
+    """
+    names, flags = [], []
+    for name, tensor, is_bad in _saved_tensors(model, optim_wrapper):
+        for part in _parts(tensor):
+            if part.is_floating_point() and part.numel():
+                names.append(name)
+                flags.append(is_bad(part).any())
+    bad = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
+    first = next((name for name, flag in zip(names, bad, strict=True) if flag), None)
+    if dist.is_initialized():
+        found = torch.tensor(float(first is not None))
+        dist.all_reduce(found, dist.ReduceOp.MAX, cpu_group('checking what is saved'))
+        if found and first is None:
+            first = 'a tensor of another rank'
+    if first is not None:
+        raise NonFiniteError(
+            f'{first} is not finite, so no checkpoint is written and training stops; the last '
+            'checkpoint is from before. Lower optim_wrapper.optimizer.lr or raise the eps of the '
+            'optimiser, then go on with --resume'
+        )
+
+
+def _saved_tensors(
+    model: nn.Module, optim_wrapper: Any
+) -> Iterator[tuple[str, Tensor, Callable[[Tensor], Tensor]]]:
+    """Each tensor with its name and what it must not hold."""
+    for name, parameter in model.named_parameters():
+        yield f'the parameter {name}', parameter.detach(), _nonfinite
+    for name, buffer in model.named_buffers():
+        yield f'the buffer {name}', buffer, torch.isnan
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for wrapper in each_optim_wrapper(optim_wrapper):
+        for parameter, state in wrapper.optimizer.state.items():
+            for key, value in state.items() if isinstance(state, Mapping) else ():
+                if isinstance(value, Tensor):
+                    yield f"the optimiser's {key} of {names.get(parameter)}", value, _nonfinite
+
+
+def _nonfinite(tensor: Tensor) -> Tensor:
+    return ~tensor.isfinite()
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that hold a tensor's values on this rank."""
+    if is_traceable_wrapper_subclass(tensor):  # sharded, or an optimiser's state in few bits
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _parts(getattr(tensor, name))
+    elif isinstance(tensor, Tensor):  # a shard names its mesh, too
+        yield tensor

@@ -1,0 +1,50 @@
+"""Optimisers that a config can name beside torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from timm.optim import Lars
+from torch.optim import Optimizer
+
+from memengine.registry import OPTIMIZERS
+from memengine.techniques.optimizer.adamw_bf16 import AdamWBf16
+from memengine.techniques.optimizer.torchao_optimizers import (
+    AdamW4bit,
+    AdamW8bit,
+    cpu_offload_optimizer,
+)
+
+__all__ = ['AdamW4bit', 'AdamW8bit', 'AdamWBf16', 'CPUOffloadOptimizer']
+
+OPTIMIZERS.register_module(name='LARS', module=Lars)
+for _kind in (AdamW4bit, AdamW8bit, AdamWBf16):
+    OPTIMIZERS.register_module(module=_kind)
+
+
+@OPTIMIZERS.register_module()
+def CPUOffloadOptimizer(  # noqa: N802 (a type name of the config language)
+    params: Iterable[Any],
+    optimizer_class: str | type[Optimizer] = 'AdamW',
+    minimal_size: int = 4096,
+    **kwargs: Any,
+) -> Optimizer:
+    """torchao's optimiser in host memory, whose own optimiser may be named as in a config.
+
+    Args:
+        params: Parameters or groups, on a GPU.
+        optimizer_class: Name (or class) of the optimiser that runs on the host.
+        minimal_size: Tensors of fewer numbers stay with their state on the GPU.
+        **kwargs: Settings of that optimiser, such as ``lr``.
+
+    Raises:
+        ImportError: When torchao is not installed.
+        ValueError: When the parameters are on no GPU, or there is no such optimiser.
+
+    Cost: see :func:`memengine.techniques.optimizer.torchao_optimizers.cpu_offload_optimizer`.
+    """
+    kind = OPTIMIZERS.get(optimizer_class) if isinstance(optimizer_class, str) else optimizer_class
+    if kind is None:
+        raise ValueError(f"CPUOffloadOptimizer: there is no optimizer_class '{optimizer_class}'")
+    return cpu_offload_optimizer(params, kind, minimal_size, **kwargs)

@@ -1,0 +1,92 @@
+"""Whatever a checkpoint's pickles want to run is not run, on any way in."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from memengine.engine.checkpoint.convert import convert
+from memengine.engine.checkpoint.files import CheckpointError
+from memengine.engine.checkpoint.sharded import read_sharded
+from tests.engine import malice
+from tests.engine.toy import ToyData, toy_runner
+
+
+def load(path):
+    toy_runner(path.parent / 'run', load_from=str(path)).train()
+
+
+def resume(path):
+    toy_runner(path.parent / 'run', load_from=str(path), resume=True).train()
+
+
+def evaluate(path):
+    loader = dict(dataset=ToyData(), sampler=dict(type='DefaultSampler', shuffle=False))
+    options = dict(test_dataloader=loader, test_cfg=dict(), test_evaluator=dict(type='DumpResults'))
+    options['test_evaluator']['out_file_path'] = str(path.parent / 'results.pkl')
+    toy_runner(path.parent / 'run', load_from=str(path), **options).test()
+
+
+def turn(path):
+    convert(path, path.parent / 'turned.pth')
+
+
+WAYS = (turn, load, resume, evaluate)
+
+
+@pytest.fixture(autouse=True)
+def _torch_is_told_to_trust(monkeypatch):
+    """As people tell it for other programs."""
+    monkeypatch.setenv('TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD', '1')
+
+
+@pytest.mark.fault(
+    'a checkpoint of any form with code in its pickles is converted, tested, resumed or loaded',
+    'the code is not run; the file and what it wanted are named',
+)
+@pytest.mark.parametrize('way', WAYS)
+@pytest.mark.parametrize('make', malice.FILES)
+def test_a_file_runs_nothing(tmp_path, make, way):
+    traces, file = tmp_path / 'traces', tmp_path / 'gift.pth'
+    make(malice.Attack(traces), file)
+    with pytest.raises(CheckpointError, match='gift.pth'):
+        way(file)
+    assert not traces.exists()
+
+
+@pytest.mark.parametrize('way', WAYS)
+@pytest.mark.parametrize('make', malice.FOLDERS)
+def test_a_folder_runs_nothing(tmp_path, make, way):
+    traces, folder = tmp_path / 'traces', tmp_path / 'gift.dcp'
+    malice.write_sharded(folder)
+    make(malice.Attack(traces), folder)
+    if make is malice.metadata_of_a_rank:  # a file that nobody opens
+        assert read_sharded(folder)['state_dict']['x'].sum() == 2
+        return
+    with pytest.raises(CheckpointError, match='gift.dcp'):
+        way(folder)
+    assert not traces.exists()
+
+
+def runs(tmp_path, read):
+    """Whether the attack is one: read carelessly, it runs, and what it leaves is no checkpoint."""
+    with contextlib.suppress(Exception, CheckpointException):
+        read()
+    return (tmp_path / 'traces').exists()
+
+
+@pytest.mark.parametrize('make', malice.FILES)
+def test_the_files_are_not_harmless(tmp_path, make):
+    make(malice.Attack(tmp_path / 'traces'), tmp_path / 'gift.pth')
+    assert runs(tmp_path, lambda: torch.load(tmp_path / 'gift.pth', weights_only=False))
+
+
+@pytest.mark.parametrize('make', malice.FOLDERS[:3])
+def test_the_folders_are_not_harmless(tmp_path, make):
+    malice.write_sharded(tmp_path / 'gift.dcp')
+    make(malice.Attack(tmp_path / 'traces'), tmp_path / 'gift.dcp')
+    reader = dcp.FileSystemReader(tmp_path / 'gift.dcp')
+    state = {'state_dict/x': torch.zeros(2)}
+    assert runs(tmp_path, lambda: dcp.load(state, storage_reader=reader))

@@ -1,0 +1,169 @@
+"""What the first forward used is what the repeated one uses, or it is refused."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from memengine.techniques import checkpoint_activations
+
+X = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6)
+
+
+def block():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 6), nn.Tanh()
+    ).double()
+
+
+def gradients(model, between=lambda model: None, calls=1):
+    """Of a step with something done between its forward and backward."""
+    torch.manual_seed(1)
+    loss = sum(model(X * (n + 1)).square().sum() for n in range(calls))
+    between(model)
+    return torch.autograd.grad(loss, list(model.parameters()))
+
+
+def assert_exact(model, between=lambda model: None, calls=1):
+    expected = gradients(copy.deepcopy(model), between, calls)
+    checkpoint_activations(model, '')
+    for found, value in zip(gradients(model, between, calls), expected, strict=True):
+        torch.testing.assert_close(found, value, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    'between',
+    [
+        lambda model: model.eval(),
+        lambda model: setattr(model[2], 'p', 0.1),
+        lambda model: setattr(model[0], 'weight', nn.Parameter(model[0].weight.detach() * 2)),
+    ],
+    ids=['eval', 'rate of dropout', 'another weight'],
+)
+def test_what_is_set_between_forward_and_backward_is_for_the_next_forward(between):
+    model = block()
+    torch.manual_seed(1)
+    expected = model(X).square().sum()
+    weights = list(model.parameters())
+    expected = torch.autograd.grad(expected, weights)
+    checkpoint_activations(model, '')
+    torch.manual_seed(1)
+    loss = model(X).square().sum()
+    between(model)
+    states = [dict(vars(m)) for m in model.modules()], list(model.parameters())
+    for found, value in zip(torch.autograd.grad(loss, weights), expected, strict=True):
+        torch.testing.assert_close(found, value, rtol=1e-12, atol=0)
+    assert states == ([dict(vars(m)) for m in model.modules()], list(model.parameters()))
+
+
+def test_functional_call_repeats_with_the_parameters_that_it_was_given():
+    model = block().eval()
+    given = {name: (p * 1.5).detach().requires_grad_() for name, p in model.named_parameters()}
+
+    def found():
+        loss = functional_call(model, given, (X,)).square().sum()
+        return torch.autograd.grad(loss, list(given.values()))
+
+    expected = found()
+    checkpoint_activations(model, '')
+    for one, other in zip(found(), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
+
+
+def test_parameters_stepped_before_backward_are_refused():
+    model = block()
+    checkpoint_activations(model, '')
+
+    def step(model):
+        with torch.no_grad():
+            model[3].weight.mul_(0.9)
+
+    with pytest.raises(ValueError, match=r'3\.weight of the model changes between its forward'):
+        gradients(model, step)
+
+
+class Counting(nn.Module):
+    """Scales by how often it was called, which it keeps in one way or another."""
+
+    def __init__(self, way, warm_up=0):
+        super().__init__()
+        self.way, self.calls, self.warm_up = way, 0, warm_up
+        self.layer = nn.Linear(6, 6).double()
+        self.register_buffer('count', torch.ones(()).double())
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > self.warm_up and self.training:
+            if self.way == 'in place':
+                self.count.add_(1)
+            elif self.way == 'buffer':
+                self.count = self.count + 1
+        return torch.tanh(self.layer(x) * (self.calls if self.way == 'number' else self.count))
+
+
+@pytest.mark.parametrize('way', ['number', 'buffer'])
+def test_what_a_forward_replaces_is_counted_once(way):
+    torch.manual_seed(0)
+    model = Counting(way)
+    assert_exact(model, calls=3)
+    assert model.calls == 3
+
+
+@pytest.mark.parametrize('warm_up', [0, 2])
+def test_a_buffer_that_is_written_to_is_refused_in_whichever_call(warm_up):
+    model = Counting('in place', warm_up)
+    checkpoint_activations(model, '')
+    gradients(model.eval())  # nothing changes here
+    with pytest.raises(ValueError, match='count of the model changes in its forward'):
+        for _ in range(3):
+            gradients(model.train())
+
+
+def test_spectral_norm_is_exact_in_eval_mode_and_refused_where_it_iterates():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), nn.Tanh())
+    assert_exact(model.double().eval())
+    with pytest.raises(ValueError, match=r'_u of the model changes in its forward'):
+        gradients(model.train())
+
+
+def test_a_weight_that_a_hook_computes_outside_is_the_one_of_its_call():
+    torch.manual_seed(0)
+    model = nn.utils.spectral_norm(nn.Linear(6, 6)).double().eval()
+    checkpoint_activations(model, '')
+    loss = model(X).tanh().sum()
+    weight = model.weight
+    model.weight_u = model.weight_u.flip(0)
+    model(X)
+    assert not torch.equal(model.weight, weight)
+    found = torch.autograd.grad(loss, model.weight_orig, retain_graph=True)
+    expected = torch.autograd.grad((X @ weight.T + model.bias).tanh().sum(), model.weight_orig)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+class Stashing(nn.Module):
+    """Keeps its last result, with its graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(6, 6).double(), None
+
+    def forward(self, x):
+        self.seen = self.layer(x)
+        return self.seen.tanh()
+
+
+def test_results_of_a_step_before_are_let_go():
+    model = Stashing()
+    checkpoint_activations(model, '')
+    model(X).sum().backward()
+    before = weakref.ref(model.seen)
+    out = model(X)
+    gc.collect()
+    assert before() is None
+    out.sum().backward()
