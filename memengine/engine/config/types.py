@@ -130,6 +130,7 @@ def find_anywhere(name: str, scope: str) -> tuple[str, Callable[..., Any]] | Non
 
 
 @functools.cache
+@functools.cache
 def arguments_of(target: Callable[..., Any], positional: int = 0) -> Arguments:
     """The arguments of a class or function.
 
