@@ -20,6 +20,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import entry_points
 from numbers import Integral, Real
+from operator import ge, le, lt
 from typing import (
     Annotated,
     Any,
@@ -103,6 +104,9 @@ class Settings:
                 raise ValueError(f'{name} is {one.wanted}, got {value!r}')
 
 
+_LIMITS = {'low': ('at least', ge), 'high': ('at most', le), 'below': ('below', lt)}
+
+
 @dataclass(frozen=True)
 class Setting:
     """What a field of a class of settings may be."""
@@ -118,23 +122,20 @@ class Setting:
     @property
     def wanted(self) -> str:
         """Its type and range, in words."""
-        limits = self.field.metadata
-        said = [f'at least {limits["low"]:g}'] if limits['low'] is not None else []
-        said += [f'at most {limits["high"]:g}'] if limits['high'] is not None else []
-        said += [f'below {limits["below"]:g}'] if limits['below'] is not None else []
+        said = [f'{word} {limit:g}' for word, _, limit in self._limits()]
         return f'{in_words(self.hint)}{", " if said else ""}{" and ".join(said)}'
 
     def allows(self, value: Any) -> bool:
         """Whether it may have this value."""
         inner = value.values() if isinstance(value, Mapping) else [value]
         numbers = [one for one in inner if isinstance(one, Real) and not isinstance(one, bool)]
-        limits = self.field.metadata
-        return is_of(value, self.hint) and not any(
-            (limits['low'] is not None and not number >= limits['low'])  # NaN is neither
-            or (limits['high'] is not None and not number <= limits['high'])
-            or (limits['below'] is not None and not number < limits['below'])
-            for number in numbers
+        return is_of(value, self.hint) and all(
+            holds(number, limit) for number in numbers for _, holds, limit in self._limits()
         )
+
+    def _limits(self) -> list[tuple[str, Callable[[Any, Any], bool], float]]:
+        stated = self.field.metadata
+        return [(*_LIMITS[key], stated[key]) for key in _LIMITS if stated[key] is not None]
 
 
 def settings_of(kind: type[Settings]) -> dict[str, Setting]:

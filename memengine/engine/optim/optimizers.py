@@ -30,19 +30,9 @@ def CPUOffloadOptimizer(  # noqa: N802 (a type name of the config language)
     minimal_size: int = 4096,
     **kwargs: Any,
 ) -> Optimizer:
-    """torchao's optimiser in host memory, whose own optimiser may be named as in a config.
+    """:func:`~memengine.techniques.optimizer.torchao_optimizers.cpu_offload_optimizer`.
 
-    Args:
-        params: Parameters or groups, on a GPU.
-        optimizer_class: Name (or class) of the optimiser that runs on the host.
-        minimal_size: Tensors of fewer numbers stay with their state on the GPU.
-        **kwargs: Settings of that optimiser, such as ``lr``.
-
-    Raises:
-        ImportError: When torchao is not installed.
-        ValueError: When the parameters are on no GPU, or there is no such optimiser.
-
-    Cost: see :func:`memengine.techniques.optimizer.torchao_optimizers.cpu_offload_optimizer`.
+    ``optimizer_class`` may be a name, as in a config; a ValueError says if there is none.
     """
     kind = OPTIMIZERS.get(optimizer_class) if isinstance(optimizer_class, str) else optimizer_class
     if kind is None:

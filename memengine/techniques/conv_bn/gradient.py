@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-__all__ = ['Geometry', 'conv_bn_eval', 'frozen_bn']
+__all__ = ['ConvOutput', 'Geometry', 'conv_bn_eval', 'frozen_bn']
 
 
 def _per_axis(value: int | Sequence[int], axes: int) -> list[int]:
@@ -61,6 +62,30 @@ class Geometry(NamedTuple):
         return grouped.flatten(3).sum((1, 3)).flatten()
 
 
+class ConvOutput(NamedTuple):
+    """How a convolution's output came about.
+
+    Attributes:
+        name: The convolution's.
+        x: [N, C, ...], in the type that it is convolved in; None where no gradient goes to it.
+        weight: [K, C/G, R], transposed [C, K/G, R]; of any type.
+        bias: [K].
+        geometry: The convolution's.
+        activation: If given, ``x`` is ``activation(preactivation)``.
+        preactivation: Is kept in place of ``x``, as it is kept anyway.
+        versions: Of the output and these tensors: were any changed since?
+    """
+
+    name: str
+    x: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    geometry: Geometry | None = None
+    activation: Callable[[Tensor], Tensor] | None = None
+    preactivation: Tensor | None = None
+    versions: tuple[int, ...] = ()
+
+
 class _ConvBNEval(torch.autograd.Function):
     """BatchNorm of a convolution's output, whose gradient goes past that output.
 
@@ -79,7 +104,6 @@ class _ConvBNEval(torch.autograd.Function):
         mean: Tensor,
         var: Tensor,
         output: Tensor,
-        normalise: Callable[..., Tensor],
         eps: float,
         geometry: Geometry,
         activation: Callable[[Tensor], Tensor] | None,
@@ -88,7 +112,7 @@ class _ConvBNEval(torch.autograd.Function):
         ctx.save_for_backward(preactivation if needs_x else None, weight, bias, gamma, mean, var)
         ctx.eps, ctx.geometry, ctx.activation = eps, geometry, activation
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
-        return normalise(output, mean, var, gamma, beta, eps=eps)
+        return F.batch_norm(output, mean, var, gamma, beta, eps=eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -118,49 +142,38 @@ class _ConvBNEval(torch.autograd.Function):
         if needs_weight:
             grad_weight = geometry.scaled_weight(grad_fused.to(weight.dtype), scale)
         grad_beta = total if needs_beta else None
-        return grad_x, grad_weight, grad_bias, grad_gamma, grad_beta, *[None] * 8
+        return grad_x, grad_weight, grad_bias, grad_gamma, grad_beta, *[None] * 7
 
 
 def conv_bn_eval(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    source: ConvOutput,
     output: Tensor,
-    geometry: Geometry,
-    normalise: Callable[..., Tensor],
     statistics: tuple[Tensor, Tensor],
     affine: tuple[Tensor | None, Tensor | None],
     eps: float,
-    activation: Callable[[Tensor], Tensor] | None = None,
-    preactivation: Tensor | None = None,
 ) -> Tensor:
-    """BatchNorm in eval mode of ``output``, the convolution of ``x``.
+    """BatchNorm in eval mode of a convolution's output.
 
     Args:
-        x: [N, C, ...], in the type that it is convolved in.
-        weight: [K, C/G, R], transposed [C, K/G, R]; of any type.
-        bias: [K].
+        source: Where the output is from; a gradient goes there.
         output: [N, K, ...]; its values are used, its graph is not.
-        geometry: The convolution's.
-        normalise: ``F.batch_norm``.
         statistics: Running mean and variance, [K].
         affine: BatchNorm's weight and bias, [K].
         eps: BatchNorm's.
-        activation: If given, ``x`` is ``activation(before)``.
-        before: Is kept in place of ``x``, as it is kept anyway.
 
     Returns:
-        [N, K, ...], what ``normalise`` gives.
+        [N, K, ...], what ``F.batch_norm`` gives.
 
     Cost: forward is the plain one. Kept are parameters and ``x``, or nothing where neither
     ``weight`` nor BatchNorm's weight needs a gradient. Backward passes over the weight a few times
     more and over tensors of the output's size less often; where ``weight`` is frozen and
     BatchNorm's is not, it computes the former's gradient for the latter's.
     """
+    _, x, weight, bias, geometry, activation, preactivation, _ = source
     kept = x if preactivation is None else preactivation
     return _ConvBNEval.apply(
         *(x, weight, bias, *affine, kept, *statistics, output.detach()),
-        *(normalise, eps, geometry, activation),
+        *(eps, geometry, activation),
     )
 
 
@@ -176,11 +189,10 @@ class _FrozenBN(torch.autograd.Function):
         mean: Tensor,
         var: Tensor,
         eps: float,
-        normalise: Callable[..., Tensor],
     ) -> Tensor:
         ctx.save_for_backward(weight, var)
         ctx.eps, ctx.x_dtype, ctx.bias_dtype = eps, x.dtype, None if bias is None else bias.dtype
-        return normalise(x, mean, var, weight, bias, eps=eps)
+        return F.batch_norm(x, mean, var, weight, bias, eps=eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -195,11 +207,10 @@ class _FrozenBN(torch.autograd.Function):
             axes = [axis for axis in range(grad.dim()) if axis != 1]
             grad_bias = grad.sum(axes, dtype=torch.promote_types(grad.dtype, torch.float32))
             grad_bias = grad_bias.to(ctx.bias_dtype)
-        return grad_x, grad_bias, *[None] * 5
+        return grad_x, grad_bias, *[None] * 4
 
 
 def frozen_bn(
-    normalise: Callable[..., Tensor],
     x: Tensor,
     mean: Tensor | None,
     var: Tensor | None,
@@ -209,11 +220,11 @@ def frozen_bn(
     momentum: float,
     eps: float,
 ) -> Tensor:
-    """``normalise``, which is ``F.batch_norm``, of ``x`` [N, K, ...] in eval mode.
+    """``F.batch_norm`` of ``x`` [N, K, ...] in eval mode.
 
     Only where ``weight`` [K] takes no gradient: then nothing but parameters is kept. ``bias`` [K]
     may take one. ``training`` and ``momentum`` are not used.
     """
     assert not training and not (weight is not None and weight.requires_grad)
-    output: Tensor = _FrozenBN.apply(x, bias, weight, mean, var, eps, normalise)
+    output: Tensor = _FrozenBN.apply(x, bias, weight, mean, var, eps)
     return output

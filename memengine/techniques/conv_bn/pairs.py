@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from memengine._torch_private.autograd import current_backward, gradient_hooks_of, version_of
 from memengine._torch_private.modules import forward_hooks_of, forward_pre_hooks_of
-from memengine._torch_private.ops import is_traceable_wrapper_subclass
-from memengine.techniques.conv_bn.gradient import Geometry, conv_bn_eval, frozen_bn
+from memengine._torch_private.ops import do_not_compile, is_traceable_wrapper_subclass
+from memengine.techniques.conv_bn.gradient import ConvOutput, Geometry, conv_bn_eval, frozen_bn
 
 __all__ = ['ConvBNPairs', 'EnterLayer', 'LeaveLayer', 'OwnHook', 'Pair']
 
@@ -34,19 +34,6 @@ _CONVOLUTIONS = dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _CONVOLUTION) | di
 )
 _KEEP_THEIR_INPUT = {F.silu, F.hardswish, F.mish, F.gelu}
 _local = threading.local()  # .modes: those of this thread's calls, innermost last
-
-
-class _ConvOutput(NamedTuple):
-    """How a convolution's output came about."""
-
-    name: str
-    x: Tensor | None = None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    geometry: Geometry | None = None
-    activation: Callable[[Tensor], Tensor] | None = None
-    preactivation: Tensor | None = None
-    versions: tuple[int, ...] = ()  # of the output and these tensors: were any changed since?
 
 
 class ConvBNPairs:
@@ -68,7 +55,7 @@ class ConvBNPairs:
         self._forget_tensors()
 
     def _forget_tensors(self) -> None:
-        self._outputs = WeakTensorKeyDictionary()  # of convolutions: tensor to _Output
+        self._outputs = WeakTensorKeyDictionary()  # of convolutions: tensor to ConvOutput
         self._activated = WeakTensorKeyDictionary()  # tensor to (activation, before, versions)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -99,9 +86,9 @@ class ConvBNPairs:
             activation = preactivation = None
         output = function(**arguments)
         if not output.requires_grad:
-            self._outputs[output] = _ConvOutput(mode.name)
+            self._outputs[output] = ConvOutput(mode.name)
         else:
-            self._outputs[output] = _ConvOutput(
+            self._outputs[output] = ConvOutput(
                 *(mode.name, x, weight, bias),
                 Geometry.of(arguments, 'output_padding' in _CONVOLUTIONS[function]),
                 *(activation, preactivation, _versions(output, x, weight, bias, preactivation)),
@@ -122,11 +109,11 @@ class ConvBNPairs:
     ) -> Tensor:
         """BatchNorm, without keeping ``input`` where it is an output of a convolution."""
         plain = (running_mean, running_var, weight, bias, training, momentum, eps)
-        source: _ConvOutput | None = self._outputs.pop(input, None)
+        source: ConvOutput | None = self._outputs.pop(input, None)
         if not torch.is_grad_enabled():
             return F.batch_norm(input, *plain)
         keeps_nothing = not (training or running_var is None or _needs_gradient(weight))
-        normalise = partial(frozen_bn, F.batch_norm) if keeps_nothing else F.batch_norm
+        normalise = frozen_bn if keeps_nothing else F.batch_norm
         if source is None:
             if keeps_nothing and (input.requires_grad or _needs_gradient(bias)):
                 self.frozen[mode.name] = None
@@ -136,19 +123,8 @@ class ConvBNPairs:
         self.found[pair] = None if keeps_nothing and input.requires_grad else reason
         if reason is not None:
             return normalise(input, *plain)
-        assert source.x is not None and source.weight is not None and source.geometry is not None
         assert running_mean is not None and running_var is not None
-        output = conv_bn_eval(
-            *(source.x, source.weight, source.bias),
-            input,
-            source.geometry,
-            partial(F.batch_norm, training=False),
-            (running_mean, running_var),
-            (weight, bias),
-            eps,
-            source.activation,
-            source.preactivation,
-        )
+        output = conv_bn_eval(source, input, (running_mean, running_var), (weight, bias), eps)
         # No gradient comes this way, unless something else has used the convolution's output.
         input.register_hook(partial(self._see_other_user, pair))
         mode.normalised = output
@@ -161,7 +137,7 @@ class ConvBNPairs:
         return output
 
     def _why_not(
-        self, pair: Pair, source: _ConvOutput, output: Tensor, training: bool, norm: nn.Module
+        self, pair: Pair, source: ConvOutput, output: Tensor, training: bool, norm: nn.Module
     ) -> str | None:
         """Why BatchNorm has to keep its input, or None."""
         if training:
@@ -194,7 +170,7 @@ class _LayerMode(TorchFunctionMode):
         self.pairs, self.layer, self.name = pairs, layer, name
         self.normalised: Any = None  # what BatchNorm gave in this call
 
-    @torch.compiler.disable
+    @do_not_compile
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _CONVOLUTIONS:
@@ -218,7 +194,7 @@ class EnterLayer(OwnHook):
     def __init__(self, pairs: ConvBNPairs, name: str) -> None:
         self.pairs, self.name = pairs, name
 
-    @torch.compiler.disable
+    @do_not_compile
     def __call__(self, layer: nn.Module, args: Any) -> None:
         """Watch what the layer calls."""
         self.pairs.has_run |= torch.is_grad_enabled()
@@ -230,7 +206,7 @@ class EnterLayer(OwnHook):
 class LeaveLayer(OwnHook):
     """Forward hook: the layer's call has ended, or raised."""
 
-    @torch.compiler.disable
+    @do_not_compile
     def __call__(self, layer: nn.Module, args: Any, output: Any) -> None:
         """Watch no longer."""
         if _modes() and _modes()[-1].layer is layer:

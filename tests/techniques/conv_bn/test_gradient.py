@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from memengine.memory import SavedBytes
-from memengine.techniques.conv_bn.gradient import Geometry, conv_bn_eval
+from memengine.techniques.conv_bn.gradient import ConvOutput, Geometry, conv_bn_eval
 from memengine.testing import assert_same_step
 
 NAMES = ('x', 'weight', 'bias', 'gamma', 'beta')
@@ -56,9 +56,8 @@ def fused(case, made, statistics):
     function, *_, settings = CASES[case]
     geometry = Geometry.of({'weight': weight, **settings}, 'transpose' in function.__name__)
     output = function(x, weight, bias, **settings)
-    return conv_bn_eval(
-        *(x, weight, bias, output, geometry, F.batch_norm, statistics, (gamma, beta), 1e-5)
-    )
+    source = ConvOutput('conv', x, weight, bias, geometry)
+    return conv_bn_eval(source, output, statistics, (gamma, beta), 1e-5)
 
 
 def gradients(out, made):
@@ -133,10 +132,8 @@ def test_an_activation_before_is_computed_again():
         if not fuse:
             return F.batch_norm(output, *statistics, gamma, beta)
         geometry = Geometry.of({'weight': weight, **settings}, False)
-        return conv_bn_eval(
-            *(x, weight, bias, output, geometry, F.batch_norm, statistics, (gamma, beta), 1e-5),
-            *(F.silu, before),
-        )
+        source = ConvOutput('conv', x, weight, bias, geometry, F.silu, before)
+        return conv_bn_eval(source, output, statistics, (gamma, beta), 1e-5)
 
     actual = gradients(through_silu(made, True), made)
     assert_same_step(actual, gradients(through_silu(twins, False), twins), 1e-10)
