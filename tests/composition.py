@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,7 +153,9 @@ def optim(**settings: Any) -> dict[str, Any]:
     return {'optim_wrapper': settings}
 
 
-def train(kind: str, rows: Iterable[Row], iterations: int = ITERATIONS) -> Tensor:
+def train(
+    kind: str, rows: Iterable[Row], iterations: int = ITERATIONS, hooks: Sequence[Any] = ()
+) -> Tensor:
     """All parameters after a short training with SGD, [numbers] in float64."""
     cfg = Config(optim(optimizer={'type': 'SGD', 'lr': 0.1}))
     cfg.model = {'loss': {'type': 'NTXentLoss'}}
@@ -180,6 +182,7 @@ def train(kind: str, rows: Iterable[Row], iterations: int = ITERATIONS) -> Tenso
             train_cfg={'by_epoch': True, 'max_epochs': 1},
             optim_wrapper=cfg.pop('optim_wrapper'),
             default_hooks={'checkpoint': None},
+            custom_hooks=list(hooks),
             default_scope='memengine',
             log_level='ERROR',
             randomness={'seed': 0},

@@ -19,7 +19,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from memengine.datasets.build import build
-from memengine.datasets.folders import load_rgb
+from memengine.datasets.folders import MOST_PIXELS, load_rgb
 from memengine.datasets.image_dataset import positions
 from memengine.datasets.transforms.torchvision_v2 import TorchvisionTransform
 from memengine.registry import DATASETS, FUNCTIONS, TRANSFORMS, TransformConfig
@@ -59,6 +59,7 @@ class CocoDetection(Dataset):
             the image's size, which the metric's annotations are for.
         indices: Which of the images to use: a list of positions, or a number for the first so
             many (negative: the last). Defaults to all.
+        max_pixels: An image of more pixels is refused.
 
     Raises:
         ImportError: When pycocotools is missing.
@@ -74,7 +75,9 @@ class CocoDetection(Dataset):
         only_annotated: bool = False,
         transforms: Sequence[TransformConfig] = (),
         indices: int | Sequence[int] | None = None,
+        max_pixels: int = MOST_PIXELS,
     ) -> None:
+        self._max_pixels = max_pixels
         self._coco = _read(annotations)
         self._root = Path(root)
         if not self._root.is_dir():
@@ -104,7 +107,7 @@ class CocoDetection(Dataset):
         image_id = self._ids[index]
         file = self._root / self._coco.loadImgs(image_id)[0]['file_name']
         try:
-            image = load_rgb(str(file))
+            image = load_rgb(str(file), self._max_pixels)
         except OSError as error:
             raise ValueError(f'cannot read image {image_id}, {str(file)!r}: {error}') from error
         objects = self._objects(image_id)

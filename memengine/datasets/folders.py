@@ -1,21 +1,31 @@
-"""Sources on disk: folders of images, ImageNet's layout and CIFAR's pickles, by torchvision."""
+"""Sources on disk: folders of images, ImageNet's layout, and CIFAR's pickles by torchvision."""
 
 from __future__ import annotations
 
+import logging
+import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from mmengine.logging import print_log
 from PIL import Image
 
 from memengine.datasets.build import one_line
 from memengine.registry import DATASETS
 
-__all__ = ['CIFAR10', 'CIFAR100', 'ImageFolder', 'ImageNet', 'load_rgb']
+__all__ = ['CIFAR10', 'CIFAR100', 'MOST_PIXELS', 'ImageFolder', 'ImageNet', 'load_rgb']
+
+MOST_PIXELS = 100_000_000
+"""Of an image, unless more are asked for; as RGB they take 300 MB in each worker."""
 
 
-def load_rgb(path: str) -> Image.Image:
+_SUFFIXES = ('.jpg', '.jpeg', '.png', '.ppm', '.bmp', '.pgm', '.tif', '.tiff', '.webp')
+
+
+def load_rgb(path: str, max_pixels: int = MOST_PIXELS) -> Image.Image:
     """Read an image file as 8-bit RGB, whatever it holds.
 
     Sixteen-bit greyscale is scaled to eight bits (Pillow's own conversion cuts it off at 255),
@@ -23,25 +33,37 @@ def load_rgb(path: str) -> Image.Image:
 
     Args:
         path: The file.
+        max_pixels: Larger images are refused, before memory is taken for them.
 
     Returns:
         A PIL image of mode ``RGB``.
 
     Raises:
-        OSError: When the file is missing, truncated, or no image that can be read.
+        OSError: When the file is missing, truncated, larger, or no image that can be read; when it
+            is no file but a pipe or a device, from which reading might never end.
     """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError('it is no regular file')
+    limit_of_pillow, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, max_pixels
     try:
         with Image.open(path) as image:
+            if image.width * image.height > max_pixels:
+                raise Image.DecompressionBombError
             image.load()
             return _as_rgb(image)
+    except Image.DecompressionBombError as error:
+        raise OSError(
+            f'it has more pixels than max_pixels={max_pixels}, a setting of the source'
+        ) from error
     except (
         SyntaxError,  # Pillow's error for a broken PNG
         EOFError,
         ValueError,
         struct.error,
-        Image.DecompressionBombError,
     ) as error:
         raise OSError(one_line(error)) from error
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit_of_pillow
 
 
 def _as_rgb(image: Image.Image) -> Image.Image:
@@ -66,39 +88,90 @@ def _existing_folder(root: str, setting: str = 'root') -> Path:
     return folder
 
 
+def _files_below(folder: str, entered: set[tuple[int, int]], again: list[str]) -> Iterator[str]:
+    """Files in and below a folder, by folder; each folder once, wherever links lead.
+
+    Args:
+        folder: Where to begin.
+        entered: Folders that are not entered any more; grows.
+        again: Takes up the paths of those that were come upon.
+    """
+    found = []
+    for path, folders, files in os.walk(folder, followlinks=True):
+        new = []
+        for name in folders:
+            below = os.path.join(path, name)
+            if _identity(below) in entered:
+                again.append(below)
+            else:
+                entered.add(_identity(below))
+                new.append(name)
+        folders[:] = new
+        found.append((path, sorted(files)))
+    return (os.path.join(path, name) for path, files in sorted(found) for name in files)
+
+
+def _identity(path: str) -> tuple[int, int]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
+
+
 @DATASETS.register_module()
 class ImageFolder:
     """Images in one folder per class: ``root/<class>/**/<image>``, read as RGB.
 
+    Links to folders are followed, but no folder is entered twice: a loop of links ends, and no
+    image gets the label of another class.
+
     Args:
         root: The folder that holds one folder per class, in whose sorted order the classes are
             numbered.
+        max_pixels: An image of more pixels cannot be read (see the dataset's ``on_error``).
 
     Raises:
         ValueError: When ``root`` is no folder, holds no class folder, or a class without images.
     """
 
-    def __init__(self, root: str) -> None:
-        from torchvision import datasets
-
+    def __init__(self, root: str, max_pixels: int = MOST_PIXELS) -> None:
         folder = _existing_folder(root)
-        try:
-            self._files = datasets.ImageFolder(str(folder), loader=load_rgb)
-        except FileNotFoundError as error:
-            raise ValueError(
-                f'root={str(folder)!r} must hold one folder of images per class: {one_line(error)}'
-            ) from error
-        self.classes: list[str] = self._files.classes
+        self._max_pixels = max_pixels
+        self.classes: list[str] = sorted(each.name for each in os.scandir(folder) if each.is_dir())
+        if not self.classes:
+            raise ValueError(f'root={str(folder)!r} must hold one folder of images per class')
+        again: list[str] = []
+        entered = {_identity(str(folder))}
+        for name in self.classes:
+            if _identity(str(folder / name)) in entered:
+                raise ValueError(f'{str(folder / name)!r} is a link to another class or to root')
+            entered.add(_identity(str(folder / name)))
+        self._samples: list[tuple[str, int]] = []
+        for label, name in enumerate(self.classes):
+            files = _files_below(str(folder / name), entered, again)
+            images = [(file, label) for file in files if file.lower().endswith(_SUFFIXES)]
+            if not images:
+                raise ValueError(
+                    f'root={str(folder)!r} must hold one folder of images per class: there is no '
+                    f'{", ".join(_SUFFIXES)} in {name!r}'
+                )
+            self._samples += images
+        if again:
+            print_log(
+                f'{type(self).__name__}: {len(again)} links lead to folders that are read already '
+                f'and are not followed ({again[0]!r})',
+                logger='current',
+                level=logging.WARNING,
+            )
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._samples)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        return self._files[index]
+        path, label = self._samples[index]
+        return load_rgb(path, self._max_pixels), label
 
     def path(self, index: int) -> str:
         """The file that sample ``index`` is read from."""
-        return self._files.samples[index][0]
+        return self._samples[index][0]
 
 
 @DATASETS.register_module()
@@ -108,16 +181,23 @@ class ImageNet(ImageFolder):
     Args:
         root: The folder that holds ``train`` and ``val``.
         split: ``'train'`` or ``'val'``.
+        max_pixels: As for ``ImageFolder``.
 
     Raises:
         ValueError: When the split's folder is missing or not sorted into one folder per class.
     """
 
-    def __init__(self, root: str, split: Literal['train', 'val'] = 'train') -> None:
+    def __init__(
+        self,
+        root: str,
+        split: Literal['train', 'val'] = 'train',
+        max_pixels: int = MOST_PIXELS,
+    ) -> None:
         if split not in ('train', 'val'):
             raise ValueError(f"split must be 'train' or 'val', got {split!r}")
         folder = _existing_folder(root) / split
-        super().__init__(str(_existing_folder(str(folder), 'root (the folder of train and val)')))
+        split_folder = _existing_folder(str(folder), 'root (the folder of train and val)')
+        super().__init__(str(split_folder), max_pixels)
 
 
 class _Cifar:

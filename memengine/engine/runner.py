@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,7 +20,12 @@ from torch.utils.data import DataLoader
 
 from memengine._torch_private.data_loading import end_workers
 from memengine.engine.apply import apply_before_wrapping, apply_to_model, hooks_of_keys, refuse
-from memengine.engine.checkpoint.files import CheckpointError, atomic_write, find_latest
+from memengine.engine.checkpoint.files import (
+    CheckpointError,
+    atomic_write,
+    find_latest,
+    safe_loading,
+)
 from memengine.engine.checkpoint.sharded import SUFFIX, ShardedWriter, is_sharded
 from memengine.engine.checkpoint.state import (
     ShardLayout,
@@ -43,7 +48,7 @@ from memengine.engine.data_order import reproducible
 from memengine.engine.distributed.processes import init_process_group, local_device_ids
 from memengine.engine.faults.finite_state import each_optim_wrapper, refuse_nonfinite_state
 from memengine.engine.hooks import AlgorithmHook, CheckpointHook, NonFiniteHook, RandomStateHook
-from memengine.engine.step import unwrap
+from memengine.engine.step import SlicedModel, unwrap
 from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
 from memengine.engine.wrappers.fsdp import FullyShardedDataParallel
 from memengine.registry import LOOPS, MODEL_WRAPPERS, MODELS, RUNNERS
@@ -197,7 +202,8 @@ class Runner(_Runner):
         """Initialise a model while it is whole, and spread it over the ranks."""
         options = {key: value for key, value in config.items() if key != 'type'}
         if not options.get('meta') and isinstance(model, InitializesWeights):
-            model.init_weights()
+            with self._safe_init_files():
+                model.init_weights()
         wrapped = wrapper(module=model, **options)
         if options.get('meta') and isinstance(model, ActsAfterInit):
             model.after_init()
@@ -206,7 +212,12 @@ class Runner(_Runner):
     def _init_model_weights(self) -> None:
         """Initialise the model, unless that was done before it was spread over the ranks."""
         if not isinstance(self.model, FullyShardedDataParallel):
-            super()._init_model_weights()
+            with self._safe_init_files():
+                super()._init_model_weights()
+
+    def _safe_init_files(self) -> AbstractContextManager[None]:
+        """Hold MMEngine's ``Pretrained`` to reading as safely as all else."""
+        return safe_loading('A checkpoint of init_cfg', self.cfg.get('trusted_globals', ()))
 
     def _warn_of_local_losses(self, model: nn.Module) -> None:
         """Say which losses contrast only the samples of their own rank."""
@@ -218,6 +229,19 @@ class Runner(_Runner):
                 'samples with each other, which is another objective than that of the whole batch; '
                 "set model_wrapper_cfg.type='DisCoDistributedDataParallel' to contrast the samples "
                 'of all ranks'
+            )
+
+    def _refuse_lone_samples(self) -> None:
+        """Refuse batches of one sample where samples meet in the loss, which is 0 then."""
+        model = unwrap(self.model)
+        losses = losses_with_a_group(model).values()
+        is_local = any(loss.process_group is None for loss in losses)
+        fewest = self.world_size if is_local else 1
+        if samples_per_step(self) == fewest and isinstance(model, SlicedModel) and model.coupled:
+            raise ValueError(
+                f'train_dataloader.batch_size=1: in the loss of {type(model).__name__} samples are '
+                'compared with each other, so that one alone teaches nothing (the loss is 0); set '
+                'it to at least 2'
             )
 
     def register_default_hooks(self, hooks: dict[str, Any] | None = None) -> None:
@@ -250,6 +274,7 @@ class Runner(_Runner):
         if self._val_loop is not None:
             self._val_loop = self.build_val_loop(self._val_loop)
         refuse({**self.cfg, 'launcher': self.launcher}, self.hooks)
+        self._refuse_lone_samples()
         self.call_hook('before_run')
         self._init_model_weights()
         apply_to_model(unwrap(self.model), self.logger, self.hooks)

@@ -1,3 +1,4 @@
+import os
 import pickle
 
 import numpy as np
@@ -5,10 +6,11 @@ import pytest
 import torchvision
 from PIL import Image
 
-from memengine.datasets import CIFAR10, CIFAR100, ImageFolder, ImageNet
+from memengine.datasets import CIFAR10, CIFAR100, ImageFolder, ImageNet, folders
 from memengine.datasets.folders import load_rgb
 from memengine.registry import DATASETS
 from tests.datasets.toy import write_cifar
+from tests.engine.malice import Attack, bare_pickle
 
 
 def save(path, pixels, mode=None):
@@ -76,11 +78,33 @@ class TestLoadRgb:
         with pytest.raises(OSError, match='cannot identify'):
             load_rgb(str(tmp_path / 'a.png'))
 
-    def test_a_decompression_bomb_is_an_error_of_the_same_kind(self, tmp_path, monkeypatch):
+    @pytest.mark.fault(
+        'an image of more than 100 million pixels (a decompression bomb)',
+        'not decoded; it counts as unreadable unless `max_pixels` of its source is raised',
+    )
+    def test_a_decompression_bomb_is_an_error_of_the_same_kind(self, tmp_path):
+        for side in (10_001, 100_000):
+            (tmp_path / 'bomb.ppm').write_text(f'P6 {side} {side} 255 ')
+            with pytest.raises(OSError, match='more pixels than max_pixels=100000000'):
+                load_rgb(str(tmp_path / 'bomb.ppm'))
         save(tmp_path / 'a.png', flat(1))
-        monkeypatch.setattr(Image, 'MAX_IMAGE_PIXELS', 5)
-        with pytest.raises(OSError, match='exceeds limit'):
-            load_rgb(str(tmp_path / 'a.png'))
+        with pytest.raises(OSError, match='more pixels than max_pixels=19'):
+            load_rgb(str(tmp_path / 'a.png'), max_pixels=19)
+        assert load_rgb(str(tmp_path / 'a.png'), max_pixels=20).size == (5, 4)
+
+    def test_more_pixels_are_read_when_asked_for(self, tmp_path, monkeypatch):
+        save(tmp_path / 'a.png', flat(1))
+        monkeypatch.setattr(Image, 'MAX_IMAGE_PIXELS', 5)  # of Pillow, which is not asked
+        assert load_rgb(str(tmp_path / 'a.png')).size == (5, 4)
+        assert Image.MAX_IMAGE_PIXELS == 5
+
+    @pytest.mark.fault('a pipe or a device among the images', 'an unreadable image; no waiting')
+    def test_what_is_no_regular_file_is_an_error(self, tmp_path):
+        os.mkfifo(tmp_path / 'pipe.png')
+        (tmp_path / 'device.png').symlink_to('/dev/zero')
+        for name in ('pipe.png', 'device.png'):
+            with pytest.raises(OSError, match='no regular file'):
+                load_rgb(str(tmp_path / name))
 
 
 class TestImageFolder:
@@ -113,6 +137,43 @@ class TestImageFolder:
         (tmp_path / 'hollow').mkdir()
         with pytest.raises(ValueError, match='hollow'):
             ImageFolder(str(tmp_path))
+
+    @pytest.mark.fault(
+        'links among the folders of images that form a loop, or lead into another class',
+        'no folder is entered twice; the number of links not followed is said',
+    )
+    def test_no_folder_is_entered_twice(self, tmp_path, monkeypatch):
+        said = []
+        monkeypatch.setattr(folders, 'print_log', lambda text, **options: said.append(text))
+        for name in ('ant', 'bee', 'cow'):
+            save(tmp_path / 'data' / name / '1.png', flat(1))
+            save(tmp_path / 'data' / name / '2.png', flat(1))
+        save(tmp_path / 'elsewhere' / '3.png', flat(1))
+        links = dict(up='..', other='../bee', out='../../elsewhere', twice='../../elsewhere')
+        for name, target in links.items():
+            (tmp_path / 'data' / 'ant' / name).symlink_to(target)
+        (tmp_path / 'elsewhere' / 'home').symlink_to('../data')
+        source = ImageFolder(str(tmp_path / 'data'))
+        assert len(source) == 7, 'six, and the one that a link leads to'
+        assert [source[i][1] for i in range(7)] == [0, 0, 0, 1, 1, 2, 2]
+        assert '4 links lead to folders that are read already' in said[0]
+
+    def test_a_class_is_no_link_to_another(self, tmp_path):
+        save(tmp_path / 'ant' / '1.png', flat(1))
+        (tmp_path / 'bee').symlink_to('ant')
+        with pytest.raises(ValueError, match="bee' is a link to another class"):
+            ImageFolder(str(tmp_path))
+
+    def test_links_to_classes_elsewhere_are_followed(self, tmp_path):
+        save(tmp_path / 'store' / 'ant' / '1.png', flat(1))
+        (tmp_path / 'data').mkdir()
+        (tmp_path / 'data' / 'ant').symlink_to('../store/ant')
+        assert ImageFolder(str(tmp_path / 'data')).classes == ['ant']
+
+    def test_the_limit_of_pixels_is_a_setting(self, tmp_path):
+        save(tmp_path / 'train' / 'ant' / '1.png', flat(1))
+        with pytest.raises(OSError, match='max_pixels=3'):
+            ImageNet(str(tmp_path), max_pixels=3)[0]
 
 
 class TestImageNet:
@@ -161,6 +222,15 @@ class TestCifar:
             file.write(b'!')
         with pytest.raises(ValueError, match='damaged'):
             CIFAR10(str(tmp_path))
+
+    @pytest.mark.fault("CIFAR's pickles replaced by ones with code", 'not unpickled; refused')
+    @pytest.mark.parametrize('file', ['data_batch_1', 'batches.meta'])
+    def test_other_pickles_are_not_read(self, tmp_path, monkeypatch, file):
+        folder = write_cifar(tmp_path, monkeypatch, 'CIFAR10', counts=12)
+        bare_pickle(Attack(tmp_path / 'traces'), folder / file)
+        with pytest.raises(ValueError, match='damaged'):
+            CIFAR10(str(tmp_path))
+        assert not (tmp_path / 'traces').exists()
 
     def test_a_failed_download_says_so(self, tmp_path, monkeypatch):
         def offline(self):

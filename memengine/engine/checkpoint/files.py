@@ -49,8 +49,8 @@ def _read_safely(*args: Any, **kwargs: Any) -> Any:
     except OSError:
         raise
     except Exception as error:
-        if isinstance(error, RuntimeError) and 'PytorchStreamReader' not in str(error):
-            raise  # of the device, which map_location names
+        if isinstance(error, torch.OutOfMemoryError) or 'map_location' in str(error):
+            raise  # of the device
         what = str(error) or type(error).__name__
         raise _UnreadableError(f'is damaged or incomplete: {what}') from error
 

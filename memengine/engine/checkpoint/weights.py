@@ -49,6 +49,8 @@ def read_file(
         FileNotFoundError: When it is not there, or is no file.
     """
     if filename.endswith('.safetensors'):
+        if not os.path.isfile(filename):
+            raise FileNotFoundError(f'there is no file {filename}')
         try:
             with safe_open(filename, 'pt') as file:
                 state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

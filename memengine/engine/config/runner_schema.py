@@ -240,7 +240,7 @@ def _evaluator(config: Any) -> Schema:
     return METRIC
 
 
-# The types of MMEngine's default hooks, which an entry without type takes.
+# The types of default hooks, which an entry without type takes.
 DEFAULT_HOOK_TYPES: Mapping[str, str] = {
     'runtime_info': 'RuntimeInfoHook',
     'timer': 'IterTimerHook',
@@ -248,6 +248,7 @@ DEFAULT_HOOK_TYPES: Mapping[str, str] = {
     'logger': 'LoggerHook',
     'param_scheduler': 'ParamSchedulerHook',
     'checkpoint': 'CheckpointHook',
+    'finite_loss': 'NonFiniteHook',
 }
 _DEFAULT_HOOKS = Schema(
     entry=HOOK,

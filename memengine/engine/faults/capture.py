@@ -102,7 +102,8 @@ def capture_step(
                 unfinished.write_text(runner.cfg.pretty_text)
     except (OSError, RuntimeError) as error:  # a full disk must not end a run that may go on
         return f'The step could not be captured: {error}'
-    return f'To see where it begins: memengine replay {path}'
+    here = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f'To see where it begins: memengine replay {here}'
 
 
 def _content(

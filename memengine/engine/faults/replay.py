@@ -35,6 +35,8 @@ from memengine.techniques.modules.random_state import RandomState, accelerators_
 
 __all__ = ['Findings', 'read_capture', 'replay']
 
+MOST_NAMES = 8  # of samples
+
 
 @dataclass
 class Findings:
@@ -67,7 +69,9 @@ class Findings:
         if found.slice is not None:
             lines.append(f'  slice: {found.slice + 1} of {found.slices}')
         if self.samples:
-            lines.append(f'  samples: {"; ".join(self.samples)}')
+            more = len(self.samples) - MOST_NAMES
+            rest = f'; and {more} more' if more > 0 else ''
+            lines.append(f'  samples: {"; ".join(self.samples[:MOST_NAMES])}{rest}')
         if found.in_data:
             lines.append('  the data themselves are not finite')
         for what, name in (

@@ -1,5 +1,6 @@
 """Hooks: what happens around a step."""
 
+from memengine.engine.faults.finite_state import NonFiniteError
 from memengine.engine.faults.nonfinite import NonFiniteHook
 from memengine.engine.hooks.algorithm import AlgorithmHook
 from memengine.engine.hooks.checkpoint import CheckpointHook
@@ -20,6 +21,7 @@ __all__ = [
     'CollapseHook',
     'EvaluateFirstHook',
     'MemoryHook',
+    'NonFiniteError',
     'NonFiniteHook',
     'ProgressHook',
     'RandomStateHook',

@@ -1,4 +1,4 @@
-"""Warns when self-distillation collapses, which the loss does not tell."""
+"""Warns of a collapse of what is learned, or ends training, as the loss does not tell."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mmengine.hooks import Hook
 from memengine.engine.hooks.batches import count_images
 from memengine.registry import HOOKS
 
-__all__ = ['CollapseHook']
+__all__ = ['CollapseError', 'CollapseHook']
 
 _SIGNS = ('teacher_entropy', 'teacher_sample_entropy', 'feature_std')
 
@@ -20,6 +20,10 @@ _ADVICE = (
     'optim_wrapper.optimizer.lr or a longer warm-up. A falling loss means nothing until this is '
     'gone.'
 )
+
+
+class CollapseError(RuntimeError):
+    """Training was to stop at a collapse, and there was one."""
 
 
 @HOOKS.register_module()
@@ -46,9 +50,11 @@ class CollapseHook(Hook):
         out_dim: Number of prototypes; by default the config's ``model.head.out_dim``.
         interval: Iterations between two checks; the mean over them is checked.
         patience: Checks in a row that have to be bad.
+        stop: Whether training ends instead of going on with a warning.
 
     Raises:
         ValueError: For settings out of range, or when the model logs none of the signs.
+        CollapseError: At a collapse, with ``stop``; nothing is saved of the iteration.
     """
 
     priority = 'NORMAL'
@@ -61,6 +67,7 @@ class CollapseHook(Hook):
         out_dim: int | None = None,
         interval: int = 50,
         patience: int = 2,
+        stop: bool = False,
     ) -> None:
         for name, fraction in (('min_information', min_information), ('min_entropy', min_entropy)):
             if not 0 <= fraction <= 1:
@@ -74,6 +81,7 @@ class CollapseHook(Hook):
         self.out_dim = out_dim
         self.interval = interval
         self.patience = patience
+        self.stop = stop
         self._bad_checks: dict[str, int] = {}
 
     def before_train(self, runner: Any) -> None:
@@ -99,7 +107,10 @@ class CollapseHook(Hook):
         for sign, warning in self._collapse_warnings(means, images).items():
             self._bad_checks[sign] = self._bad_checks.get(sign, 0) + 1 if warning else 0
             if self._bad_checks[sign] == self.patience:
-                runner.logger.warning(f'Collapse at iteration {runner.iter + 1}: {warning}')
+                message = f'Collapse at iteration {runner.iter + 1}: {warning}'
+                if self.stop:
+                    raise CollapseError(message)
+                runner.logger.warning(message)
 
     def _collapse_warnings(self, means: dict[str, float], images: int) -> dict[str, str | None]:
         """What is wrong, or None, by sign."""

@@ -26,7 +26,16 @@ from memengine._torch_private.ops import (
 )
 from memengine.memory.ledger import blocks_of, owned_by
 
-__all__ = ['Call', 'Kept', 'Trace', 'draws_random', 'measure', 'plan_by_budget', 'plan_by_ops']
+__all__ = [
+    'Call',
+    'Kept',
+    'Trace',
+    'draws_random',
+    'measure',
+    'plan_by_budget',
+    'plan_by_ops',
+    'without_autocast_cache',
+]
 
 Call = tuple[str, int]  # an op and which of its calls within the module, from 0 on
 Kept = frozenset[Call] | None  # None: the module is not checkpointed, so all is kept
@@ -164,7 +173,8 @@ def _storages(tree: Any) -> dict[int, int]:
 
 
 @contextmanager
-def _without_autocast_cache() -> Iterator[None]:
+def without_autocast_cache() -> Iterator[None]:
+    """Within, a weight that is cast already is cast again: each forward does the same calls."""
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -186,7 +196,7 @@ def measure(module: nn.Module, run: Callable[[], Any], inputs: Iterable[Tensor])
     owned = owned_by([module])
     given = {key: size for key, size in _storages(list(inputs)).items() if key not in owned}
     tracer = _Tracer(owned, given)
-    with _without_autocast_cache(), saved_tensors_hooks(tracer.pack, _no_backward), tracer:
+    with without_autocast_cache(), saved_tensors_hooks(tracer.pack, _no_backward), tracer:
         run()
     return tracer.finish()
 
@@ -251,7 +261,7 @@ def _least_peak(traces: Sequence[Trace]) -> int:
     """The peak when every module keeps as little as it can."""
     before, peak = 0, 0
     for trace in traces:
-        peak = max(peak, before + trace.plain_bytes, before + trace.least_bytes)
+        peak = max(peak, before + trace.plain_bytes)
         before += trace.least_bytes
     return peak
 

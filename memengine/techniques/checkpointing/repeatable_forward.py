@@ -19,7 +19,7 @@ from memengine._torch_private.ops import (
     do_not_compile,
     pytree,
 )
-from memengine.techniques.checkpointing.budget import Kept, Trace, measure
+from memengine.techniques.checkpointing.budget import Kept, Trace, measure, without_autocast_cache
 from memengine.techniques.checkpointing.op_policy import KeepCalls, keep_ops
 from memengine.techniques.modules.module_state import ModuleState
 from memengine.techniques.modules.random_state import RandomState, accelerators_of
@@ -111,9 +111,7 @@ class CheckpointedForward(WrappedForward):
                 options = dict(context_fn=lambda: (forward, again))
                 if CHECKPOINT_HEEDS_HOOKS:
                     options['respect_saved_tensors_hooks'] = True
-                # A weight that is cast already would be cast again, and the calls not be paired.
-                stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
-                torch.set_autocast_cache_enabled(False)
+                stack.enter_context(without_autocast_cache())
             return checkpoint(
                 run, *leaves, use_reentrant=False, preserve_rng_state=False, **options
             )

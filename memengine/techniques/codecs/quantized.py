@@ -19,18 +19,12 @@ from memengine.techniques.codecs.grids import UniformGrid, computing_dtype
 from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_order
 from memengine.techniques.modules.private_random import private_generator
 
-__all__ = ['QuantizedCode', 'Quantizer', 'check_bits', 'check_floating_point']
+__all__ = ['QuantizedCode', 'Quantizer', 'check_floating_point']
 
 # A part of a tensor at a time: one that stays in a CPU's cache; one that fills a GPU, and does not
 # count at the peak.
 _PART_NUMEL = {'cpu': 2**17}
 _PART_NUMEL_ELSEWHERE = 2**24
-
-
-def check_bits(bits: int) -> None:
-    """Raise ValueError for a width that no byte holds whole."""
-    if bits not in PACKED_BITS:
-        raise ValueError(f'bits must be one of {PACKED_BITS}, got {bits!r}')
 
 
 def check_floating_point(tensor: Tensor) -> None:
@@ -172,7 +166,8 @@ class Quantizer:
     stochastic: bool = True
 
     def __post_init__(self) -> None:
-        check_bits(self.bits)
+        if self.bits not in PACKED_BITS:
+            raise ValueError(f'bits must be one of {PACKED_BITS}, got {self.bits!r}')
         if self.group_size < 8 or self.group_size % 8:
             raise ValueError(
                 f'group_size must be a positive multiple of 8, got {self.group_size!r}'

@@ -1,4 +1,4 @@
-"""Saved tensors in few bits, on ranges that follow the tensors of earlier steps.
+"""Saved tensors in 8 bits, on ranges that follow the tensors of earlier steps.
 
 Shapes: B what is before the groups' dimension, G groups, N elements of a group in one of B.
 """
@@ -11,12 +11,14 @@ from math import prod
 import torch
 from torch import Tensor
 
-from memengine.techniques.codecs.bit_packing import pack_bits, unpack_bits
 from memengine.techniques.codecs.grids import UniformGrid, computing_dtype
-from memengine.techniques.codecs.quantized import check_bits, check_floating_point
+from memengine.techniques.codecs.quantized import check_floating_point
 from memengine.techniques.modules.private_random import private_generator
 
 __all__ = ['RunningRangeCode', 'RunningRangeQuantizer']
+
+_BITS = 8
+_DECAY = 0.9  # how much of the running extremes each tensor leaves
 
 
 @dataclass(frozen=True)
@@ -24,37 +26,32 @@ class RunningRangeCode:
     """A tensor as levels between the bounds of its groups.
 
     Args:
-        packed: The levels, in bytes.
+        levels: uint8 [B, G, N].
         bounds: [2, G], lowest and highest values.
-        grouped: (B, G, N).
         shape: The tensor's.
         stride: The tensor's, if it was dense.
         dtype: The tensor's.
-        bits: Of a level.
     """
 
-    packed: Tensor
+    levels: Tensor
     bounds: Tensor
-    grouped: tuple[int, int, int]
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
-    bits: int
 
     @torch.no_grad()
     def decode(self) -> Tensor:
         """The tensor, a new one each time."""
-        levels = unpack_bits(self.packed, self.bits, prod(self.grouped)).view(self.grouped)
         low, high = self.bounds[..., None]  # [G, 1]
-        values = UniformGrid.between(low, high, self.bits).values(levels)
+        values = UniformGrid.between(low, high, _BITS).values(self.levels)
         decoded = torch.empty_strided(
-            self.shape, self.stride, dtype=self.dtype, device=self.packed.device
+            self.shape, self.stride, dtype=self.dtype, device=self.levels.device
         )
         return decoded.copy_(values.view(self.shape))
 
 
 class RunningRangeQuantizer:
-    """Codec: one range for each head (or channel), averaged over the steps. It clips, so is biased.
+    """Codec: one range for each head or channel, averaged over the steps. It clips, so is biased.
 
     Each tensor's extremes enter the running ones before it is put on their grid; the first sets
     them. What lies outside is clipped to the range, and no rounding makes up for that:
@@ -64,23 +61,19 @@ class RunningRangeQuantizer:
     state.
 
     Args:
-        dim: The dimension that the groups lie along: 1 for heads of [batch, heads, tokens, width].
-        groups: Into how many groups of neighbours that dimension is cut; None for one for each
-            index. ``dim=-1, groups=heads`` for heads of [batch, tokens, heads * width].
-        bits: 8, 4, 2 or 1 for each element.
-        decay: How much of the running extremes each tensor leaves.
-        stochastic: Whether levels are rounded at random; False for the nearest.
+        dim: The dimension whose indices are the groups: 1 for heads of [batch, heads, tokens,
+            width].
 
     Attributes:
         bounds: The running extremes, [2, G] in float32 (float64 for such tensors); None before the
-            first tensor, NaN for groups that have not been finite yet. Save and set it to go on
-            with them.
+            first tensor, NaN for groups that have not been finite yet.
 
     Raises:
-        ValueError: For other bits, a decay outside [0, 1), or a tensor that the groups do not fit.
+        ValueError: When called with a tensor that lacks the dimension, or has other groups than
+            before.
         TypeError: When called with a tensor of integers, booleans or complex numbers.
 
-    Bytes: ``numel * bits / 8``, and ``8 * G``. While it runs, 10 to 14 for each element, of the
+    Bytes: one for each element, and ``8 * G``. While it runs, 10 to 14 for each element, of the
     whole tensor.
 
     A group that holds a NaN or an infinity comes back as such throughout, and leaves the running
@@ -90,71 +83,46 @@ class RunningRangeQuantizer:
     Random state: noise comes from :func:`private_generator`. AMP: any floating-point dtype. DDP:
     each rank keeps its own ranges. A forward pass that is computed again counts as one more tensor.
 
-    Source: Pan et al., Mesa: A Memory-saving Training Framework for Transformers (2021), with 8
-    bits and a decay of 0.9.
+    Source: Pan et al., Mesa: A Memory-saving Training Framework for Transformers (2021).
     """
 
-    def __init__(
-        self,
-        dim: int = 1,
-        groups: int | None = None,
-        *,
-        bits: int = 8,
-        decay: float = 0.9,
-        stochastic: bool = True,
-    ) -> None:
-        check_bits(bits)
-        if not 0 <= decay < 1:
-            raise ValueError(f'decay must lie in [0, 1), got {decay!r}')
-        self.dim, self.groups, self.bits = dim, groups, bits
-        self.decay, self.stochastic = decay, stochastic
+    def __init__(self, dim: int = 1) -> None:
+        self.dim = dim
         self.bounds: Tensor | None = None
 
     @torch.no_grad()
     def __call__(self, tensor: Tensor) -> RunningRangeCode:
         """The tensor in few bits, on ranges that it has moved."""
         check_floating_point(tensor)
-        grouped = self._grouped(tensor)
-        values = tensor.detach().to(computing_dtype(tensor.dtype)).reshape(grouped)
-        bounds = self._moved_bounds(values)
-        low, high = bounds[..., None]
-        generator = private_generator(tensor.device) if self.stochastic else None
-        clipped = torch.maximum(values, low)  # these two take a third of clamp's time on CPU
-        torch.minimum(clipped, high, out=clipped)
-        levels = UniformGrid.between(low, high, self.bits).levels(clipped, generator)
-        stride = torch.empty_like(tensor, device='meta').stride()
-        packed = pack_bits(levels, self.bits)
-        return RunningRangeCode(
-            packed, bounds, grouped, tensor.shape, stride, tensor.dtype, self.bits
-        )
-
-    def _grouped(self, tensor: Tensor) -> tuple[int, int, int]:
         if not -tensor.ndim <= self.dim < tensor.ndim:
             raise ValueError(
                 f'dim={self.dim} is no dimension of a tensor of shape {tuple(tensor.shape)}'
             )
         dim = self.dim % tensor.ndim
-        groups = tensor.shape[dim] if self.groups is None else self.groups
-        if groups < 1 or tensor.shape[dim] % groups:
-            raise ValueError(
-                f'dimension {self.dim} of a tensor of shape {tuple(tensor.shape)} cannot be cut '
-                f'into {groups} equal groups'
-            )
+        grouped = prod(tensor.shape[:dim]), tensor.shape[dim], prod(tensor.shape[dim + 1 :])
+        values = tensor.detach().to(computing_dtype(tensor.dtype)).reshape(grouped)
+        bounds = self._moved_bounds(values)
+        low, high = bounds[..., None]
+        clipped = torch.maximum(values, low)  # these two take a third of clamp's time on CPU
+        torch.minimum(clipped, high, out=clipped)
+        generator = private_generator(tensor.device)
+        levels = UniformGrid.between(low, high, _BITS).levels(clipped, generator)
+        stride = torch.empty_like(tensor, device='meta').stride()
+        return RunningRangeCode(levels, bounds, tensor.shape, stride, tensor.dtype)
+
+    def _moved_bounds(self, values: Tensor) -> Tensor:
+        """The bounds for these values, [2, G]; the running ones move where all is finite."""
+        groups = values.shape[1]
         if self.bounds is not None and self.bounds.shape[1] != groups:
             raise ValueError(
                 f'this RunningRangeQuantizer has ranges of {self.bounds.shape[1]} groups, got a '
                 f'tensor with {groups}: use one instance for each place'
             )
-        within = prod(tensor.shape[dim:]) // groups
-        return prod(tensor.shape[:dim]), groups, within
-
-    def _moved_bounds(self, values: Tensor) -> Tensor:
-        """The bounds for these values, [2, G]; the running ones move where all is finite."""
         if not values.numel():
-            return values.new_zeros(2, values.shape[1])
+            return values.new_zeros(2, groups)
         seen = torch.stack([values.amin((0, 2)), values.amax((0, 2))])
         finite = seen.isfinite().all(0)
         bounds = torch.full_like(seen, torch.nan) if self.bounds is None else self.bounds.to(seen)
-        moved = torch.where(bounds.isnan(), seen, bounds.lerp(seen, 1 - self.decay))
+        moved = torch.where(bounds.isnan(), seen, bounds.lerp(seen, 1 - _DECAY))
         self.bounds = torch.where(finite, moved, bounds)
         return torch.where(finite, moved, torch.nan)

@@ -1,6 +1,7 @@
 """Whatever a checkpoint's pickles want to run is not run, on any way in."""
 
 import contextlib
+import os
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from memengine.engine.checkpoint.convert import convert
 from memengine.engine.checkpoint.files import CheckpointError
 from memengine.engine.checkpoint.sharded import read_sharded
 from tests.engine import malice
-from tests.engine.toy import ToyData, toy_runner
+from tests.engine.toy import Losses, ToyData, ToyModel, toy_runner
 
 
 def load(path):
@@ -68,6 +69,47 @@ def test_a_folder_runs_nothing(tmp_path, make, way):
     with pytest.raises(CheckpointError, match='gift.dcp'):
         way(folder)
     assert not traces.exists()
+
+
+@pytest.mark.fault('a pipe in place of a checkpoint', 'refused; no waiting')
+@pytest.mark.parametrize('name', ['gift.pth', 'gift.safetensors'])
+@pytest.mark.parametrize('way', [load, turn])
+def test_a_pipe_is_not_waited_for(tmp_path, name, way):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match='gift'):
+        way(tmp_path / name)
+
+
+class Pretrained(ToyModel):
+    """The toy model, which MMEngine reads a file for."""
+
+    def __init__(self, file):
+        super().__init__()
+        self.init_cfg = dict(type='Pretrained', checkpoint=str(file))
+
+
+@pytest.mark.parametrize('make', malice.FILES)
+def test_a_file_of_init_cfg_runs_nothing(tmp_path, make):
+    make(malice.Attack(tmp_path / 'traces'), tmp_path / 'gift.pth')
+    with pytest.raises(CheckpointError, match='A checkpoint of init_cfg'):
+        toy_runner(tmp_path / 'run', model=Pretrained(tmp_path / 'gift.pth')).train()
+    assert not (tmp_path / 'traces').exists()
+
+
+@pytest.mark.fault(
+    'a work dir with configs, logs and caches that others wrote is resumed in', 'none is read'
+)
+def test_nothing_but_checkpoints_of_a_work_dir_is_read(tmp_path):
+    work_dir, losses = tmp_path / 'run', Losses()
+    toy_runner(work_dir, train_cfg=dict(by_epoch=True, max_epochs=1)).train()
+    code = f'import os\nos.mkdir({str(tmp_path / "traces")!r})'
+    for name in ('toy.py', 'config.py', 'vis_data/config.py', 'sitecustomize.py', 'torch.py'):
+        (work_dir / name).parent.mkdir(exist_ok=True)
+        (work_dir / name).write_text(code)
+    malice.bare_pickle(malice.Attack(tmp_path / 'traces'), work_dir / 'cache.pkl')
+    toy_runner(work_dir, losses, resume=True).train()
+    assert losses.seen[0][0] == 5
+    assert not (tmp_path / 'traces').exists()
 
 
 def runs(tmp_path, read):

@@ -251,6 +251,16 @@ def test_settings_that_cannot_be_are_refused(kind, settings, message):
         kind(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), **settings)
 
 
+@pytest.mark.fault(
+    'A batch of one where samples are compared with each other', 'refused by name at the start'
+)
+def test_a_batch_of_one_is_refused_where_samples_meet(tmp_path):
+    runner = build(tmp_path, model='SimCLR')
+    runner._train_dataloader['batch_size'] = 1
+    with pytest.raises(ValueError, match='batch_size=1: in the loss of SimCLR'):
+        runner.train()
+
+
 def _train_on_a_rank(rank, world_size, folder):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     with pytest.raises(NonFiniteError) as error:

@@ -9,6 +9,7 @@ import torch
 from mmengine.config import Config
 
 from memengine.engine.hooks import CollapseHook
+from memengine.engine.hooks.collapse import CollapseError
 from tests.engine.hooks.images import Classifier, image_runner
 
 K = 256
@@ -148,3 +149,9 @@ def test_nothing_to_watch(tmp_path):
 def test_settings_that_make_no_sense(settings, message):
     with pytest.raises(ValueError, match=message):
         CollapseHook(**settings)
+
+
+def test_a_collapse_may_end_training(tmp_path):
+    alike = {**HEALTHY, 'feature_std': 0.001}
+    with pytest.raises(CollapseError, match=r'iteration 4: the features .*feature_std 0\.001'):
+        warnings_of(tmp_path, lambda i: alike, stop=True)

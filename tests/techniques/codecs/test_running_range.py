@@ -17,7 +17,7 @@ def _seed():
 
 
 def test_ranges_are_running_averages_for_each_head():
-    quantizer = RunningRangeQuantizer(dim=1, decay=0.9)
+    quantizer = RunningRangeQuantizer(dim=1)
     expected = None
     for _ in range(4):
         values = torch.randn(3, 4, 5, 6) * torch.tensor([1.0, 10.0, 0.1, 3.0]).view(1, 4, 1, 1)
@@ -28,36 +28,37 @@ def test_ranges_are_running_averages_for_each_head():
     torch.testing.assert_close(quantizer.bounds, expected)
 
 
-def test_heads_within_the_last_dimension():
-    values = torch.randn(2, 5, 4 * 6)
-    apart = RunningRangeQuantizer(dim=2)
-    inside = RunningRangeQuantizer(dim=-1, groups=4)
-    inside(values)
-    apart(values.view(2, 5, 4, 6))
-    assert torch.equal(inside.bounds, apart.bounds)
+def test_channels_in_the_last_dimension():
+    values = torch.randn(2, 5, 4)
+    last, second = RunningRangeQuantizer(dim=-1), RunningRangeQuantizer(dim=1)
+    last(values)
+    second(values.transpose(1, 2))
+    assert torch.equal(last.bounds, second.bounds)
 
 
-@pytest.mark.parametrize('bits', [1, 2, 4, 8])
-def test_what_is_in_range_is_within_a_step_and_the_rest_is_clipped(bits):
-    quantizer = RunningRangeQuantizer(dim=1, bits=bits)
+def test_what_is_in_range_is_within_a_step_and_the_rest_is_clipped():
+    quantizer = RunningRangeQuantizer(dim=1)
     quantizer(torch.rand(4, 3, 50))  # about [0, 1]
     values = torch.randn(4, 3, 50) * 3
     decoded = quantizer(values).decode()
     low, high = quantizer.bounds[..., None]
     assert (values > high).any() and (values < low).any()
-    step = (high - low) / (2**bits - 1)
+    step = (high - low) / 255
     assert ((decoded - values.clamp(low, high)).abs() <= step * 1.0001).all()
 
 
 def test_the_mean_is_the_clipped_tensor():
     values = torch.linspace(0, 1, 64).view(1, 1, 64)
-    quantizer = RunningRangeQuantizer(dim=1, bits=1, decay=0.0)
+    quantizer = RunningRangeQuantizer(dim=1)
     quantizer(values)
-    quantizer.decay = 1 - 1e-9  # ranges stay
     values = values * 2
-    mean = sum(quantizer(values).decode() for _ in range(400)) / 400
-    torch.testing.assert_close(mean, values.clamp(0, 1), atol=5 * 0.5 / math.sqrt(400), rtol=0)
-    assert (mean - values).abs().max() > 0.9  # biased where it clips
+    total = torch.zeros_like(values)
+    for _ in range(400):
+        quantizer.bounds = torch.tensor([[0.0], [1.0]])  # which this tensor moves to 1.1
+        total += quantizer(values).decode()
+    clipped, step = values.clamp(0, 1.1), 1.1 / 255
+    torch.testing.assert_close(total / 400, clipped, atol=5 * step / 2 / math.sqrt(400), rtol=0)
+    assert (total / 400 - values).abs().max() > 0.8  # biased where it clips
 
 
 @pytest.mark.parametrize('poison', [math.nan, math.inf])
@@ -87,16 +88,16 @@ def test_what_is_not_finite_stays_visible_and_leaves_no_trace(poison):
 )
 def test_shape_strides_dtype_and_bytes(values, dtype):
     values = values.to(dtype)
-    code = RunningRangeQuantizer(dim=1, bits=4)(values)
+    code = RunningRangeQuantizer(dim=1)(values)
     decoded = code.decode()
     assert (decoded.shape, decoded.stride(), decoded.dtype) == (
         values.shape,
         values.stride(),
         dtype,
     )
-    assert code.packed.nbytes == math.ceil(values.numel() / 2)
+    assert code.levels.nbytes == values.numel()
     if values.numel():
-        spread = (values.amax() - values.amin()).double() / 15
+        spread = (values.amax() - values.amin()).double() / 255
         assert ((decoded - values).double().abs() <= spread * 1.1).all()
 
 
@@ -109,23 +110,18 @@ def test_a_later_tensor_does_not_change_a_code():
 
 
 def test_state_goes_on_after_pickling():
-    quantizer = RunningRangeQuantizer(dim=1, stochastic=False)
+    quantizer = RunningRangeQuantizer(dim=1)
     quantizer(torch.randn(2, 3, 10))
     again = pickle.loads(pickle.dumps(quantizer))
     values = torch.randn(2, 3, 10)
-    assert torch.equal(again(values).decode(), quantizer(values).decode())
+    again(values)
+    quantizer(values)
     assert torch.equal(again.bounds, quantizer.bounds)
 
 
 def test_wrong_uses_are_refused():
-    with pytest.raises(ValueError, match='bits'):
-        RunningRangeQuantizer(bits=3)
-    with pytest.raises(ValueError, match='decay'):
-        RunningRangeQuantizer(decay=1.0)
     with pytest.raises(ValueError, match='dim=1 is no dimension'):
         RunningRangeQuantizer(dim=1)(torch.ones(3))
-    with pytest.raises(ValueError, match='4 equal groups'):
-        RunningRangeQuantizer(dim=-1, groups=4)(torch.ones(2, 6))
     with pytest.raises(TypeError, match='floating-point'):
         RunningRangeQuantizer()(torch.ones(2, 3, dtype=torch.int64))
     quantizer = RunningRangeQuantizer(dim=1)
