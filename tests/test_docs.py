@@ -147,7 +147,7 @@ def memengine_arguments(words):
     """What a command hands to memengine's command line, or None if it is another program."""
     if words[0] == 'memengine':
         return words[1:]
-    if words[0] == 'torchrun' or words[:1] == ['python']:
+    if words[0] in ('torchrun', 'srun', 'python'):
         for script, command in (('tools/train.py', 'train'), ('tools/test.py', 'test')):
             if script in words:
                 return [command, *words[words.index(script) + 1 :]]

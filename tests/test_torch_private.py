@@ -485,6 +485,16 @@ def group():
     dist.destroy_process_group()
 
 
+@relies_on('tells through which store ranks have found each other')
+def test_default_store():
+    dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+    store = distributed.default_store()
+    dist.destroy_process_group()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    assert isinstance(store, dist.HashStore)
+
+
 @relies_on('finds process groups by name')
 def test_process_groups(group):
     assert distributed.process_group_of(group) is group

@@ -43,6 +43,11 @@ METADATA_RECORDS = frozenset(
 """What ``.metadata`` of a sharded checkpoint of tensors names in its pickle, besides dtypes."""
 
 
+def default_store() -> dist.Store:
+    """The store through which the ranks of the job have found each other."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def process_group_of(group: Any) -> dist.ProcessGroup:
     """The process group that an operator was given: itself, boxed, or by its name."""
     if isinstance(group, str):

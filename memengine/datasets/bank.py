@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from memengine.datasets.build import build
+from memengine.datasets.image_dataset import ImageDataset
 from memengine.registry import DATASETS, DatasetConfig
 
 __all__ = ['BankAndQueries']
@@ -52,6 +53,14 @@ class BankAndQueries(Dataset):
         # An item that replaces an unreadable one keeps its own index.
         samples.update(bank=in_bank, index=first + samples['index'])
         return item
+
+    def sample_name(self, index: int) -> str:
+        """The sample at ``index`` in words."""
+        in_bank = index < len(self.bank)
+        part, first = (self.bank, 0) if in_bank else (self.queries, len(self.bank))
+        if isinstance(part, ImageDataset):
+            return part.sample_name(index - first)
+        return f'sample {index - first} of {type(part).__name__}'
 
     @property
     def skipped(self) -> int:

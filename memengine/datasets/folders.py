@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -123,6 +124,8 @@ class ImageFolder:
     Links to folders are followed, but no folder is entered twice: a loop of links ends, and no
     image gets the label of another class.
 
+    Files whose suffix is none of torchvision's (GIFs are not) are left out; a warning counts them.
+
     Args:
         root: The folder that holds one folder per class, in whose sorted order the classes are
             numbered.
@@ -145,9 +148,11 @@ class ImageFolder:
                 raise ValueError(f'{str(folder / name)!r} is a link to another class or to root')
             entered.add(_identity(str(folder / name)))
         self._samples: list[tuple[str, int]] = []
+        left_out: Counter[str] = Counter()
         for label, name in enumerate(self.classes):
-            files = _files_below(str(folder / name), entered, again)
+            files = list(_files_below(str(folder / name), entered, again))
             images = [(file, label) for file in files if file.lower().endswith(_SUFFIXES)]
+            left_out.update(Path(file).suffix.lower() or 'without suffix' for file in files)
             if not images:
                 raise ValueError(
                     f'root={str(folder)!r} must hold one folder of images per class: there is no '
@@ -155,12 +160,22 @@ class ImageFolder:
                 )
             self._samples += images
         if again:
-            print_log(
-                f'{type(self).__name__}: {len(again)} links lead to folders that are read already '
-                f'and are not followed ({again[0]!r})',
-                logger='current',
-                level=logging.WARNING,
+            self._warn(
+                f'{len(again)} links lead to folders that are read already and are not followed '
+                f'({again[0]!r})'
             )
+        for suffix in _SUFFIXES:
+            del left_out[suffix]
+        if left_out:
+            most = sorted(left_out.items(), key=lambda each: (-each[1], each[0]))[:5]
+            kinds = ', '.join(f'{count} {kind}' for kind, count in most)
+            self._warn(
+                f'{len(self)} images in {str(folder)!r}; {left_out.total()} files of other kinds '
+                f'are left out ({kinds})'
+            )
+
+    def _warn(self, text: str) -> None:
+        print_log(f'{type(self).__name__}: {text}', logger='current', level=logging.WARNING)
 
     def __len__(self) -> int:
         return len(self._samples)

@@ -30,8 +30,11 @@ class ImageDataset(Dataset):
         pipeline: Configs of TRANSFORMS; the last one is ``PackInputs``.
         indices: Which of the source's samples to use: a list of positions, or a number for the
             first so many (negative: the last). Defaults to all.
-        on_error: ``'raise'`` stops at an image that cannot be read, naming it. ``'skip'`` takes
-            the next readable sample instead, warns once for each file, and counts it.
+        on_error: ``'stop'`` (or ``'raise'``) stops at an image that cannot be read, naming it.
+            ``'skip'`` takes the next readable sample instead, warns once for each file, and counts
+            it.
+        max_skipped: The share of the samples that may be skipped, in [0, 1]; more stop, too, as
+            then not a file is damaged, but a disk.
         metainfo: More entries for ``dataset.metainfo``, which holds ``classes``.
 
     Raises:
@@ -44,16 +47,20 @@ class ImageDataset(Dataset):
         source: DatasetConfig,
         pipeline: Sequence[TransformConfig],
         indices: int | Sequence[int] | None = None,
-        on_error: Literal['raise', 'skip'] = 'raise',
+        on_error: Literal['stop', 'raise', 'skip'] = 'stop',
+        max_skipped: float = 0.1,
         metainfo: Mapping[str, Any] | None = None,
     ) -> None:
-        if on_error not in ('raise', 'skip'):
-            raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
+        if on_error not in ('stop', 'raise', 'skip'):
+            raise ValueError(f"on_error must be 'stop' or 'skip', got {on_error!r}")
+        if isinstance(max_skipped, bool) or not 0 <= max_skipped <= 1:
+            raise ValueError(f'max_skipped must be a share between 0 and 1, got {max_skipped!r}')
         self.source = build(DATASETS, source, 'source')
         self._path = self.source.path if isinstance(self.source, HasPaths) else None
         self.pipeline = Pipeline(pipeline)
         self.indices = positions(indices, len(self.source))
         self.on_error = on_error
+        self.max_skipped = max_skipped
         self.metainfo: dict[str, Any] = {'classes': list(self.source.classes), **(metainfo or {})}
         if len(self) == 0:
             raise ValueError('the dataset is empty: its source or its indices hold no sample')
@@ -103,6 +110,11 @@ class ImageDataset(Dataset):
                 ) from error
             if not self._unreadable[index]:
                 self._unreadable[index] = 1
+                if self.skipped > self.max_skipped * len(self):
+                    raise ValueError(
+                        f'{problem}; that makes {self.skipped} of {len(self)} samples, more than '
+                        f'max_skipped={self.max_skipped} allows'
+                    ) from error
                 print_log(f'{problem}; skipped', logger='current', level=logging.WARNING)
             return None
 

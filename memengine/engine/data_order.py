@@ -22,6 +22,8 @@ from mmengine.dist import get_world_size
 from mmengine.registry import DATA_SAMPLERS, DATASETS
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
+from memengine.engine.faults.workers import SamplesInHand
+
 __all__ = [
     'DrawnIndex',
     'ResumableSampler',
@@ -125,11 +127,16 @@ class SeededDataset(Dataset[Any]):
         dataset: The data set to wrap; other attributes are reached through.
         seed: The run's seed.
         size: Use the first so many samples only; by default all.
+        workers: How many processes load samples.
+
+    Attributes:
+        in_hand: Which sample each of these is loading.
     """
 
-    def __init__(self, dataset: Any, seed: int, size: int | None = None) -> None:
+    def __init__(self, dataset: Any, seed: int, size: int | None = None, workers: int = 0) -> None:
         self.dataset = dataset
         self.seed = seed
+        self.in_hand = SamplesInHand(workers)
         self.size = len(dataset) if size is None else min(size, len(dataset))
 
     def __getitem__(self, index: int) -> Any:
@@ -137,7 +144,10 @@ class SeededDataset(Dataset[Any]):
         if repetition := getattr(index, 'repetition', 0):
             seed_parts.append(repetition)
         seed_generators(derive_seed(self.seed, *seed_parts))
-        return self.dataset[int(index)]
+        self.in_hand.note(int(index))
+        item = self.dataset[int(index)]
+        self.in_hand.note(-1)
+        return item
 
     def __len__(self) -> int:
         return self.size
@@ -168,7 +178,7 @@ def reproducible(dataloader: dict[str, Any], seed: int, diff_rank_seed: bool) ->
     batches, size = config.pop('num_batch_per_epoch', None), None
     if batches is not None:
         size = batches * config['batch_size'] * get_world_size()
-    seeded = SeededDataset(dataset, seed, size)
+    seeded = SeededDataset(dataset, seed, size, config.get('num_workers', 0))
     size = len(seeded)
     if not isinstance(config.get('batch_size', 1), int) or config.get('batch_size', 1) < 1:
         raise ValueError(f'batch_size must be a positive integer, got {config["batch_size"]!r}')

@@ -2,94 +2,37 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-import torch
-import torch.distributed as dist
 from mmengine.dataset import InfiniteSampler
-from mmengine.dist import is_distributed
+from mmengine.optim import OptimWrapper
 from mmengine.runner import EpochBasedTrainLoop as _EpochBasedTrainLoop
 from mmengine.runner import IterBasedTrainLoop as _IterBasedTrainLoop
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from memengine.engine.data_order import batches_from, train_loader
-from memengine.engine.distributed.processes import cpu_group
+from memengine.engine.faults.finite_state import each_optim_wrapper
+from memengine.engine.faults.stopping import EvaluationStopped, StopRequest
 from memengine.registry import LOOPS
 
 __all__ = ['EpochBasedTrainLoop', 'IterBasedTrainLoop']
 
-# A launcher may send a Ctrl-C again that the terminal has sent to all: no second one until then.
-DUPLICATE_SIGNAL_S = 3.0
+_Loop: TypeAlias = 'EpochBasedTrainLoop | IterBasedTrainLoop'
+
+# In the message hub, and so in checkpoints: the evaluation of this place has yet to be done.
+_EVALUATION_DUE = 'evaluation_due'
 
 
-class _StopRequest:
-    """Whether training is to end after the current iteration, and why.
-
-    Ctrl-C and SIGTERM ask for it, so that the state can be saved; a second Ctrl-C ends at once.
-    Several ranks stop together, once any of them was asked: they vote during each iteration and
-    hear the result after it, so that no rank waits for the vote. It takes a few bytes on gloo.
-    """
-
-    def __init__(self, stop_at_iter: int | None) -> None:
-        self._stop_at_iter = stop_at_iter
-        self._listens = threading.current_thread() is threading.main_thread()
-        self._previous: dict[int, Any] = {}
-        self._received_at: float | None = None
-        self._vote: tuple[dist.Work, Tensor] | None = None
-        self.interrupted = False
-
-    def __enter__(self) -> _StopRequest:
-        if self._listens:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, kind: type | None, *exc: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        if self._vote is not None and kind is None:  # all ranks have cast it
-            self._vote[0].wait()
-        self._vote = None
-
-    def _receive(self, number: int, frame: Any) -> None:
-        now = time.monotonic()
-        if self._received_at is None:
-            self._received_at = now
-        elif not is_distributed() or now - self._received_at > DUPLICATE_SIGNAL_S:
-            raise KeyboardInterrupt
-
-    def after(self, iterations: int) -> bool:
-        """Whether to stop, ``iterations`` iterations having been done."""
-        self.interrupted = self._poll_ranks()
-        stop_at = self._stop_at_iter
-        return self.interrupted or (stop_at is not None and iterations >= stop_at)
-
-    def _poll_ranks(self) -> bool:
-        asked = self._received_at is not None
-        if not is_distributed():
-            return asked
-        answer = False
-        if self._vote is not None:
-            work, votes = self._vote
-            work.wait()
-            answer = bool(votes.item())
-        votes = torch.tensor(float(asked))
-        work = dist.all_reduce(votes, dist.ReduceOp.MAX, cpu_group('stopping'), async_op=True)
-        self._vote = (work, votes)
-        return answer
-
-
-def _save_and_stop(loop: EpochBasedTrainLoop | IterBasedTrainLoop) -> None:
+def _save_and_stop(loop: _Loop, evaluation_due: bool = False) -> None:
     """Save a checkpoint from which training goes on as if it had not stopped."""
     loop.stop_training = True
     runner = loop.runner
+    if evaluation_due:
+        runner.message_hub.update_info(_EVALUATION_DUE, True)
     name = f'iter_{loop.iter}{runner.checkpoint_suffix}'
     meta = dict(epoch=loop.epoch, iter=loop.iter)
     mark = partial(runner.mark_last_checkpoint, Path(runner.work_dir) / name)
@@ -97,10 +40,30 @@ def _save_and_stop(loop: EpochBasedTrainLoop | IterBasedTrainLoop) -> None:
     runner.logger.info(f'Stopped after iteration {loop.iter}; saved {name}, go on with --resume.')
 
 
-def _validate_if_due(loop: EpochBasedTrainLoop | IterBasedTrainLoop, done: int, last: int) -> None:
+def _has_updated(loop: _Loop) -> bool:
+    """Whether no gradients are gathered for an update to come (``accumulative_counts``)."""
+    wrappers = each_optim_wrapper(loop.runner.optim_wrapper)
+    return all(each.should_update() for each in wrappers if isinstance(each, OptimWrapper))
+
+
+def _evaluation_is_due(loop: _Loop, done: int, last: int) -> bool:
     due = done >= loop.val_begin and (done % loop.val_interval == 0 or done == last)
-    if due and loop.runner.val_loop is not None:
+    return due and loop.runner.val_loop is not None
+
+
+def _evaluate(loop: _Loop) -> None:
+    """Evaluate; if that is broken off, save a checkpoint that begins with it."""
+    try:
         loop.runner.val_loop.run()
+    except EvaluationStopped:
+        _save_and_stop(loop, evaluation_due=True)
+
+
+def _finish_evaluation(loop: _Loop) -> None:
+    """Do the evaluation in which, or before which, the run stopped that is resumed."""
+    if loop.runner.message_hub.get_info(_EVALUATION_DUE, False):
+        loop.runner.message_hub.update_info(_EVALUATION_DUE, False)
+        _evaluate(loop)
 
 
 @LOOPS.register_module()
@@ -129,22 +92,24 @@ class EpochBasedTrainLoop(_EpochBasedTrainLoop):
     ) -> None:
         dataloader = train_loader(runner, dataloader)
         super().__init__(runner, dataloader, max_epochs, val_begin, val_interval, dynamic_intervals)
-        self._stop = _StopRequest(stop_at_iter)
+        self._stop = StopRequest(stop_at_iter)
+        runner.register_hook(self._stop)
 
     def run(self) -> nn.Module:
         """Train, from wherever the runner was resumed."""
         self.runner.call_hook('before_train')
         self.stop_training |= self._stop.after(self._iter)
         with self._stop as stop:
+            _finish_evaluation(self)
             while self._epoch < self._max_epochs and not self.stop_training:
                 epoch = self._epoch
                 self.run_epoch()
                 if self._epoch > epoch:
                     self._decide_current_val_interval()
-                    _validate_if_due(self, self._epoch, self._max_epochs)
+                    if _evaluation_is_due(self, self._epoch, self._max_epochs):
+                        _evaluate(self)
         self.runner.call_hook('after_train')
-        if stop.interrupted:
-            raise KeyboardInterrupt
+        stop.raise_interrupted()
         return self.runner.model
 
     def run_epoch(self) -> None:
@@ -154,7 +119,7 @@ class EpochBasedTrainLoop(_EpochBasedTrainLoop):
         done = self._iter - self._epoch * len(self.dataloader)
         for index, batch in enumerate(batches_from(self.dataloader, done), start=done):
             self.run_iter(index, batch)
-            if self._stop.after(self._iter):
+            if self._stop.after(self._iter, _has_updated(self)):
                 return _save_and_stop(self)
         self.runner.call_hook('after_train_epoch')
         self._epoch += 1
@@ -188,26 +153,31 @@ class IterBasedTrainLoop(_IterBasedTrainLoop):
         dataloader = train_loader(runner, dataloader)
         super().__init__(runner, dataloader, max_iters, val_begin, val_interval, dynamic_intervals)
         del self.dataloader_iterator  # it has begun at the first batch, before any resume
-        self._stop = _StopRequest(stop_at_iter)
+        self._stop = StopRequest(stop_at_iter)
+        runner.register_hook(self._stop)
 
     def run(self) -> nn.Module:
         """Train, from wherever the runner was resumed."""
         self.runner.call_hook('before_train')
         self.runner.call_hook('before_train_epoch')
         with self._stop as stop:
+            _finish_evaluation(self)
             for batch in self._batches():
                 self.runner.model.train()
                 self.run_iter(batch)
                 self._decide_current_val_interval()
-                if stop.after(self._iter):
-                    _save_and_stop(self)
-                _validate_if_due(self, self._iter, self._max_iters)
+                evaluation_due = _evaluation_is_due(self, self._iter, self._max_iters)
+                stops = stop.after(self._iter, _has_updated(self))
+                by_signal = stops and stop.signal is not None
+                if stops:
+                    _save_and_stop(self, evaluation_due and by_signal)
+                if evaluation_due and not by_signal:
+                    _evaluate(self)
                 if self._iter >= self._max_iters or self.stop_training:
                     break
         self.runner.call_hook('after_train_epoch')
         self.runner.call_hook('after_train')
-        if stop.interrupted:
-            raise KeyboardInterrupt
+        stop.raise_interrupted()
         return self.runner.model
 
     def _batches(self) -> Iterator[Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,6 +15,7 @@ from mmengine.fileio import join_path
 from mmengine.model import is_model_wrapper
 from mmengine.runner import BaseLoop, save_checkpoint
 from mmengine.runner import Runner as _Runner
+from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -45,8 +46,16 @@ from memengine.engine.checkpoint.weights import (
 )
 from memengine.engine.config.runner_schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
+from memengine.engine.distributed.launchers import DEFAULT_TIMEOUT_S
 from memengine.engine.distributed.processes import init_process_group, local_device_ids
 from memengine.engine.faults.finite_state import each_optim_wrapper, refuse_nonfinite_state
+from memengine.engine.faults.ranks import RankWatch, ranks_named
+from memengine.engine.faults.workers import (
+    BATCH_TIMEOUT_S,
+    count_skipped,
+    guard_workers,
+    samples_named,
+)
 from memengine.engine.hooks import AlgorithmHook, CheckpointHook, NonFiniteHook, RandomStateHook
 from memengine.engine.step import SlicedModel, unwrap
 from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
@@ -55,6 +64,14 @@ from memengine.registry import LOOPS, MODEL_WRAPPERS, MODELS, RUNNERS
 from memengine.techniques.sharding.materializing import on_meta
 
 __all__ = ['Runner']
+
+# What a rank is doing from a method of its hooks on.
+_PLACES = dict(
+    before_train_iter='training',
+    before_val_iter='evaluation',
+    before_test_iter='testing',
+    before_save_checkpoint='saving',
+)
 
 
 @runtime_checkable
@@ -96,11 +113,13 @@ class Runner(_Runner):
     _load_from: Any
     _train_loop: Any
     _val_loop: Any
+    _test_loop: Any
     optim_wrapper: Any
     param_schedulers: Any
 
     def __init__(self, *args: Any, default_scope: str = 'memengine', **kwargs: Any) -> None:
         self._sharded_writer = ShardedWriter()
+        self._watch: RankWatch | None = None  # of one rank among several
         super().__init__(*args, default_scope=default_scope, **kwargs)
 
     @classmethod
@@ -119,6 +138,9 @@ class Runner(_Runner):
         if self.distributed:
             init_process_group(self.launcher, env_cfg.get('dist_cfg', {}))
         super().setup_env(env_cfg)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            timeout_s = env_cfg.get('dist_cfg', {}).get('timeout', DEFAULT_TIMEOUT_S)
+            self._watch = RankWatch(timeout_s)
 
     def set_randomness(self, seed: int | None = None, *args: Any, **kwargs: Any) -> None:
         """Seed the run; a seed that is drawn goes into the config that the run writes out."""
@@ -135,7 +157,9 @@ class Runner(_Runner):
         """A data loader whose order and augmentations follow from ``seed`` alone."""
         if isinstance(dataloader, dict) and seed is not None:
             dataloader = reproducible(dataloader, seed, diff_rank_seed)
-        return _Runner.build_dataloader(dataloader, seed, diff_rank_seed)
+        if isinstance(dataloader, dict) and dataloader.get('num_workers', 0):
+            dataloader = {'timeout': BATCH_TIMEOUT_S, **dataloader}
+        return guard_workers(_Runner.build_dataloader(dataloader, seed, diff_rank_seed))
 
     def build_train_loop(self, loop: Any) -> Any:
         """Build the training loop; without a ``type`` it is one of memengine's."""
@@ -284,32 +308,52 @@ class Runner(_Runner):
         )
         self._maybe_compile('train_step')
         try:
-            model = self.train_loop.run()
+            with self._faults_named():
+                model = self.train_loop.run()
             self.wait_for_checkpoint()
             return model
         finally:
             self.call_hook('after_run')
-            self._end_workers()
 
     def val(self) -> dict[str, float]:
-        """Evaluate on the validation data."""
-        try:
+        """Validate, as MMEngine does."""
+        with self._faults_named():
             return super().val()
-        finally:
-            self._end_workers()
 
     def test(self) -> dict[str, float]:
-        """Evaluate on the test data."""
-        try:
+        """Test, as MMEngine does."""
+        with self._faults_named():
             return super().test()
-        finally:
-            self._end_workers()
 
-    def _end_workers(self) -> None:
-        """End the processes that have loaded data, now that the run is over."""
-        for loop in (self._train_loop, self._val_loop, self._test_loop):
-            if isinstance(loop, BaseLoop) and isinstance(loop.dataloader, DataLoader):
-                end_workers(loop.dataloader)
+    def call_hook(self, fn_name: str, **kwargs: Any) -> None:
+        """Call a method of all hooks, as MMEngine does, and note where this rank is."""
+        if self._watch is not None and fn_name in _PLACES:
+            self._watch.at(f'{_PLACES[fn_name]}, iteration {self.iter}')
+        super().call_hook(fn_name, **kwargs)
+
+    @contextmanager
+    def _faults_named(self) -> Iterator[None]:
+        """Have errors name the sample or rank that is at fault; at the end count what was skipped.
+
+        The processes that have loaded data end with it.
+        """
+        try:
+            with ranks_named(self._watch), samples_named(self._loaders):
+                yield
+        finally:
+            for loader in self._loaders().values():
+                end_workers(loader)
+        for skipped in count_skipped(self._loaders()):
+            self.logger.warning(skipped)
+
+    def _loaders(self) -> dict[str, DataLoader]:
+        """The data loaders that are built, by the names of their settings."""
+        loops = dict(train=self._train_loop, val=self._val_loop, test=self._test_loop)
+        return {
+            f'{name}_dataloader': loop.dataloader
+            for name, loop in loops.items()
+            if isinstance(loop, BaseLoop) and isinstance(loop.dataloader, DataLoader)
+        }
 
     def _build_param_scheduler(self, scheduler: Any, optim_wrapper: Any) -> list[Any]:
         """Build schedules, but for those that begin only after training has ended."""
@@ -341,11 +385,15 @@ class Runner(_Runner):
                 return
             self._load_from = str(latest)
         if self._load_from is not None:
-            options = load_from_options(self._load_from)
-            if self._resume:
-                self.resume(options['filename'])
+            if not self._resume:
+                self.load_checkpoint(**load_from_options(self._load_from))
+            elif isinstance(self._load_from, str):
+                self.resume(self._load_from)
             else:
-                self.load_checkpoint(**options)
+                raise ValueError(
+                    'resume=True goes on with all of a checkpoint: name it by load_from=PATH, '
+                    f'not {self._load_from}'
+                )
             self._has_loaded = True
 
     def resume(self, filename: str, *args: Any, **kwargs: Any) -> None:
@@ -423,11 +471,12 @@ class Runner(_Runner):
                 model, checkpoint['state_dict'], filename, into, strict or self._resume
             )
         except CheckpointError as error:
-            if self._resume or part or into:
+            if self._resume or part or into or not isinstance(self._train_loop, BaseLoop):
                 raise
             raise CheckpointError(f'{error}{advise(model, names, filename)}') from error
         self._has_loaded = True
-        self.logger.info(f'Load checkpoint from {filename}')
+        which = f', its {part or "weights"} into {into}' if into else ''
+        self.logger.info(f'Load checkpoint from {filename}{which}')
         if left:
             self.logger.warning(f'{filename}: {left}')
         return checkpoint

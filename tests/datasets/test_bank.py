@@ -36,7 +36,7 @@ def test_it_is_built_from_configs():
 
 
 def test_a_replaced_sample_keeps_its_own_index_and_is_counted():
-    queries = ImageDataset(Colours(3, unreadable=(0,)), PIPELINE, on_error='skip')
+    queries = ImageDataset(Colours(3, unreadable=(0,)), PIPELINE, on_error='skip', max_skipped=1)
     both = BankAndQueries(ImageDataset(Colours(4), PIPELINE), queries)
     assert both[4]['data_samples'] == {'label': 1, 'index': 5, 'bank': False}
     assert both.skipped == 1

@@ -82,7 +82,8 @@ def test_an_empty_dataset_is_refused():
 @pytest.mark.parametrize(
     ('settings', 'message'),
     [
-        (dict(on_error='ignore'), "on_error must be 'raise' or 'skip', got 'ignore'"),
+        (dict(on_error='ignore'), "on_error must be 'stop' or 'skip', got 'ignore'"),
+        (dict(max_skipped=12), 'max_skipped must be a share between 0 and 1, got 12'),
         (dict(source=dict(type='Digit')), "source: .*'Digit'; did you mean 'Digits'"),
         (
             dict(source=dict(type='Digits', splitby='order')),
@@ -125,8 +126,9 @@ class TestUnreadableImages:
         files[2].write_bytes(files[2].read_bytes()[:200])
         return files
 
-    def dataset(self, files, **settings):
-        return ImageDataset(ImageFolder(str(files[0].parent.parent)), PIPELINE, **settings)
+    def dataset(self, files, max_skipped=0.5, **settings):
+        source = ImageFolder(str(files[0].parent.parent))
+        return ImageDataset(source, PIPELINE, max_skipped=max_skipped, **settings)
 
     def test_raise_names_the_file_and_the_remedy(self, files):
         dataset = self.dataset(files)
@@ -155,7 +157,8 @@ class TestUnreadableImages:
         assert named == [1, 2]  # each file once, though sample 2 was met three times
 
     def test_skip_goes_round_at_the_end(self, tmp_path):
-        dataset = ImageDataset(Colours(4, unreadable=(2, 3)), PIPELINE, on_error='skip')
+        source = Colours(4, unreadable=(2, 3))
+        dataset = ImageDataset(source, PIPELINE, on_error='skip', max_skipped=0.5)
         assert dataset[2]['data_samples']['index'] == 0
 
     @pytest.mark.parametrize(
@@ -176,9 +179,22 @@ class TestUnreadableImages:
         assert dataset.skipped == 2
 
     def test_nothing_readable_is_an_error_even_with_skip(self):
-        dataset = ImageDataset(Colours(3, unreadable=(0, 1, 2)), PIPELINE, on_error='skip')
+        source = Colours(3, unreadable=(0, 1, 2))
+        dataset = ImageDataset(source, PIPELINE, on_error='skip', max_skipped=1)
         with pytest.raises(ValueError, match='none of the 3 images of Colours can be read'):
             dataset[0]
+
+    @pytest.mark.fault(
+        'images cannot be read, `on_error="skip"`',
+        'counted; training stops where they are more than `max_skipped`',
+    )
+    def test_more_than_a_share_of_unreadable_images_is_an_error(self):
+        source = Colours(20, unreadable=(3, 4, 8))
+        dataset = ImageDataset(source, PIPELINE, on_error='skip')
+        assert [dataset[i]['data_samples']['index'] for i in (3, 4)] == [5, 5]
+        message = r'sample 8 of Colours.*that makes 3 of 20 samples, more than max_skipped=0.1'
+        with pytest.raises(ValueError, match=message):
+            dataset[8]
 
     def test_other_errors_of_a_source_are_not_skipped(self):
         class Broken(Colours):
@@ -207,7 +223,9 @@ def test_seeds_decide_the_crops():
 
 def test_it_can_be_pickled_and_still_counts():
     dataset = pickle.loads(
-        pickle.dumps(ImageDataset(Colours(3, unreadable=(0,)), PIPELINE, on_error='skip'))
+        pickle.dumps(
+            ImageDataset(Colours(3, unreadable=(0,)), PIPELINE, on_error='skip', max_skipped=0.5)
+        )
     )
     assert dataset[0]['data_samples']['index'] == 1
     assert dataset.skipped == 1

@@ -13,7 +13,7 @@ from memengine.engine.config.types import arguments_of
 from memengine.engine.distributed.launchers import DEFAULT_TIMEOUT_S
 from memengine.suggest import did_you_mean
 
-__all__ = ['explain', 'explain_lost_connection', 'lost_connection']
+__all__ = ['explain', 'explain_lost_connection']
 
 MAX_LENGTH = 1000
 
@@ -23,12 +23,6 @@ _SELF_EXPLANATORY = (ValueError, OSError, RuntimeError, ImportError, NotImplemen
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|Unable to allocate|bad_alloc"
     r'|killed by signal: (?:Killed|Bus error)|insufficient shared memory',
-    re.IGNORECASE,
-)
-_CONNECTION = re.compile(
-    r'connection (?:was )?(?:closed|reset|refused)|broken pipe|remote process (?:has )?exited'
-    r'|socket timeout|timed out waiting|nccl (?:communicator was aborted|remote error)'
-    r'|gloo/transport|pair closure',
     re.IGNORECASE,
 )
 _WORKER_ERROR = re.compile(r'Caught (\w+) in DataLoader worker process \d+\.\s+Original Traceback')
@@ -59,13 +53,8 @@ def explain(error: BaseException, cfg: Mapping[str, Any] | None = None) -> str:
     return _setting_prefix(error, cfg) + text + _similar_names(error) + _location(error)
 
 
-def lost_connection(error: BaseException) -> bool:
-    """Whether a rank failed only because another one went away."""
-    return bool(_CONNECTION.search(str(error))) and not isinstance(error, (OSError, ValueError))
-
-
 def explain_lost_connection(error: BaseException, cfg: Mapping[str, Any] | None = None) -> str:
-    """Describe an error for which :func:`lost_connection` holds."""
+    """Describe an error for which :func:`lost_connection` holds, while a run starts."""
     if not re.search(r'time(?:d )?out', str(error), re.IGNORECASE):
         return 'the connection to another rank was lost; its own error says why'
     dist_cfg = ((cfg or {}).get('env_cfg') or {}).get('dist_cfg') or {}

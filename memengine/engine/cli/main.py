@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,6 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memengine.engine.cli.parser import make_parser
+from memengine.engine.faults.signals import (
+    Interrupted,
+    exit_status,
+    raise_interrupted,
+    stop_signals_handled_by,
+)
 
 if TYPE_CHECKING:
     from mmengine.config import Config
@@ -32,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; by default those of the process.
 
     Returns:
-        Exit status: 0, 1 after an error, 130 when interrupted. Wrong usage exits with 2.
+        Exit status: 0, 1 after an error; after a signal that asked to stop 130 (Ctrl-C), 143
+        (SIGTERM), 129 (SIGHUP) or 75 (SIGUSR1, SIGUSR2). Wrong usage exits with 2.
     """
     args = make_parser().parse_args(argv)
     if args.command in ('train', 'test', 'replay'):
@@ -42,10 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path += [os.getcwd(), str(Path(args.config or args.file).resolve().parent)]
     command = _Command(args)
     try:
-        command.execute()
-    except KeyboardInterrupt:
-        command.print_error(command.interrupt_message())
-        return 130
+        with stop_signals_handled_by(raise_interrupted):
+            command.execute()
+    except KeyboardInterrupt as interrupt:
+        command.print_error(command.interrupt_message(interrupt))
+        return exit_status(interrupt)
     except Exception as error:
         command.report_error(error)
         return 1
@@ -99,23 +108,29 @@ class _Command:
             return None
         return next((os.environ[name] for name in _RANK_VARIABLES if name in os.environ), None)
 
-    def interrupt_message(self) -> str:
-        """What an interrupt is answered with."""
+    def interrupt_message(self, interrupt: KeyboardInterrupt) -> str:
+        """What a signal that asked to stop is answered with."""
         work_dir = Path((self.cfg or {}).get('work_dir', ''))
+        by_signal = isinstance(interrupt, Interrupted) and interrupt.signal != signal.SIGINT
+        said = f'interrupted by {interrupt}' if by_signal else 'interrupted'
         if self.args.command != 'train' or not (work_dir / 'last_checkpoint').is_file():
-            return 'interrupted'
+            return said
         if self._rank() is not None:
             last = Path((work_dir / 'last_checkpoint').read_text())
-            return f'interrupted; start again with --resume to go on from {work_dir / last.name}'
+            return f'{said}; start again with --resume to go on from {work_dir / last.name}'
         where = f' --work-dir {work_dir}' if self.args.work_dir else ''
-        return f'interrupted; go on with: memengine train {self.args.config}{where} --resume'
+        return f'{said}; go on with: memengine train {self.args.config}{where} --resume'
 
     def report_error(self, error: Exception) -> None:
         """Say what went wrong: in a sentence, with ``--debug`` below the traceback."""
-        from memengine.engine.cli.failure import explain, explain_lost_connection, lost_connection
+        from memengine.engine.cli.failure import explain, explain_lost_connection
+        from memengine.engine.faults.ranks import RankError, lost_connection
 
         if self.args.debug:
             traceback.print_exception(error)
+        if isinstance(error, RankError):
+            self.print_error(f'error: {error}')
+            return
         if lost_connection(error):
             self.print_error(f'error: {explain_lost_connection(error, self.cfg)}')
             return

@@ -94,7 +94,7 @@ VISUALIZER = Schema(
 
 def _loader_rule(loader: Config) -> Iterator[tuple[str, str]]:
     if loader.get('num_workers', 0) == 0:
-        for key, off in (('persistent_workers', False), ('prefetch_factor', None)):
+        for key, off in (('persistent_workers', False), ('prefetch_factor', None), ('timeout', 0)):
             if loader.get(key, off) != off:
                 yield key, f'needs num_workers above 0; set {key}={off} or num_workers=1'
     if loader.get('collate_fn', ...) is None:
@@ -406,7 +406,7 @@ VALUES: Mapping[str, Constraint] = {
     **_by_name(
         FRACTION,
         'attn_drop_rate betas center_momentum drop_path_rate drop_rate dropout end_factor '
-        'eta_min_ratio label_smoothing min_entropy min_feature_std min_information momentum '
+        'eta_min_ratio label_smoothing max_skipped min_entropy min_feature_std min_information momentum '
         'momentum_teacher momentum_teacher_end p proj_drop_rate start_factor',
     ),
 }

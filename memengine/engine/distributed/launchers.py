@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 __all__ = ['DEFAULT_TIMEOUT_S', 'ProcessRank', 'read_rank']
 
-DEFAULT_TIMEOUT_S = 1800
+DEFAULT_TIMEOUT_S = 600
 
 # How each kind of MPI names the rank, the number of ranks, and both on this machine.
 _MPI = {

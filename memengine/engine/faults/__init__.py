@@ -1,1 +1,1 @@
-"""What survives a fault: steps that are not finite, kept out and kept to be looked at."""
+"""What survives a fault: signals, processes that die or hang, steps that are not finite."""

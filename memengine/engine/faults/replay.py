@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import tempfile
 import time
@@ -276,6 +277,8 @@ def _batch_size(batch: Any) -> int:
 
 
 def _close_logs(runner: Any) -> None:
-    """Let go of files in a folder that is about to go."""
-    for handler in runner.logger.handlers:
-        handler.close()
+    """Let go of files in a folder that is about to go; the logger stays MMEngine's current one."""
+    for handler in list(runner.logger.handlers):
+        if isinstance(handler, logging.FileHandler):
+            runner.logger.removeHandler(handler)
+            handler.close()

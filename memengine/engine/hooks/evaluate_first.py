@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-import torch
 from mmengine.hooks import Hook
 
 from memengine.registry import HOOKS
+from memengine.techniques.modules.random_state import RandomState, accelerators_of
 
 __all__ = ['EvaluateFirstHook']
-
-
-@contextmanager
-def _preserve_random_state() -> Iterator[None]:
-    """Leave the global random generators as they were."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 @HOOKS.register_module()
@@ -54,7 +38,7 @@ class EvaluateFirstHook(Hook):
             )
         runner.message_hub.update_info('before_training', True)
         try:
-            with _preserve_random_state():
+            with RandomState(accelerators_of(runner.model)).replay():
                 runner.val_loop.run()
         finally:
             runner.message_hub.update_info('before_training', False)

@@ -10,8 +10,9 @@ from mmengine.registry import DefaultScope
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from memengine.engine.cli.failure import explain, explain_lost_connection, lost_connection
+from memengine.engine.cli.failure import explain, explain_lost_connection
 from memengine.engine.config.check import ConfigError
+from memengine.engine.faults.ranks import lost_connection
 from memengine.engine.runner import Runner
 from memengine.registry import DATASETS, HOOKS, MODELS
 

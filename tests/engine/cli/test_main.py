@@ -21,6 +21,9 @@ from memengine.engine.config.file import load_config
 ROOT = Path(__file__).parents[3]
 
 MODULE = """
+import os
+import signal
+
 import torch
 from mmengine.model import BaseModel
 from torch import nn
@@ -51,6 +54,8 @@ class CliModel(BaseModel):
         super().__init__()
         if width < 1:
             raise ValueError(f'width must be at least 1, got {width}')
+        if fails == 'signal':
+            os.kill(os.getpid(), signal.SIGTERM)
         self.net = nn.Sequential(nn.Linear(1, width), nn.Linear(width, 1))
         self.fails = fails
 
@@ -421,6 +426,12 @@ def test_interrupt_says_how_to_go_on(cli):
     assert (status, said) == (130, f'memengine: interrupted; go on with: {again}')
 
 
+@pytest.mark.fault('SIGTERM while a run starts', 'it ends at once, status 143')
+def test_a_signal_during_start_up_ends_at_once(cli):
+    said = (143, 'memengine: interrupted by SIGTERM')
+    assert cli('train', 'config.py', *options('model.fails=signal')) == said
+
+
 def test_a_rank_says_which_it_is(cli, monkeypatch):
     monkeypatch.setenv('RANK', '3')
     status, said = cli('train', 'confg.py', '--launcher', 'pytorch')
@@ -530,7 +541,11 @@ def test_tools_work_from_a_checkout(folder):
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_says_how_to_go_on(folder):
+@pytest.mark.parametrize(
+    ('number', 'status', 'how'),
+    [(signal.SIGINT, 130, 'interrupted'), (signal.SIGUSR1, 75, 'interrupted by SIGUSR1')],
+)
+def test_a_signal_saves_and_says_how_to_go_on(folder, number, status, how):
     command = [sys.executable, str(ROOT / 'tools/train.py'), 'config.py']
     pairs = options('train_cfg.max_epochs=100000', 'default_hooks.logger.interval=1')
     process = subprocess.Popen([*command, *pairs], stderr=subprocess.PIPE, text=True)
@@ -541,13 +556,13 @@ def test_ctrl_c_saves_and_says_how_to_go_on(folder):
                 process.wait(0.2)
             except subprocess.TimeoutExpired:
                 continue
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         _, said = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 130
+    assert process.returncode == status
     assert said.rstrip().endswith(
-        'memengine: interrupted; go on with: memengine train config.py --resume'
+        f'memengine: {how}; go on with: memengine train config.py --resume'
     )
 
 

@@ -1,0 +1,216 @@
+"""Data-loader workers that die or hang: which sample they had in hand, and who ends them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from memengine.engine.faults.signals import STOP_SIGNALS
+
+__all__ = [
+    'BATCH_TIMEOUT_S',
+    'CountsSkipped',
+    'NamesSamples',
+    'SamplesInHand',
+    'WorkerError',
+    'count_skipped',
+    'guard_workers',
+    'samples_named',
+]
+
+BATCH_TIMEOUT_S = 300
+"""How long a batch is waited for, where the loader's ``timeout`` says nothing."""
+
+_DIED = re.compile(
+    r'DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\) '
+    r'(?:exited unexpectedly(?: (?P<code>with exit code \d+))?'
+    r'|is (?P<signal>killed by signal: [\w ]+))'
+)
+_LATE = re.compile(r'DataLoader timed out after (?P<seconds>[\d.]+) seconds')
+
+
+class WorkerError(RuntimeError):
+    """A worker of a data loader died, or gives no batch."""
+
+
+@runtime_checkable
+class NamesSamples(Protocol):
+    """A data set that can say where a sample comes from."""
+
+    def sample_name(self, index: int) -> str:
+        """The sample in words: its number, and its file if it has one."""
+
+
+@runtime_checkable
+class CountsSkipped(Protocol):
+    """A data set that goes on without samples that cannot be read."""
+
+    skipped: int
+
+    def __len__(self) -> int: ...
+
+
+class _Worker(NamedTuple):
+    """A worker, the sample that it loads (-1: none), and since when (nanoseconds of the clock)."""
+
+    pid: int
+    sample: int
+    since_ns: int
+
+
+class SamplesInHand:
+    """Which sample each worker of a loader is loading, in memory that all processes share.
+
+    Args:
+        workers: How many there are.
+
+    Cost: 24 bytes for each worker, and some microseconds for each sample.
+    """
+
+    def __init__(self, workers: int) -> None:
+        self._rows = torch.zeros(max(workers, 1), 3, dtype=torch.int64).share_memory_()
+
+    def note(self, index: int) -> None:
+        """Note that this worker begins to load a sample, or with -1 that it has none in hand."""
+        worker = get_worker_info()
+        if worker is not None:
+            self._rows[worker.id] = torch.tensor([os.getpid(), index, time.time_ns()])
+
+    def read(self) -> list[_Worker]:
+        """What the workers that have begun do now, or did when they died."""
+        return [_Worker(*row) for row in self._rows.tolist() if row[0]]
+
+
+def guard_workers(loader: DataLoader) -> DataLoader:
+    """Have a loader's workers outlive signals that are meant for the main process."""
+    loader.worker_init_fn = partial(_init_worker, loader.worker_init_fn)
+    return loader
+
+
+def _init_worker(init_fn: Callable[[int], None] | None, worker_id: int) -> None:
+    """Leave it to the main process when this worker ends, then do what the user asks for.
+
+    Schedulers, service managers and terminals signal every process of a job; a worker that ended
+    then would take the step with it, and the checkpoint that should follow.
+    """
+    for number in STOP_SIGNALS:
+        if number != signal.SIGTERM:
+            signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, 'sigwaitinfo'):  # not on macOS
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_end_if_parent_asks, args=(os.getppid(),), daemon=True).start()
+    worker: Any = get_worker_info()
+    if hasattr(worker.dataset, 'in_hand'):
+        worker.dataset.in_hand.note(-1)
+    if init_fn is not None:
+        init_fn(worker_id)
+
+
+def _end_if_parent_asks(parent: int) -> None:
+    """End upon a SIGTERM of the main process, by which torch ends workers, and of nobody else."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
+
+
+@contextmanager
+def samples_named(loaders: Callable[[], Mapping[str, DataLoader]]) -> Iterator[None]:
+    """Turn torch's error for a worker that died or hangs into one that names the sample.
+
+    torch raises it wherever the main process happens to be, so its traceback says nothing.
+
+    Args:
+        loaders: Gives the loaders that there are by then, by the name of their setting.
+
+    Raises:
+        WorkerError: With the setting, the process and the sample.
+    """
+    try:
+        yield
+    except (RuntimeError, OSError, EOFError) as raised:
+        error = raised if isinstance(raised, RuntimeError) else _hear_of_death() or raised
+        text = f'{error.__cause__ or ""} {error}'  # the cause, if there is one, knows more
+        died, late = _DIED.search(text), _LATE.search(text)
+        if not died and not late:
+            raise
+        if threading.current_thread() is threading.main_thread():
+            # Torch's handler would raise again for each worker that ends from now on. Without it
+            # torch looks after its workers every five seconds.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        workers = [
+            (worker, name, loader)
+            for name, loader in loaders().items()
+            if hasattr(loader.dataset, 'in_hand')
+            for worker in loader.dataset.in_hand.read()
+        ]
+        for child in multiprocessing.active_children():
+            if child.pid in {worker.pid for worker, _, _ in workers}:
+                child.kill()  # one that hangs may hear nothing else, and would be waited for
+                child.join()
+        said = _who_died(died, workers) if died else late and _who_hangs(late, workers)
+        raise WorkerError(said or str(error)) from error
+
+
+def _hear_of_death() -> RuntimeError | None:
+    """What torch raises a moment after the pipes of a worker that dies have broken, if one does."""
+    try:
+        time.sleep(1)
+    except RuntimeError as error:
+        return error
+    return None
+
+
+def count_skipped(loaders: Mapping[str, DataLoader]) -> Iterator[str]:
+    """A sentence for each loader of which samples could not be read."""
+    for name, loader in loaders.items():
+        dataset = getattr(loader.dataset, 'dataset', loader.dataset)
+        if isinstance(dataset, CountsSkipped) and dataset.skipped:
+            yield f'{name}: {dataset.skipped} of {len(dataset)} samples were skipped as unreadable'
+
+
+_Workers: TypeAlias = 'list[tuple[_Worker, str, DataLoader]]'
+
+
+def _who_died(found: re.Match[str], workers: _Workers) -> str | None:
+    pids = set(map(int, found['pids'].split(', ')))
+    for worker, name, loader in workers:
+        if worker.pid in pids:
+            ended = f'ended {found["code"] or "unexpectedly"}'
+            how = f'was {found["signal"]}' if found['signal'] else ended
+            doing = 'while it had no sample in hand'
+            if worker.sample >= 0:
+                doing = f'while it loaded {_sample_name(loader, worker.sample)}'
+            advice = f'with {name}.num_workers=0 the same happens where it can be seen'
+            return f'{name}: a worker (pid {worker.pid}) {how} {doing}; {advice}'
+    return None
+
+
+def _who_hangs(found: re.Match[str], workers: _Workers) -> str | None:
+    """Who has had a sample in hand for longest."""
+    loading = [each for each in workers if each[0].sample >= 0]
+    if not loading:
+        return None
+    worker, name, loader = min(loading, key=lambda each: each[0].since_ns)
+    since = time.strftime('%H:%M:%S', time.localtime(worker.since_ns / 1e9))
+    return (
+        f'{name}: no batch within {found["seconds"]} s ({name}.timeout): a worker (pid '
+        f'{worker.pid}) has been loading {_sample_name(loader, worker.sample)} since {since}'
+    )
+
+
+def _sample_name(loader: DataLoader, index: int) -> str:
+    dataset: Any = loader.dataset.dataset  # type: ignore[attr-defined]
+    if isinstance(dataset, NamesSamples):
+        return dataset.sample_name(index)
+    return f'sample {index} of {type(dataset).__name__}'
