@@ -406,7 +406,7 @@ VALUES: Mapping[str, Constraint] = {
     **_by_name(
         FRACTION,
         'attn_drop_rate betas center_momentum drop_path_rate drop_rate dropout end_factor '
-        'eta_min_ratio label_smoothing max_skipped min_entropy min_feature_std min_information momentum '
-        'momentum_teacher momentum_teacher_end p proj_drop_rate start_factor',
+        'eta_min_ratio label_smoothing max_skipped min_entropy min_feature_std min_information '
+        'momentum momentum_teacher momentum_teacher_end p proj_drop_rate start_factor',
     ),
 }

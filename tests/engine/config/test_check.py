@@ -89,11 +89,6 @@ REFUSED = [
         "train_dataloader.pin_memory: must be True or False, got 'no'",
     ),
     (
-        'train_dataloader.timeout',
-        -1,
-        'train_dataloader.timeout: must be a number of 0 or more, got -1',
-    ),
-    (
         'param_scheduler',
         dict(type='ConstantLR', begin=-3),
         'param_scheduler.begin: must be an integer of 0 or more, got -3',
