@@ -213,16 +213,10 @@ class KNNMetric(BaseMetric):
 
     def _unique_samples(self, results: list[_Samples]) -> _Samples:
         """This rank's samples without those that it, or a lower rank, has already."""
-        width = _widths_on_all_ranks([(r.features, r.pixels) for r in results])
-        own = _Samples(
-            _concat([r.features for r in results], torch.empty(0, width[0])),
-            _concat([r.labels for r in results], torch.empty(0, dtype=torch.long)),
-            _concat([r.index for r in results], torch.empty(0, dtype=torch.long)),
-            _concat([r.bank for r in results], torch.empty(0, dtype=torch.bool)),
-            _concat([r.pixels for r in results if r.pixels is not None], torch.empty(0, width[1]))
-            if width[1] >= 0
-            else None,
-        )
+        parts = [_no_samples(results), *results]
+        columns = zip(*(vars(part).values() for part in parts), strict=True)
+        joined: Any = (None if column[0] is None else torch.cat(column) for column in columns)
+        own = _Samples(*joined)
         index, bank = _gather_rows(own.index), _gather_rows(own.bank.long())
         ordered, order = torch.cat(index).sort(stable=True)  # lower ranks first among equals
         repeated = torch.zeros_like(ordered, dtype=torch.bool)
@@ -297,20 +291,19 @@ class KNNMetric(BaseMetric):
             )
 
 
-def _concat(parts: list[Tensor], empty: Tensor) -> Tensor:
-    return torch.cat(parts) if parts else empty
-
-
-def _widths_on_all_ranks(results: list[tuple[Tensor, Tensor | None]]) -> tuple[int, int]:
-    """Widths of features and pixels, known even on a rank without samples; -1 for none."""
+def _no_samples(results: list[_Samples]) -> _Samples:
+    """None at all, as wide as those of any rank."""
     widths = torch.tensor([-1, -1])
-    for features, pixels in results[:1]:
-        widths[0] = features.shape[1]
-        widths[1] = -1 if pixels is None else pixels.shape[1]
+    for part in results[:1]:
+        pixels = -1 if part.pixels is None else part.pixels.shape[1]
+        widths = torch.tensor([part.features.shape[1], pixels])
     dist.all_reduce(widths, 'max')
-    if widths[0] < 0:
+    features, pixels = widths.tolist()
+    if features < 0:
         raise ValueError('KNNMetric: there are no samples to evaluate')
-    return int(widths[0]), int(widths[1])
+    none = torch.empty(0)
+    wide = torch.empty(0, pixels) if pixels >= 0 else None
+    return _Samples(torch.empty(0, features), none.long(), none.long(), none.bool(), wide)
 
 
 def _gather_rows(rows: Tensor) -> list[Tensor]:
