@@ -183,7 +183,7 @@ def check_command(words, workplace):
 
 def check_memengine(arguments, workplace):
     args = make_parser().parse_args(arguments)
-    if args.command in ('convert', 'techniques'):
+    if args.command in ('convert', 'verify', 'techniques'):
         return
     for checkpoint in (getattr(args, 'checkpoint', None), getattr(args, 'resume', None)):
         if isinstance(checkpoint, str):  # of a run that is not repeated here
@@ -380,7 +380,7 @@ def test_commands_that_are_only_checked_above_run_too(page, workplace):
 def provide_checkpoint(words, workplace):
     """Have the checkpoint that a command names, of a training as short as can be."""
     args = make_parser().parse_args(memengine_arguments(words))
-    for path in (getattr(args, name, None) for name in ('checkpoint', 'resume', 'source')):
+    for path in (getattr(args, name, None) for name in ('checkpoint', 'resume', 'source', 'path')):
         if isinstance(path, str) and path != 'auto' and not Path(path).exists():
             config = getattr(args, 'config', QUICK_START)
             short = ['memengine', 'train', config, '--max-iters', '2', '--work-dir', 'short']

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from memengine.engine.checkpoint.files import find_latest
+from memengine.engine.checkpoint.latest import find_latest
 from memengine.engine.checkpoint.sharded import read_sharded
 
 ROOT = Path(__file__).parents[1]

@@ -32,7 +32,13 @@ import torch
 
 DISK_MIB = 64
 UNFINISHED = '.*.partial'  # what a checkpoint is called while it is written
-STOPS = {'SIGTERM': 130, 'SIGINT': 130}  # and the status of the command line
+STOPS = {
+    'SIGTERM': 143,
+    'SIGINT': 130,
+    'SIGHUP': 129,
+    'SIGUSR1': 75,
+    'SIGUSR2': 75,
+}  # their statuses
 
 
 class Soak:
@@ -101,7 +107,14 @@ class Soak:
             statuses = attempt.end()
             is_over = statuses == [0] * form.ranks
             assert is_over or kind, f'{statuses} without a fault: {attempt.log}'
-        assert self._seen(folder, form) == self.whole[form], f'{folder}: another training'
+        seen, whole = self._seen(folder, form), self.whole[form]
+        # Rank 0 may save an iteration before another rank has noted it, which then is killed.
+        noted = [
+            of_rank.items() <= all_of_it.items()
+            for of_rank, all_of_it in zip(seen, whole, strict=True)
+        ]
+        is_whole = seen[0] == whole[0] and all(str(self.iterations) in of_rank for of_rank in seen)
+        assert all(noted) and is_whole, f'{folder}: another training'
         self.faults += happened
         print(f'campaign {number}, {form}: {attempts} attempts, {dict(happened)}', flush=True)
         shutil.rmtree(work_dir)

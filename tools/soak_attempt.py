@@ -50,7 +50,7 @@ END_S = 120  # until a process that was stopped, or whose peer has died, has to 
 class SoakHook(Hook):
     """Tells the parent process where training is, and notes each loss and the resident memory."""
 
-    priority = 'LOWEST'
+    priority = 'LOW'  # before the hook that saves
     pipe = -1
     folder = Path()
 

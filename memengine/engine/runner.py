@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,13 +22,17 @@ from torch.utils.data import DataLoader
 
 from memengine._torch_private.data_loading import end_workers
 from memengine.engine.apply import apply_before_wrapping, apply_to_model, hooks_of_keys, refuse
+from memengine.engine.checkpoint.checksums import verify
 from memengine.engine.checkpoint.files import (
     CheckpointError,
+    DamagedError,
     atomic_write,
-    find_latest,
     safe_loading,
 )
-from memengine.engine.checkpoint.sharded import SUFFIX, ShardedWriter, is_sharded
+from memengine.engine.checkpoint.latest import find_latest, newest_first
+from memengine.engine.checkpoint.saving import CheckpointWriter, SaveError, write_file
+from memengine.engine.checkpoint.sharded import SUFFIX, is_sharded
+from memengine.engine.checkpoint.sharded_saving import sharded_write
 from memengine.engine.checkpoint.state import (
     ShardLayout,
     check_resumable,
@@ -47,9 +52,11 @@ from memengine.engine.checkpoint.weights import (
 from memengine.engine.config.runner_schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
 from memengine.engine.distributed.launchers import DEFAULT_TIMEOUT_S
-from memengine.engine.distributed.processes import init_process_group, local_device_ids
+from memengine.engine.distributed.processes import cpu_group, init_process_group, local_device_ids
+from memengine.engine.distributed.together import together
 from memengine.engine.faults.finite_state import each_optim_wrapper, refuse_nonfinite_state
 from memengine.engine.faults.ranks import RankWatch, ranks_named
+from memengine.engine.faults.work_dir_lock import work_dir_lock
 from memengine.engine.faults.workers import (
     BATCH_TIMEOUT_S,
     count_skipped,
@@ -118,7 +125,7 @@ class Runner(_Runner):
     param_schedulers: Any
 
     def __init__(self, *args: Any, default_scope: str = 'memengine', **kwargs: Any) -> None:
-        self._sharded_writer = ShardedWriter()
+        self._writer = CheckpointWriter()
         self._watch: RankWatch | None = None  # of one rank among several
         super().__init__(*args, default_scope=default_scope, **kwargs)
 
@@ -285,11 +292,23 @@ class Runner(_Runner):
         super().register_default_hooks({k: v for k, v in chosen.items() if k not in left_out})
 
     def train(self) -> nn.Module:
-        """Train from the start or from a checkpoint, to the end that ``train_cfg`` names."""
+        """Train from the start or from a checkpoint, to the end that ``train_cfg`` names.
+
+        Raises:
+            WorkDirLockedError: While another run is writing into the work dir.
+            SaveError: When three checkpoints in a row, or the last one, could not be written.
+        """
         if self._train_loop is None:
             raise ValueError(
                 'train() needs train_dataloader, train_cfg and optim_wrapper in the config'
             )
+        with ExitStack() as held:
+            lock = work_dir_lock(Path(self.work_dir), self.logger.warning)
+            hold = partial(held.enter_context, lock) if self.rank == 0 else lambda: None
+            together(hold, cpu_group('checkpoint'))
+            return self._build_and_train()
+
+    def _build_and_train(self) -> nn.Module:
         self._train_loop = self.build_train_loop(self._train_loop)
         self.optim_wrapper = self.build_optim_wrapper(self.optim_wrapper)
         self.scale_lr(self.optim_wrapper, self.auto_scale_lr)
@@ -376,14 +395,6 @@ class Runner(_Runner):
         """Load weights or resume, as the config says; say so when there is nothing to resume."""
         if self._has_loaded:
             return
-        if self._resume and self._load_from is None:
-            latest = find_latest(self.work_dir)
-            if latest is None:
-                self.logger.info(
-                    f'No checkpoint to resume in {self.work_dir}: training starts from scratch.'
-                )
-                return
-            self._load_from = str(latest)
         if self._load_from is not None:
             if not self._resume:
                 self.load_checkpoint(**load_from_options(self._load_from))
@@ -395,6 +406,30 @@ class Runner(_Runner):
                     f'not {self._load_from}'
                 )
             self._has_loaded = True
+        elif self._resume:
+            self._resume_newest()
+
+    def _resume_newest(self) -> None:
+        """Go on from the newest checkpoint that is whole; never from scratch if there is any."""
+        trusted = self.cfg.get('trusted_globals', ())
+        found = newest_first(self.work_dir, trusted, self.logger.warning) if self.rank == 0 else ()
+        paths, damaged = iter(found), 0
+        while path := together(lambda: next(paths, None), cpu_group('checkpoint'))[0]:
+            try:
+                self.resume(str(path))
+                self._has_loaded = True
+                return
+            except DamagedError as error:
+                self.logger.warning(f'{error}; going on from the checkpoint before it')
+                damaged += 1
+        if damaged:
+            raise CheckpointError(
+                f'none of the {damaged} checkpoint(s) in {self.work_dir} is whole; name another '
+                'one with --resume PATH, or remove them to train from scratch'
+            )
+        self.logger.info(
+            f'No checkpoint to resume in {self.work_dir}: training starts from scratch.'
+        )
 
     def resume(self, filename: str, *args: Any, **kwargs: Any) -> None:
         """Go on from a checkpoint, on any number of ranks that see as many samples together."""
@@ -409,10 +444,12 @@ class Runner(_Runner):
         Returns:
             The checkpoint; None, and nothing is changed, if there is none.
         """
-        self.wait_for_checkpoint()
+        with suppress(SaveError):  # the CheckpointHook says so at its next
+            self.wait_for_checkpoint()
         latest = find_latest(self.work_dir)
         if latest is None:
             return None
+        self._verify(str(latest))
         layout = ShardLayout(self.model, self.optim_wrapper, [])
         trusted = self.cfg.get('trusted_globals', ())
         checkpoint = read_checkpoint(str(latest), trusted, layout, with_optimizer=True)
@@ -458,6 +495,7 @@ class Runner(_Runner):
         optim_wrapper = self.optim_wrapper if self._resume else None
         layout = ShardLayout(self.model, optim_wrapper, [*revise_keys, moved])
         trusted = self.cfg.get('trusted_globals', ())
+        self._verify(filename)
         checkpoint = read_checkpoint(filename, trusted, layout, self._resume, map_location)
         checkpoint['meta'].pop('config', None)  # MMEngine would run it as a config, which is code
         if self._resume:
@@ -481,6 +519,15 @@ class Runner(_Runner):
             self.logger.warning(f'{filename}: {left}')
         return checkpoint
 
+    def _verify(self, filename: str) -> None:
+        """Compare a checkpoint with its checksum; ranks share the work."""
+        if '://' in filename:
+            return
+        share = slice(self.rank, None, self.world_size)
+        known = together(lambda: verify(filename, share), cpu_group('checkpoint'))
+        if not all(known):
+            self.logger.info(f'{filename} has no checksum: it is read as it is')
+
     def save_checkpoint(
         self,
         out_dir: str,
@@ -493,7 +540,7 @@ class Runner(_Runner):
         backend_args: dict[str, Any] | None = None,
         asynchronous: bool = False,
         on_complete: Callable[[], None] | None = None,
-    ) -> None:
+    ) -> Callable[[], None]:
         """Save a checkpoint, whole or not at all (in local folders). Every rank must call it.
 
         Args:
@@ -506,42 +553,63 @@ class Runner(_Runner):
             by_epoch: Whether this is after an epoch or after an iteration, where ``meta`` does
                 not say it.
             backend_args: Of MMEngine's storage, for remote folders.
-            asynchronous: Write a sharded checkpoint in the background.
-            then: Called on rank 0 once the checkpoint is whole.
+            asynchronous: Copy it to host memory, and write it in the background.
+            on_complete: Called on rank 0 once the checkpoint is whole.
+
+        Returns:
+            What waits until it is whole.
 
         Raises:
             NonFiniteError: When a weight, or what the optimiser holds, is NaN or infinite on any
                 rank; nothing is written then.
+            SaveError: On all ranks, when one cannot write; asynchronous, by what is returned.
         """
         refuse_nonfinite_state(unwrap(self.model), self.optim_wrapper if save_optimizer else None)
         done = dict(epoch=self.epoch + by_epoch, iter=self.iter + (not by_epoch))
         samples = dict(samples_per_step=samples_per_step(self))
         meta = {**done, **samples, **(meta or {})}
         path, remote = Path(out_dir) / filename, '://' in str(out_dir)
+        if not Path(self.work_dir).is_dir():
+            self.logger.error(
+                f'work_dir {self.work_dir} is not there any more: was it moved? It is made again '
+                'for the next checkpoints; to go on from one of the others, move it back'
+            )
         if is_sharded(filename):
             if remote:
                 raise ValueError(f'sharded checkpoints need a folder to write to, got {out_dir}')
             state = run_state(self, meta, save_optimizer, save_param_scheduler)
             if save_optimizer:
                 state['optimizer'] = key_by_name(state['optimizer'], self.model, self.optim_wrapper)
-            self._sharded_writer.save(path, state, asynchronous, on_complete)
-            return
-        if self.rank == 0 or is_sharded_model(self.model):  # whose shards all ranks put together
-            state = gather_state(run_state(self, meta, save_optimizer, save_param_scheduler))
-        if self.rank == 0:
-            arguments = dict(file_client_args=file_client_args, backend_args=backend_args)
-            if remote:
-                url = join_path(out_dir, filename, backend_args=backend_args)
-                save_checkpoint(state, url, **arguments)
-            else:
-                with atomic_write(path) as unfinished:
-                    save_checkpoint(state, str(unfinished), **arguments)
-            if on_complete is not None:
-                on_complete()
+            write = sharded_write(path, state, asynchronous, on_complete)
+        else:
+            whole: dict[str, Any] = {}
+            if self.rank == 0 or is_sharded_model(self.model):  # whose shards all put together
+                state = run_state(self, meta, save_optimizer, save_param_scheduler)
+                whole = gather_state(state, copies=asynchronous)
+
+            def write() -> None:
+                if self.rank:
+                    return
+                if remote:
+                    url = join_path(out_dir, filename, backend_args=backend_args)
+                    save_checkpoint(whole, url, file_client_args, backend_args)
+                else:
+                    write_file(path, whole)
+                if on_complete is not None:
+                    on_complete()
+
+        wait = self._writer.start(write, asynchronous)
+        if not asynchronous:
+            wait()
+        return wait
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until a checkpoint that is written in the background is whole."""
-        self._sharded_writer.wait()
+        """Wait until the last checkpoint, which may be written in the background, is whole.
+
+        Raises:
+            SaveError: On all ranks, when one could not write it.
+        """
+        self._writer.wait()
 
     @property
     def checkpoint_suffix(self) -> str:

@@ -5,6 +5,13 @@ from memengine.visualization.attention import (
     attention_maps,
     save_attention_figure,
 )
+from memengine.visualization.local_backend import LocalVisBackend
 from memengine.visualization.report import write_report
 
-__all__ = ['NoAttentionError', 'attention_maps', 'save_attention_figure', 'write_report']
+__all__ = [
+    'LocalVisBackend',
+    'NoAttentionError',
+    'attention_maps',
+    'save_attention_figure',
+    'write_report',
+]

@@ -5,18 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mmengine.runner import save_checkpoint
 from safetensors.torch import save_file
 from torch import Tensor
+from torch import distributed as dist
 
-from memengine.engine.checkpoint.files import CheckpointError, atomic_write
-from memengine.engine.checkpoint.sharded import SUFFIX, ShardedWriter, is_sharded, read_sharded
+from memengine.engine.checkpoint.checksums import SAFETENSORS_KEY, UNSEALED, seal, verify
+from memengine.engine.checkpoint.files import CheckpointError, atomic_write, read_pickle
+from memengine.engine.checkpoint.saving import save_errors, write_file
+from memengine.engine.checkpoint.sharded import SUFFIX, is_sharded, read_sharded
+from memengine.engine.checkpoint.sharded_saving import sharded_write
 from memengine.engine.checkpoint.state import key_by_index
 from memengine.engine.checkpoint.weights import read_file
 
-__all__ = ['convert']
+__all__ = ['convert', 'export_weights']
 
 _METADATA = ('epoch', 'iter', 'seed', 'cfg', 'experiment_name', 'time', 'samples_per_step')
+_WEIGHTS = ('state_dict', 'meta')
 _FORMATS = f'.safetensors (weights only), {SUFFIX} (sharded) or .pth (as MMEngine writes it)'
 
 
@@ -46,27 +50,46 @@ def convert(source: str | Path, target: str | Path) -> str:
     if not source.exists():
         raise CheckpointError(f'SOURCE: there is no checkpoint {source}')
     weights_only = target.suffix == '.safetensors'
+    verify(source)
     checkpoint = _read(source, weights_only)
     target.parent.mkdir(parents=True, exist_ok=True)
     if weights_only:
         _write_safetensors(checkpoint, target)
     elif target.suffix == SUFFIX:
-        ShardedWriter().save(target, checkpoint)
+        sharded_write(target, checkpoint)()
     else:
         if 'optimizer' in checkpoint:
             checkpoint['optimizer'] = key_by_index(checkpoint['optimizer'])
-        with atomic_write(target) as partial:
-            save_checkpoint(checkpoint, str(partial))
+        write_file(target, checkpoint)
     what = f'{len(checkpoint["state_dict"])} tensor(s) of weights'
     if 'optimizer' in checkpoint and not weights_only:
         what += ', and the optimiser'
     return f'{source} -> {target}: {what}'
 
 
+def export_weights(source: Path, target: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Write the weights of a checkpoint of this run's to a ``.safetensors`` file, as one rank.
+
+    Args:
+        source: A checkpoint that is whole.
+        target: Is replaced.
+        group: A process group of this rank alone, if there are several.
+
+    Raises:
+        SaveError: When it cannot be written.
+
+    Cost: host memory for the weights, of a sharded checkpoint; of a file they are mapped.
+    """
+    if is_sharded(source):
+        checkpoint = read_sharded(source, entries=_WEIGHTS.__contains__, group=group)
+    else:
+        checkpoint = read_pickle(source, mapped=True)
+    _write_safetensors(checkpoint, target)
+
+
 def _read(source: Path, weights_only: bool) -> dict[str, Any]:
     if is_sharded(source):
-        wanted = ('state_dict', 'meta')
-        return read_sharded(source, entries=lambda name: not weights_only or name in wanted)
+        return read_sharded(source, entries=lambda name: not weights_only or name in _WEIGHTS)
     return read_file(str(source))
 
 
@@ -83,5 +106,6 @@ def _write_safetensors(checkpoint: dict[str, Any], target: Path) -> None:
         shared = tensor.untyped_storage().data_ptr() in held
         held.add(tensor.untyped_storage().data_ptr())
         tensors[name] = (tensor.clone() if shared else tensor).contiguous()
-    with atomic_write(target) as partial:
-        save_file(tensors, partial, metadata=noted)
+    with save_errors(target), atomic_write(target) as partial:
+        save_file(tensors, partial, metadata={**noted, SAFETENSORS_KEY: UNSEALED})
+        seal(partial)

@@ -22,16 +22,22 @@ from memengine.engine.checkpoint.trust import is_known_data, safe_globals
 
 __all__ = [
     'CheckpointError',
+    'DamagedError',
     'atomic_write',
     'backup_path',
-    'find_latest',
+    'read_pickle',
     'refusal',
     'safe_loading',
+    'sync',
 ]
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read, or may not be."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint that is not what was written: the one before may do."""
 
 
 _read_anything = torch.load
@@ -40,19 +46,24 @@ _read_anything = torch.load
 class _UnreadableError(Exception):
     """No UnpicklingError, which timm would answer with advice to read unsafely."""
 
+    def __init__(self, what: str, kind: type[CheckpointError]) -> None:
+        super().__init__(what)
+        self.kind = kind
+
 
 def _read_safely(*args: Any, **kwargs: Any) -> Any:
     try:
         return _read_anything(*args, **{**kwargs, 'pickle_module': None, 'weights_only': True})
     except pickle.UnpicklingError as error:
-        raise _UnreadableError(refusal(error)) from error
+        kind = DamagedError if _wanted(error) is None else CheckpointError
+        raise _UnreadableError(refusal(error), kind) from error
     except OSError:
         raise
     except Exception as error:
-        if isinstance(error, torch.OutOfMemoryError) or 'map_location' in str(error):
-            raise  # of the device
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or 'map_location' in str(error):
+            raise  # of the machine, not of the file
         what = str(error) or type(error).__name__
-        raise _UnreadableError(f'is damaged or incomplete: {what}') from error
+        raise _UnreadableError(f'is damaged or incomplete: {what}', DamagedError) from error
 
 
 @contextmanager
@@ -75,12 +86,16 @@ def safe_loading(filename: str | Path, trusted: Iterable[str] = ()) -> Iterator[
             with patch.object(torch, 'load', _read_safely):
                 yield
     except _UnreadableError as error:
-        raise CheckpointError(f'{filename} {error}') from error
+        raise error.kind(f'{filename} {error}') from error
+
+
+def _wanted(error: Exception) -> re.Match[str] | None:
+    return re.search(r'GLOBAL ([\w.]+)', str(error))
 
 
 def refusal(error: Exception) -> str:
     """What torch's safe unpickler refused, without torch's advice to read unsafely instead."""
-    wanted = re.search(r'GLOBAL ([\w.]+)', str(error))
+    wanted = _wanted(error)
     if wanted is None:
         return f'is not a readable checkpoint: {str(error).partition(". ")[0]}'
     # Some versions of torch leave out the module of Python's own functions.
@@ -93,43 +108,49 @@ def refusal(error: Exception) -> str:
     return f"wants to run '{name}' while it is read, which weights need not; {remedy}"
 
 
+def read_pickle(path: Path, trusted: Iterable[str] = (), mapped: bool = False) -> Any:
+    """Read a local file of ``torch.save``, safely, onto the CPU.
+
+    Args:
+        path: The file.
+        trusted: See :func:`safe_loading`.
+        mapped: Whether tensors are read only when they are used.
+
+    Raises:
+        CheckpointError: When it wants to run what it may not.
+        DamagedError: When it is damaged.
+    """
+    with open(path, 'rb') as file:
+        is_archive = file.read(2) == b'PK'  # older ones cannot be mapped
+    with safe_loading(path, trusted):
+        return torch.load(path, map_location='cpu', mmap=mapped and is_archive)
+
+
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Give a path to write to, and move it to ``path`` when all is written.
+    """Give a path to write to, and move it to ``path`` when all is written, and on the disk.
 
-    A process that dies in between leaves the previous file as it was.
+    A process that dies in between, or a machine, leaves the previous file as it was.
     """
     partial = path.with_name(f'.{path.name}.partial')
     try:
         yield partial
+        sync(partial)
         os.replace(partial, path)
+        sync(path.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def backup_path(path: Path) -> Path:
     """Where a folder lies while another one takes its place."""
     return path.with_name(f'.{path.name}.previous')
-
-
-def find_latest(work_dir: str | Path) -> str | Path | None:
-    """The checkpoint that ``last_checkpoint`` in the work dir names, wherever the dir is now.
-
-    Raises:
-        CheckpointError: When that checkpoint is not there.
-    """
-    pointer = Path(work_dir) / 'last_checkpoint'
-    if not pointer.is_file():
-        return None
-    text = pointer.read_text().strip()
-    if '://' in text:  # of MMEngine's remote storage
-        return text
-    named = Path(text)
-    for path in (named, Path(work_dir) / named.name):
-        for found in (path, backup_path(path)):  # the latter, of a job killed while it replaced it
-            if found.exists():
-                return found
-    raise CheckpointError(
-        f'{pointer} names {named}, which is not there; name another one with --resume PATH, or '
-        'remove last_checkpoint to train from scratch'
-    )

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from memengine._torch_private.distributed import METADATA_RECORDS
-from memengine.engine.checkpoint.files import CheckpointError
+from memengine.engine.checkpoint.files import CheckpointError, DamagedError
 
 __all__ = ['SafeReader']
 
@@ -104,9 +104,9 @@ def _read(
         for name, tensor in listed.items():
             _check_chunks(name, tensor, places)
     except CheckpointError as error:
-        raise CheckpointError(f'{folder}/.metadata {error}') from error
+        raise type(error)(f'{folder}/.metadata {error}') from error
     except Exception as error:  # of any kind: the bytes may say anything
-        raise CheckpointError(f'{folder}/.metadata is damaged: {error!r}') from error
+        raise DamagedError(f'{folder}/.metadata is damaged: {error!r}') from error
     return listed, places
 
 
@@ -144,13 +144,13 @@ def _places(storage_data: dict[Any, Any], folder: Path) -> Iterator[tuple[Metada
         if name not in lengths:
             file = folder / name
             if file.name != name or not file.is_file():
-                raise CheckpointError(
+                raise DamagedError(
                     f'names {name!r}, which the folder has not: damaged or incomplete'
                 )
             lengths[name] = file.stat().st_size
         start, length = entry['offset'], entry['length']
         if entry.get('transform_descriptors') or not 0 <= start <= start + length <= lengths[name]:
-            raise CheckpointError(f'does not fit {name}, which is damaged or incomplete')
+            raise DamagedError(f'does not fit {name}, which is damaged or incomplete')
         offset = None if at.get('offset') is None else _size(at['offset'])
         yield MetadataIndex(at['fqn'], offset, at.get('index')), _Place(name, start, length)
 
@@ -164,7 +164,7 @@ def _check_chunks(
     for chunk in tensor.chunks:
         place = places.get(MetadataIndex(name, chunk.offsets))
         if place is None or chunk.sizes.numel() * itemsize > place.length:
-            raise CheckpointError(f'has no place for a part of {name}')
+            raise DamagedError(f'has no place for a part of {name}')
         there += chunk.sizes.numel()
     if there != tensor.size.numel():
-        raise CheckpointError(f'lists {there} of the {tensor.size.numel()} values of {name}')
+        raise DamagedError(f'lists {there} of the {tensor.size.numel()} values of {name}')

@@ -133,21 +133,26 @@ def _scheduler_states(schedulers: Any) -> list[dict[str, Any]]:
     return [scheduler.state_dict() for scheduler in schedulers]
 
 
-def gather_state(tree: Any) -> Any:
+def gather_state(tree: Any, copies: bool = False) -> Any:
     """The same nested dicts and lists on the CPU, with the shards of all ranks put together.
 
     All ranks call it; it gathers one tensor at a time, and only rank 0 keeps it.
+
+    Args:
+        tree: What a checkpoint holds.
+        copies: Whether tensors that lie on the CPU are copied, as training will change them.
     """
     if isinstance(tree, dict):
         same = copy.copy(tree)  # keeps what else an OrderedDict carries
-        same.update((key, gather_state(value)) for key, value in tree.items())
+        for key, value in tree.items():
+            same[key] = gather_state(value, copies)
         return same
     if isinstance(tree, (list, tuple)):
-        return type(tree)(map(gather_state, tree))
+        return type(tree)(gather_state(value, copies) for value in tree)
     if isinstance(tree, DTensor):
         full = tree.full_tensor()
         return full.cpu() if get_rank() == 0 else None
-    return tree.detach().cpu() if isinstance(tree, Tensor) else tree
+    return tree.detach().to('cpu', copy=copies) if isinstance(tree, Tensor) else tree
 
 
 def _optimizers(optim_wrapper: Any) -> Iterator[tuple[KeyPath, Optimizer]]:

@@ -14,7 +14,7 @@ from mmengine.runner.checkpoint import _load_checkpoint
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from memengine.engine.checkpoint.files import CheckpointError, safe_loading
+from memengine.engine.checkpoint.files import CheckpointError, DamagedError, safe_loading
 from memengine.engine.checkpoint.sharded import is_sharded, read_sharded
 
 __all__ = [
@@ -56,7 +56,7 @@ def read_file(
                 state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 return dict(meta=file.metadata() or {}, state_dict=state)
         except SafetensorError as error:
-            raise CheckpointError(f'{filename} is damaged or incomplete: {error}') from error
+            raise DamagedError(f'{filename} is damaged or incomplete: {error}') from error
     with safe_loading(filename, trusted):
         path = os.path.expanduser(filename)
         load = torch.load if os.path.isfile(path) else _load_checkpoint  # of MMEngine, for URLs

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mmengine.config import Config
 from mmengine.dist import get_rank
 
-from memengine.engine.checkpoint.files import find_latest
-from memengine.engine.checkpoint.sharded import is_sharded
+from memengine.engine.checkpoint.checksums import verify as compare_checksums
+from memengine.engine.checkpoint.files import DamagedError
+from memengine.engine.checkpoint.latest import find_latest
+from memengine.engine.checkpoint.sharded import SUFFIX, is_sharded
 from memengine.engine.config.check import ConfigError, check_config
 from memengine.engine.config.file import load_config, similar_files
 from memengine.engine.config.types import arguments_of, find_type
 from memengine.engine.distributed.threads import set_threads
 from memengine.registry import RUNNERS
 
-__all__ = ['convert', 'read_config', 'replay', 'test', 'train']
+__all__ = ['convert', 'read_config', 'replay', 'test', 'train', 'verify']
 
 _DTYPE = {'bf16': 'bfloat16', 'fp16': 'float16'}
 
@@ -71,6 +74,32 @@ def convert(source: str, target: str) -> str:
     from memengine.engine.checkpoint.convert import convert as convert_checkpoint
 
     return convert_checkpoint(source, target)
+
+
+def verify(path: str) -> Iterator[str]:
+    """Compare a checkpoint, or all in a folder, with their checksums; gives a line for each.
+
+    Raises:
+        ConfigError: When there is none.
+        DamagedError: After the last line, when one is damaged.
+    """
+    suffixes = ('.pth', SUFFIX, '.safetensors')
+    found = [Path(path)]
+    if Path(path).is_dir() and not is_sharded(path):
+        found = sorted(file for file in Path(path).iterdir() if file.suffix in suffixes)
+    else:
+        _check_exists(path, 'PATH')
+    if not found:
+        raise ConfigError(f'PATH: there is no checkpoint ({", ".join(suffixes)}) in {path}')
+    damaged = 0
+    for checkpoint in found:
+        try:
+            yield f'{checkpoint}: {"whole" if compare_checksums(checkpoint) else "no checksum"}'
+        except DamagedError as error:
+            damaged += 1
+            yield f'{checkpoint}: damaged ({error})'
+    if damaged:
+        raise DamagedError(f'{damaged} of {len(found)} checkpoint(s) damaged')
 
 
 def replay(args: argparse.Namespace) -> str:

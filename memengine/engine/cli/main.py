@@ -1,4 +1,4 @@
-"""The command line: ``memengine train``, ``test``, ``convert``, ``replay`` and ``techniques``.
+"""The command line: ``memengine train``, ``test`` and the smaller commands.
 
 Torch and MMEngine are imported only once there is something for them to do, so that help and
 wrong usage answer at once.
@@ -39,8 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; by default those of the process.
 
     Returns:
-        Exit status: 0, 1 after an error; after a signal that asked to stop 130 (Ctrl-C), 143
-        (SIGTERM), 129 (SIGHUP) or 75 (SIGUSR1, SIGUSR2). Wrong usage exits with 2.
+        Exit status: 0, 1 after an error, 74 where checkpoints cannot be written; after a signal
+        that asked to stop 130 (Ctrl-C), 143 (SIGTERM), 129 (SIGHUP) or 75 (SIGUSR1, SIGUSR2).
+        Wrong usage exits with 2.
     """
     args = make_parser().parse_args(argv)
     if args.command in ('train', 'test', 'replay'):
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_status(interrupt)
     except Exception as error:
         command.report_error(error)
-        return 1
+        return getattr(error, 'exit_status', 1)
     return 0
 
 
@@ -85,6 +86,10 @@ class _Command:
 
         if self.args.command == 'convert':
             print(commands.convert(self.args.source, self.args.target))
+            return
+        if self.args.command == 'verify':
+            for line in commands.verify(self.args.path):
+                print(line)
             return
         if self.args.command == 'replay':
             print(commands.replay(self.args), end='\n' if self._rank() in (None, '0') else '')

@@ -161,6 +161,7 @@ def make_parser() -> argparse.ArgumentParser:
     test.add_argument('checkpoint', metavar='CHECKPOINT', help='the checkpoint to test')
     _add_common(test)
     _add_convert(commands)
+    _add_verify(commands)
     _add_replay(commands)
     _add_techniques(commands)
     return parser
@@ -189,6 +190,19 @@ def _add_convert(commands: Any) -> None:
     convert.add_argument('source', metavar='SOURCE', help='a .dcp folder, .pth or .safetensors')
     convert.add_argument('target', metavar='TARGET', help='a name that ends in one of these')
     convert.add_argument('--debug', action='store_true', help='show the traceback of an error')
+
+
+def _add_verify(commands: Any) -> None:
+    does = 'compare checkpoints with their checksums'
+    verify = commands.add_parser(
+        'verify',
+        help=does,
+        description=f'{does.capitalize()}; the status is 1 if one is damaged.',
+        allow_abbrev=False,
+    )
+    verify.set_defaults(parser=verify)
+    verify.add_argument('path', metavar='PATH', help='a checkpoint, or a folder of some')
+    verify.add_argument('--debug', action='store_true', help='show the traceback of an error')
 
 
 def _add_replay(commands: Any) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from memengine.engine.distributed.launchers import DEFAULT_TIMEOUT_S, ProcessRank, read_rank
 
-__all__ = ['cpu_group', 'init_process_group', 'local_device_ids']
+__all__ = ['cpu_group', 'group_of_one', 'init_process_group', 'local_device_ids']
 
 _timeout = timedelta(seconds=DEFAULT_TIMEOUT_S)
 _groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}  # purpose: world, its own
@@ -110,6 +110,14 @@ def cpu_group(purpose: str) -> dist.ProcessGroup | None:
         group = cast(dist.ProcessGroup, dist.new_group(backend='gloo', timeout=_timeout))
         known = _groups[purpose] = world, group
     return known[1]
+
+
+def group_of_one() -> dist.ProcessGroup | None:
+    """A gloo group of this rank alone, for what it does by itself with a call that ranks share.
+
+    All ranks must ask for it at the same place. None in one process.
+    """
+    return dist.new_subgroups(1, backend='gloo')[0] if is_distributed() else None
 
 
 def local_device_ids() -> list[int] | None:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from memengine._torch_private.ops import foreach_copy_
-from memengine.engine.checkpoint.files import atomic_write, find_latest
+from memengine.engine.checkpoint.files import atomic_write
+from memengine.engine.checkpoint.latest import find_latest
 from memengine.engine.data_order import SeededDataset
 from memengine.engine.faults.guard import BadStep, Guarded
 from memengine.engine.step import unwrap

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import pickle
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from mmengine.dist import master_only
+from mmengine.dist import is_main_process, master_only
 from mmengine.hooks import CheckpointHook as _CheckpointHook
 
-from memengine.engine.checkpoint.files import safe_loading
+from memengine.engine.checkpoint.convert import export_weights
+from memengine.engine.checkpoint.files import read_pickle
+from memengine.engine.checkpoint.saving import SaveError, write_file
+from memengine.engine.distributed.processes import group_of_one
 from memengine.registry import HOOKS
 from memengine.suggest import did_you_mean
 
 __all__ = ['CheckpointHook']
+
+MAX_FAILED_SAVES = 3
+"""In a row; then training ends, as nobody wants to train on for days what is lost in the end."""
 
 
 @runtime_checkable
@@ -22,7 +32,7 @@ class _MarksCheckpoints(Protocol):
     """memengine's Runner; MMEngine's own cannot write in the background or in shards."""
 
     mark_last_checkpoint: Callable[[str], None]
-    save_checkpoint: Callable[..., None]
+    save_checkpoint: Callable[..., Callable[[], None]]
     message_hub: Any
 
 
@@ -31,7 +41,7 @@ def _signature() -> inspect.Signature:
     theirs = inspect.signature(_CheckpointHook).parameters.values()
     ours = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
-        for name in ('sharded', 'asynchronous')
+        for name in ('sharded', 'asynchronous', 'export_weights')
     ]
     return inspect.Signature([p for p in theirs if p.kind is not p.VAR_KEYWORD] + ours)
 
@@ -40,14 +50,17 @@ def _signature() -> inspect.Signature:
 class CheckpointHook(_CheckpointHook):
     """MMEngine's CheckpointHook, which can also write sharded checkpoints, and in the background.
 
-    Old checkpoints are removed only once the new one is whole.
+    Outdated checkpoints, the best one before among them, are removed only once the new one is
+    whole. When one cannot be written, training goes on; after three in a row it ends.
 
     Args:
         sharded: Write folders ``epoch_3.dcp``, each rank its share, instead of files
             ``epoch_3.pth``, for which rank 0 gathers all. The work dir has to be a folder that
             all ranks share. It can be resumed from on another number of ranks.
-        asynchronous: With ``sharded``: only copy the tensors to host memory, and write while
-            training goes on. The best checkpoint (``save_best``) is not written so.
+        asynchronous: Only copy the tensors to host memory, and write while training goes on. The
+            best checkpoint (``save_best``) is not written so.
+        export_weights: Write the weights once more beside each checkpoint, as
+            ``epoch_3.safetensors``; they are removed with it.
         **kwargs: As of MMEngine's hook.
 
     Raises:
@@ -59,16 +72,20 @@ class CheckpointHook(_CheckpointHook):
     """
 
     filename_tmpl: str
+    keep_ckpt_ids: deque[int]
     __signature__ = _signature()  # what the config's check goes by
 
     def __init__(
-        self, *args: Any, sharded: bool = False, asynchronous: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        sharded: bool = False,
+        asynchronous: bool = False,
+        export_weights: bool = False,
+        **kwargs: Any,
     ):
         known = self.__signature__.parameters.keys()
         for name in kwargs.keys() - known:
             raise TypeError(f"CheckpointHook has no setting '{name}'{did_you_mean(name, known)}")
-        if asynchronous and not sharded:
-            raise ValueError('asynchronous=True writes sharded checkpoints only: set sharded=True')
         if sharded and kwargs.get('published_keys') is not None:
             raise ValueError(
                 'published_keys picks entries of a .pth file; with sharded=True leave it out, and '
@@ -77,39 +94,60 @@ class CheckpointHook(_CheckpointHook):
         super().__init__(*args, **kwargs)
         if sharded:
             self.filename_tmpl = str(Path(self.filename_tmpl).with_suffix('.dcp'))
-        if asynchronous:
-            self.args['asynchronous'] = True
         self.sharded = sharded
+        self.asynchronous = asynchronous
+        self.export_weights = export_weights
+        self._failed_saves = 0
+        # What ends the save that was begun, and what holds once it is whole: steps kept, its path.
+        self._begun: tuple[Callable[[], object], list[int], str] | None = None
 
     def before_train(self, runner: Any) -> None:
         """Refuse what MMEngine's own Runner cannot write."""
-        if self.sharded and not isinstance(runner, _MarksCheckpoints):
+        ours = self.sharded or self.asynchronous or self.export_weights
+        if ours and not isinstance(runner, _MarksCheckpoints):
             raise ValueError(
-                "CheckpointHook: sharded=True needs memengine's Runner, got "
-                f'{type(runner).__module__}.{type(runner).__name__}'
+                "CheckpointHook: sharded, asynchronous and export_weights need memengine's Runner, "
+                f'got {type(runner).__module__}.{type(runner).__name__}'
             )
         super().before_train(runner)
+        if self.export_weights:
+            if '://' in self.out_dir:
+                raise ValueError(
+                    f'CheckpointHook: export_weights=True needs a local out_dir, got {self.out_dir}'
+                )
+            self._alone = group_of_one()
+
+    def after_train(self, runner: Any) -> None:
+        """Wait for the last checkpoint, and do what MMEngine's hook does then.
+
+        Raises:
+            SaveError: When the last one could not be written.
+        """
+        self._settle(runner)
+        if self._failed_saves and not runner.train_loop.stop_training:  # stopping saves by itself
+            raise SaveError(
+                'training has ended, but its last checkpoint could not be written; the newest is '
+                f'{self.last_ckpt}: see to the error above and go on from it with --resume'
+            )
+        super().after_train(runner)
 
     def _save_checkpoint_with_step(self, runner: Any, step: int, meta: dict[str, Any]) -> None:
         """Write a checkpoint, then point to it, and then remove the one that is outdated."""
         if not isinstance(runner, _MarksCheckpoints):
             super()._save_checkpoint_with_step(runner, step, meta)
             return
-        outdated = None
-        if self.max_keep_ckpts > 0 and step not in list(self.keep_ckpt_ids)[-1:]:
-            if len(self.keep_ckpt_ids) == self.max_keep_ckpts:
-                outdated = self._path(self.keep_ckpt_ids.popleft())
-            self.keep_ckpt_ids.append(step)
-            runner.message_hub.update_info('keep_ckpt_ids', list(self.keep_ckpt_ids))
-        self.last_ckpt = path = self._path(step)
+        self._settle(runner)
+        kept: list[int] = []
+        outdated: list[str] = []
+        if self.max_keep_ckpts > 0:
+            kept = [*(kept for kept in self.keep_ckpt_ids if kept != step), step]
+            outdated = [self._path(old) for old in kept[: -self.max_keep_ckpts]]
+            kept = kept[-self.max_keep_ckpts :]
+            runner.message_hub.update_info('keep_ckpt_ids', kept)
+        path = self._path(step)
         runner.message_hub.update_info('last_ckpt', path)
-
-        def on_complete() -> None:
-            runner.mark_last_checkpoint(path)
-            if outdated is not None:
-                self._remove(outdated)
-
-        runner.save_checkpoint(
+        save = partial(
+            runner.save_checkpoint,
             self.out_dir,
             self.filename_tmpl.format(step),
             self.file_client_args,
@@ -118,14 +156,88 @@ class CheckpointHook(_CheckpointHook):
             meta=meta,
             by_epoch=self.by_epoch,
             backend_args=self.backend_args,
-            on_complete=on_complete,
-            **self.args,
+            asynchronous=self.asynchronous,
+            on_complete=partial(self._on_complete, runner, path, outdated),
         )
+        self._begun = save() if self.asynchronous else save, kept, path
+        if not self.asynchronous:
+            self._settle(runner)
+
+    def _on_complete(self, runner: Any, path: str, outdated: list[str]) -> None:
+        """On rank 0, in the background if the checkpoint was written there."""
+        runner.mark_last_checkpoint(path)
+        self._export(path)
+        for old in outdated:
+            self._remove(old)
+
+    def _settle(self, runner: Any) -> None:
+        """End the save that was begun, and hear on all ranks how it went."""
+        if self._begun is None:
+            return
+        (finish, kept, path), self._begun = self._begun, None
+        try:
+            finish()
+        except SaveError as error:
+            if self.max_keep_ckpts > 0:
+                runner.message_hub.update_info('keep_ckpt_ids', list(self.keep_ckpt_ids))
+            self._count_failure(runner, error)
+            return
+        self._failed_saves = 0
+        self.last_ckpt = path
+        if self.max_keep_ckpts > 0:
+            self.keep_ckpt_ids = deque(kept, self.max_keep_ckpts)
+
+    def _count_failure(self, runner: Any, error: SaveError) -> None:
+        self._failed_saves += 1
+        count = f'{self._failed_saves} of {MAX_FAILED_SAVES} failures in a row'
+        if self._failed_saves < MAX_FAILED_SAVES:
+            runner.logger.error(f'{error}. Training goes on to the next checkpoint ({count}).')
+            return
+        raise SaveError(
+            f'{error}. Training ends ({count}); the newest checkpoint is {self.last_ckpt}: once '
+            'this is mended, go on from it with --resume'
+        ) from error
+
+    def _save_best_checkpoint(self, runner: Any, metrics: dict[str, Any]) -> None:
+        """As MMEngine's, but the best one before is removed after the new one is written."""
+        if not self.save_best:
+            return
+        self._settle(runner)
+        several = len(self.key_indicators) > 1
+        paths = self.best_ckpt_path_dict if several else self.__dict__
+        names = self.key_indicators if several else ['best_ckpt_path']
+        before = {name: paths[name] for name in names}
+        paths.update(dict.fromkeys(names))  # MMEngine's would remove them first
+        info = runner.message_hub.runtime_info
+        noted = {key: info[key] for key in info if key.startswith('best_')}
+        try:
+            super()._save_best_checkpoint(runner, metrics)
+        except SaveError as error:
+            if self._failed_saves == MAX_FAILED_SAVES:
+                raise
+            paths.update(before)
+            for key in [key for key in info if key.startswith('best_')]:
+                del info[key]
+            info.update(noted)
+            self._count_failure(runner, error)
+            return
+        for name, old in before.items():
+            if paths[name] is None:
+                paths[name] = old
+            elif is_main_process():
+                self._export(paths[name])
+                if old not in (None, paths[name]):
+                    self._remove(old)
 
     def _path(self, step: int) -> str:
         return self.file_backend.join_path(self.out_dir, self.filename_tmpl.format(step))
 
+    def _export(self, path: str) -> None:
+        if self.export_weights:
+            export_weights(Path(path), _exported(path), self._alone)
+
     def _remove(self, path: str) -> None:
+        _exported(path).unlink(missing_ok=True)
         if self.file_backend.isdir(path):
             self.file_backend.rmtree(path)
         elif self.file_backend.isfile(path):
@@ -133,5 +245,15 @@ class CheckpointHook(_CheckpointHook):
 
     @master_only
     def _publish_model(self, runner: Any, ckpt_path: str) -> None:
-        with safe_loading(ckpt_path, runner.cfg.get('trusted_globals', ())):
-            super()._publish_model(runner, ckpt_path)
+        """As MMEngine's: the entries in ``published_keys``, by the name of their hash."""
+        checkpoint = read_pickle(Path(ckpt_path), runner.cfg.get('trusted_globals', ()))
+        kept = {key: checkpoint[key] for key in checkpoint if key in (self.published_keys or ())}
+        digest = hashlib.sha256(pickle.dumps(kept)).hexdigest()
+        target = Path(ckpt_path).with_suffix('')
+        target = target.with_name(f'{target.name}-{digest[:8]}.pth')
+        write_file(target, kept)
+        runner.logger.info(f'The checkpoint ({ckpt_path}) is published to {target}.')
+
+
+def _exported(path: str) -> Path:
+    return Path(path).with_suffix('.safetensors')

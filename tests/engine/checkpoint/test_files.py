@@ -190,28 +190,6 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_save_that_fails_keeps_the_last_checkpoint_usable(tmp_path, monkeypatch):
-    losses = Losses()
-    runner = toy_runner(tmp_path, losses)
-    real, calls = torch.save, []
-
-    def failing(obj, f, *args, **kwargs):
-        calls.append(1)
-        if len(calls) == 2:
-            f.write(b'half')
-            raise OSError('disk full')
-        return real(obj, f, *args, **kwargs)
-
-    monkeypatch.setattr(torch, 'save', failing)
-    with pytest.raises(OSError, match='disk full'):
-        runner.train()
-    monkeypatch.setattr(torch, 'save', real)
-    assert sorted(path.name for path in tmp_path.glob('*.pth')) == ['epoch_1.pth']
-    resumed = Losses()
-    toy_runner(tmp_path, resumed, resume=True).train()
-    assert resumed.seen[0][0] == 5
-
-
 @pytest.mark.fault(
     '`--resume` from a checkpoint of another model', 'refused, with what does not fit'
 )
