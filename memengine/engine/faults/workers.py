@@ -85,7 +85,7 @@ class SamplesInHand:
         """Note that this worker begins to load a sample, or with -1 that it has none in hand."""
         worker = get_worker_info()
         if worker is not None:
-            self._rows[worker.id] = torch.tensor([os.getpid(), index, time.time_ns()])
+            self._rows.numpy()[worker.id] = os.getpid(), index, time.time_ns()
 
     def read(self) -> list[_Worker]:
         """What the workers that have begun do now, or did when they died."""
