@@ -126,7 +126,7 @@ def killed_at(sync, folder, kind):
 @pytest.mark.fault(
     'killed in a save, in the background or not', 'the one before is whole; resuming is bit for bit'
 )
-@pytest.mark.parametrize('sync', [2, 9, 12])
+@pytest.mark.parametrize('sync', [2, 9])
 def test_killed_in_a_save(tmp_path, kind, sync):
     whole, losses = Losses(), Losses()
     expected = params(train(tmp_path / 'whole', epochs=4, losses=whole))
