@@ -5,6 +5,8 @@ under ``locations`` only when it first has to find one. What is not found here
 is looked for in MMEngine, so every MMEngine type keeps its name.
 """
 
+from typing import Annotated, Any
+
 from mmengine import registry as _root
 from mmengine.registry import Registry
 
@@ -27,6 +29,11 @@ __all__ = [
     'TRANSFORMS',
     'VISBACKENDS',
     'VISUALIZERS',
+    'DatasetConfig',
+    'HeadConfig',
+    'ModelConfig',
+    'PreprocessorConfig',
+    'TransformConfig',
 ]
 
 
@@ -54,3 +61,11 @@ METRICS = _child('metric', _root.METRICS, 'memengine.evaluation')
 EVALUATOR = _child('evaluator', _root.EVALUATOR, 'memengine.evaluation')
 VISUALIZERS = _child('visualizer', _root.VISUALIZERS, 'memengine.visualization')
 VISBACKENDS = _child('vis_backend', _root.VISBACKENDS, 'memengine.visualization')
+
+# Arguments that a constructor builds from a registry, dict(type='...', ...), or are built. With
+# the type that is meant when none is said, or the settings that the constructor adds.
+ModelConfig = Annotated[dict[str, Any], MODELS]
+HeadConfig = Annotated[dict[str, Any], MODELS, ('in_dim',)]
+PreprocessorConfig = Annotated[dict[str, Any], MODELS, 'BaseDataPreprocessor']
+DatasetConfig = Annotated[dict[str, Any], DATASETS]
+TransformConfig = Annotated[dict[str, Any], TRANSFORMS]

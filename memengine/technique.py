@@ -21,7 +21,19 @@ from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import entry_points
 from numbers import Integral, Real
 from operator import ge, le, lt
-from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ForwardRef,
+    Generic,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 from torch import Tensor, nn
 
@@ -34,6 +46,8 @@ __all__ = [
     'StepInfo',
     'Technique',
     'in_order',
+    'in_words',
+    'is_of',
     'register',
     'setting',
     'techniques',
@@ -109,13 +123,13 @@ class Setting:
     def wanted(self) -> str:
         """Its type and range, in words."""
         said = [f'{word} {limit:g}' for word, _, limit in self._limits()]
-        return f'{_in_words(self.hint)}{", " if said else ""}{" and ".join(said)}'
+        return f'{in_words(self.hint)}{", " if said else ""}{" and ".join(said)}'
 
     def allows(self, value: Any) -> bool:
         """Whether it may have this value."""
         inner = value.values() if isinstance(value, Mapping) else [value]
         numbers = [one for one in inner if isinstance(one, Real) and not isinstance(one, bool)]
-        return _is_of(value, self.hint) and all(
+        return is_of(value, self.hint) and all(
             holds(number, limit) for number in numbers for _, holds, limit in self._limits()
         )
 
@@ -130,26 +144,49 @@ def settings_of(kind: type[Settings]) -> dict[str, Setting]:
     return {one.name: Setting(one, hints[one.name]) for one in fields(kind)}
 
 
-def _is_of(value: Any, hint: Any) -> bool:
-    """Whether a value is of a type; a list may stand for a tuple, as configs write either."""
-    origin, parts = get_origin(hint), get_args(hint)
-    if hint is Any:
+def is_of(value: Any, hint: Any, is_instance: Callable[[Any, Any], bool] = isinstance) -> bool:
+    """Whether a value is of a type; a list may stand for a tuple, as configs write either.
+
+    Args:
+        value: Any value.
+        hint: A class or what :mod:`typing` makes of classes.
+        is_instance: Decides about classes that are no numbers.
+    """
+    origin, parts = _taken_apart(hint)
+    hint = hint if origin else get_origin(hint) or hint
+    if hint is Any or isinstance(hint, (TypeVar, ForwardRef)):
         return True
+    if origin is Annotated:
+        return is_of(value, parts[0], is_instance)
     if origin in (Union, types.UnionType):
-        return any(_is_of(value, part) for part in parts)
+        return any(is_of(value, part, is_instance) for part in parts)
     if origin is Literal:
         return any(type(value) is type(part) and value == part for part in parts)
     if hint in (int, float):
         number = Integral if hint is int else Real
         return isinstance(value, number) and not isinstance(value, bool)
-    if origin is tuple:
+    if origin is tuple and Ellipsis not in parts:
         is_pair = isinstance(value, (list, tuple)) and len(value) == len(parts)
-        return is_pair and all(map(_is_of, value, parts))
+        return is_pair and all(is_of(*pair, is_instance) for pair in zip(value, parts, strict=True))
     if origin is not None and issubclass(origin, Sequence):
-        return isinstance(value, (list, tuple)) and all(_is_of(one, parts[0]) for one in value)
+        return isinstance(value, (list, tuple)) and all(
+            is_of(one, parts[0], is_instance) for one in value
+        )
+    if is_typeddict(hint):
+        return isinstance(value, Mapping)
     if origin is not None and issubclass(origin, Mapping):
-        return isinstance(value, Mapping) and all(_is_of(one, parts[1]) for one in value.values())
-    return isinstance(value, origin or hint)
+        return isinstance(value, Mapping) and all(
+            is_of(one, parts[1], is_instance) for one in value.values()
+        )
+    if hint in (list, tuple, Sequence):
+        return isinstance(value, (list, tuple))
+    return is_instance(value, origin or hint)
+
+
+def _taken_apart(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Origin and arguments; a bare ``typing.Dict`` is no more than its class."""
+    parts = get_args(hint)
+    return (get_origin(hint) if parts else None), parts
 
 
 _IN_WORDS = {
@@ -157,27 +194,40 @@ _IN_WORDS = {
     int: 'a whole number',
     float: 'a number',
     str: 'text',
+    dict: 'a dict',
+    list: 'a list',
+    tuple: 'a list',
     type(None): 'None',
     Any: 'anything',
 }
 
 
-def _in_words(hint: Any) -> str:
-    origin, parts = get_origin(hint), get_args(hint)
+def in_words(hint: Any) -> str:
+    """What a hint asks for, as an error says it."""
+    origin, parts = _taken_apart(hint)
+    if origin is Annotated:
+        return in_words(parts[0])
     if origin in (Union, types.UnionType):
-        *others, last = map(_in_words, parts)
-        return f'{", ".join(others)} or {last}'
+        *others, last = dict.fromkeys(map(in_words, parts))
+        return f'{", ".join(others)} or {last}' if others else last
     if origin is Literal:
         *others, last = map(repr, parts)
         return f'{", ".join(others)} or {last}' if others else last
-    if origin is tuple:
-        return f'({", ".join(map(_in_words, parts))})'
+    if origin is tuple and Ellipsis not in parts:
+        return f'({", ".join(map(in_words, parts))})'
     if origin in (type, Callable):
         return 'a class' if origin is type else 'a function'
-    if origin is not None:
-        kind = 'dict' if issubclass(origin, Mapping) else 'list'
-        return f'a {kind} of ({_in_words(parts[-1])})'
-    return _IN_WORDS.get(hint) or hint.__name__
+    if origin is not None and issubclass(origin, (Sequence, Mapping)):
+        is_dict = issubclass(origin, Mapping)
+        inner = in_words(parts[1 if is_dict else 0])
+        kind = 'dict' if is_dict else 'list'
+        return f'a {kind}' if inner == 'anything' else f'a {kind} of ({inner})'
+    hint = get_origin(hint) or hint
+    return _IN_WORDS.get(hint) or ('a dict' if is_typeddict(hint) else _name(hint))
+
+
+def _name(hint: Any) -> str:
+    return getattr(hint, '__name__', str(hint))
 
 
 # ------------------------------------------------------------------ what it does
@@ -355,7 +405,7 @@ class Technique(Generic[S]):
         known = settings_of(self.settings)
         possible = [name for name in (self.shorthand, 'modules') if name in known]
         for name in possible:
-            if name is not None and _is_of(value, known[name].hint):
+            if name is not None and is_of(value, known[name].hint):
                 return name
         said = [f'{known[name].wanted} for {name}' for name in dict.fromkeys(possible) if name]
         raise ValueError(

@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 from memengine.datasets.build import build
 from memengine.datasets.image_dataset import ImageDataset
-from memengine.registry import DATASETS
+from memengine.registry import DATASETS, DatasetConfig
 
 __all__ = ['BankAndQueries']
 
@@ -29,7 +29,7 @@ class BankAndQueries(Dataset):
         ValueError: When the two do not have the same classes in the same order.
     """
 
-    def __init__(self, bank: Any, queries: Any) -> None:
+    def __init__(self, bank: DatasetConfig, queries: DatasetConfig) -> None:
         self.bank = build(DATASETS, bank, 'bank')
         self.queries = build(DATASETS, queries, 'queries')
         self.metainfo: dict[str, Any] = dict(self.bank.metainfo)

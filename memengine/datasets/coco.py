@@ -22,7 +22,7 @@ from memengine.datasets.build import build
 from memengine.datasets.folders import MOST_PIXELS, load_rgb
 from memengine.datasets.image_dataset import positions
 from memengine.datasets.transforms.torchvision_v2 import TorchvisionTransform
-from memengine.registry import DATASETS, FUNCTIONS, TRANSFORMS
+from memengine.registry import DATASETS, FUNCTIONS, TRANSFORMS, TransformConfig
 
 __all__ = ['CocoDetection', 'list_samples']
 
@@ -73,7 +73,7 @@ class CocoDetection(Dataset):
         annotations: str,
         masks: bool = False,
         only_annotated: bool = False,
-        transforms: Sequence[Any] = (),
+        transforms: Sequence[TransformConfig] = (),
         indices: int | Sequence[int] | None = None,
         max_pixels: int = MOST_PIXELS,
     ) -> None:

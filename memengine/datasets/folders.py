@@ -8,7 +8,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from mmengine.logging import print_log
@@ -202,7 +202,12 @@ class ImageNet(ImageFolder):
         ValueError: When the split's folder is missing or not sorted into one folder per class.
     """
 
-    def __init__(self, root: str, split: str = 'train', max_pixels: int = MOST_PIXELS) -> None:
+    def __init__(
+        self,
+        root: str,
+        split: Literal['train', 'val'] = 'train',
+        max_pixels: int = MOST_PIXELS,
+    ) -> None:
         if split not in ('train', 'val'):
             raise ValueError(f"split must be 'train' or 'val', got {split!r}")
         folder = _existing_folder(root) / split

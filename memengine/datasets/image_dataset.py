@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from mmengine.logging import print_log
@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from memengine.datasets.build import build, one_line
 from memengine.datasets.sources import HasPaths
 from memengine.datasets.transforms.pipeline import Pipeline
-from memengine.registry import DATASETS
+from memengine.registry import DATASETS, DatasetConfig, TransformConfig
 
 __all__ = ['ImageDataset', 'positions']
 
@@ -44,10 +44,10 @@ class ImageDataset(Dataset):
 
     def __init__(
         self,
-        source: Any,
-        pipeline: Sequence[Any],
+        source: DatasetConfig,
+        pipeline: Sequence[TransformConfig],
         indices: int | Sequence[int] | None = None,
-        on_error: str = 'stop',
+        on_error: Literal['stop', 'raise', 'skip'] = 'stop',
         max_skipped: float = 0.1,
         metainfo: Mapping[str, Any] | None = None,
     ) -> None:

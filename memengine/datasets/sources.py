@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import math
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from PIL import Image
@@ -73,8 +73,8 @@ class Digits:
 
     def __init__(
         self,
-        split: str = 'train',
-        split_by: str = 'stratified',
+        split: Literal['train', 'test'] = 'train',
+        split_by: Literal['stratified', 'order'] = 'stratified',
         test_fraction: float = 0.3,
         seed: int = 0,
     ) -> None:
@@ -143,7 +143,7 @@ class Photographs:
 
     def __init__(
         self,
-        split: str = 'train',
+        split: Literal['train', 'test'] = 'train',
         crop_size: int = 32,
         crops_per_image: int = 200,
         seed: int = 0,

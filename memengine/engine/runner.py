@@ -276,7 +276,7 @@ class Runner(_Runner):
             )
 
     def register_default_hooks(self, hooks: dict[str, Any] | None = None) -> None:
-        """Register MMEngine's default hooks and memengine's; ``name=None`` leaves one out."""
+        """Register MMEngine's default hooks, memengine's and more; ``name=None`` leaves one out."""
         ours = dict(
             random_state=dict(type=RandomStateHook),
             algorithm=dict(type=AlgorithmHook),
@@ -287,7 +287,8 @@ class Runner(_Runner):
         for name, hook in chosen.items():
             if isinstance(hook, dict) and 'type' not in hook and name in DEFAULT_HOOK_TYPES:
                 chosen[name] = {'type': DEFAULT_HOOK_TYPES[name], **hook}
-        left_out = {name for name, hook in chosen.items() if hook is None and name in ours}
+        left_out = {name for name, hook in chosen.items() if hook is None}
+        left_out -= DEFAULT_HOOK_TYPES.keys()  # which MMEngine leaves out itself
         super().register_default_hooks({k: v for k, v in chosen.items() if k not in left_out})
 
     def train(self) -> nn.Module:

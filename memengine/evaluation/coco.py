@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from mmengine.evaluator import BaseMetric
@@ -46,7 +46,7 @@ class CocoMetric(BaseMetric):
     def __init__(
         self,
         annotations: str,
-        kinds: Sequence[str] = ('box',),
+        kinds: Sequence[Literal['box', 'mask']] = ('box',),
         prefix: str | None = None,
     ) -> None:
         super().__init__(prefix=prefix)

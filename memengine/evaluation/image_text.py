@@ -6,7 +6,7 @@ Shapes: N samples, D width of the embeddings, K classes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from mmengine.evaluator import BaseMetric
@@ -130,7 +130,10 @@ class RetrievalMetric(_PairMetric):
     """
 
     def __init__(
-        self, topk: Sequence[int] = (1, 5), match: str = 'index', prefix: str | None = None
+        self,
+        topk: Sequence[int] = (1, 5),
+        match: Literal['index', 'label'] = 'index',
+        prefix: str | None = None,
     ) -> None:
         super().__init__(prefix=prefix)
         if not topk or min(topk) < 1:

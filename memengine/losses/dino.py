@@ -6,6 +6,8 @@ K prototypes (``out_dim``).
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -123,7 +125,7 @@ class DINOLoss(nn.Module):
         nepochs: int,
         student_temp: float = 0.1,
         center_momentum: float = 0.9,
-        centering: str = 'center',
+        centering: Literal['center', 'sinkhorn'] = 'center',
     ) -> None:
         super().__init__()
         for name, value in (

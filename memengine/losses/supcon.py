@@ -5,7 +5,7 @@ Shapes: B samples, V views of each, D features; M anchors among N contrasts (the
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -193,7 +193,7 @@ class SupConLoss(BatchLoss):
     def __init__(
         self,
         temperature: float = 0.07,
-        contrast_mode: str = 'all',
+        contrast_mode: Literal['all', 'one'] = 'all',
         base_temperature: float = 0.07,
         tile_size: int | str | None = None,
     ) -> None:

@@ -71,6 +71,11 @@ def test_groups_are_merged_by_setting_and_leave_frozen_parameters_out():
     }
 
 
+def test_a_key_that_no_parameter_has_is_refused():
+    with pytest.raises(ValueError, match=r'custom_keys\.wieght: no parameter .* mean .weight.'):
+        build(dict(custom_keys={'2.weight': dict(lr_mult=0.5), 'wieght': dict(decay_mult=0.0)}))
+
+
 def test_weight_decay_follows_half_a_cosine_and_spares_groups_without():
     wrapper = build(dict(bias_decay_mult=0.0, norm_decay_mult=0.0))
     schedule = CosineWeightDecay(wrapper, end_value=0.4, end=10)

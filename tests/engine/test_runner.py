@@ -179,7 +179,7 @@ def test_a_schedule_beyond_the_end_is_left_out_and_said(tmp_path):
 
 
 def test_default_hooks_take_settings_without_a_type_and_can_be_left_out(tmp_path):
-    hooks = dict(timer=dict(priority=55), finite_loss=None, checkpoint=None)
+    hooks = dict(timer=dict(priority=55), finite_loss=None, checkpoint=None, own=None)
     runner = toy_runner(tmp_path, default_hooks=hooks)
     names = {type(hook).__name__: hook.priority for hook in runner.hooks}
     assert names['IterTimerHook'] == 55

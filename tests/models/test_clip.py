@@ -137,7 +137,7 @@ def test_texts_that_do_not_fit_are_refused():
         tower(torch.zeros(1, 7).long())
     with pytest.raises(ValueError, match='whole numbers'):
         tower(torch.zeros(1, 6))
-    with pytest.raises(ValueError, match='multiple of num_heads'):
+    with pytest.raises(ValueError, match='num_heads: must divide width=10'):
         TextTransformer(9, width=10, num_heads=4)
 
 

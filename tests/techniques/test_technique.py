@@ -163,7 +163,9 @@ def base_configs():
 def test_the_base_config_of_each_is_checked_and_trains(key):
     technique = APPLIED[key]
     (config,) = [config for _, config in base_configs() if config.get(key) is not None]
-    check_config({'model': {'type': 'SimCLR', 'backbone': None, 'head': None}, **config})
+    backbone = {'type': 'TimmBackbone', 'model_name': 'resnet18'}
+    parts = {'backbone': backbone, 'head': {'type': 'ProjectionHead'}}
+    check_config({'model': {'type': 'SimCLR', **parts}, **config})
     if technique.needs_ranks:
         return
     settings = technique.read(config[key])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 
 from memengine.datasets import tokenizers  # noqa: F401 (registers them)
 from memengine.datasets.build import build
-from memengine.registry import TRANSFORMS
+from memengine.registry import TRANSFORMS, TransformConfig
 
 __all__ = ['LabelCaption', 'Tokenize']
 
@@ -30,7 +30,10 @@ class LabelCaption:
     """
 
     def __init__(
-        self, names: Sequence[str], templates: Sequence[str], choice: str = 'random'
+        self,
+        names: Sequence[str],
+        templates: Sequence[str],
+        choice: Literal['random', 'index'] = 'random',
     ) -> None:
         for setting, value in (('names', names), ('templates', templates)):
             if isinstance(value, str) or not value:
@@ -70,7 +73,7 @@ class Tokenize:
         ValueError: When the sample has no caption.
     """
 
-    def __init__(self, tokenizer: Mapping[str, Any] | Any) -> None:
+    def __init__(self, tokenizer: TransformConfig) -> None:
         self.tokenizer = build(TRANSFORMS, tokenizer, 'Tokenize.tokenizer')
 
     def __call__(self, results: dict[str, Any]) -> dict[str, Any]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from memengine.datasets.transforms.images import to_torchvision
 from memengine.datasets.transforms.pipeline import Pipeline
-from memengine.registry import TRANSFORMS
+from memengine.registry import TRANSFORMS, TransformConfig
 from memengine.suggest import did_you_mean
 
 __all__ = ['MultiCrop']
+
+
+class _Group(TypedDict):
+    num: int
+    pipeline: Sequence[TransformConfig]
 
 
 @TRANSFORMS.register_module()
@@ -35,7 +40,7 @@ class MultiCrop:
         TypeError: When ``views`` is no list.
     """
 
-    def __init__(self, views: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, views: Sequence[_Group]) -> None:
         if isinstance(views, (str, Mapping)) or not isinstance(views, Sequence):
             raise TypeError(
                 f'MultiCrop.views must be a list of dict(num=, pipeline=), got {views!r}'

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,15 @@ class TimmRandAugment:
         for operation in self.augment.ops:
             if operation.name.startswith('Posterize'):
                 operation.level_fn = partial(_at_least_one_bit, operation.level_fn)
+
+    @staticmethod
+    def config_problem(config: Mapping[str, Any]) -> tuple[str, str] | None:
+        """A setting, and what is wrong with it, that no type says: nothing is lost by trying."""
+        try:
+            TimmRandAugment(**config)
+        except ValueError as error:
+            return 'policy', str(error)
+        return None
 
     def __call__(self, results: dict[str, Any]) -> dict[str, Any]:
         """Augment ``results['img']``."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torchvision.transforms import v2
 
-from memengine.datasets.build import build
+from memengine.datasets.build import build, one_line
 from memengine.datasets.transforms.images import to_torchvision
 from memengine.registry import TRANSFORMS
 
@@ -64,7 +64,20 @@ class TorchvisionTransform:
         for name, value in bound.arguments.items():
             bound.arguments[name] = _parse_argument(name, value)
             _check(cls.__name__, name, bound.arguments[name])
+        mean, std = bound.arguments.get('mean'), bound.arguments.get('std')
+        if isinstance(mean, Sequence) and isinstance(std, Sequence) and len(mean) != len(std):
+            raise ValueError(f'mean and std must be as many numbers, got {mean} and {std}')
         self.transform = cls(*bound.args, **bound.kwargs)
+
+    @classmethod
+    def config_problem(cls, config: Mapping[str, Any]) -> tuple[str, str] | None:
+        """A setting, and what is wrong with it, that no type says: nothing is lost by trying."""
+        try:
+            cls(**config)
+        except (TypeError, ValueError) as error:
+            named = [name for name in config if name in str(error)]
+            return (named or [*config, 'type'])[0], one_line(error)
+        return None
 
     def __call__(self, results: dict[str, Any]) -> dict[str, Any]:
         """Transform ``results['img']`` in place."""
@@ -135,6 +148,15 @@ def _check(cls_name: str, name: str, value: Any) -> None:
             raise ValueError(f'size must be one or two positive integers, got {value!r}')
 
 
+def _signature(cls: type[torch.nn.Module]) -> inspect.Signature:
+    """The class's, with all that it takes."""
+    signature = inspect.signature(cls, eval_str=True)
+    if cls is not v2.RandomErasing:
+        return signature
+    value = signature.parameters['value'].replace(annotation=str | float | Sequence[float] | None)
+    return signature.replace(parameters=[*({**signature.parameters, 'value': value}.values())])
+
+
 def _register_all() -> None:
     for name, cls in vars(v2).items():
         is_transform = inspect.isclass(cls) and issubclass(cls, torch.nn.Module)
@@ -145,7 +167,7 @@ def _register_all() -> None:
             (TorchvisionTransform,),
             {
                 'transform_class': cls,
-                '__signature__': inspect.signature(cls),
+                '__signature__': _signature(cls),
                 '__doc__': cls.__doc__,
                 '__module__': __name__,
             },

@@ -147,8 +147,10 @@ def _plain_dicts(value: Any, path: str, checker: Checker) -> Any:
 
 
 def _scope_of(cfg: Config | Mapping[str, Any]) -> str:
-    scope = cfg.get('default_scope') or DEFAULT_SCOPE
-    if not isinstance(scope, str):
+    scope = cfg.get('default_scope')
+    if scope is None:
+        return DEFAULT_SCOPE
+    if not isinstance(scope, str) or not scope:
         raise ConfigError(f'default_scope: must be the name of a scope, got {scope!r}')
     return scope
 
@@ -187,9 +189,8 @@ def _check_entry(checker: Checker, key: str, value: Any) -> None:
             keyed[key].read(value)
         except ValueError as error:
             checker.problems += str(error).splitlines()
-    elif key in TOP_CONSTRAINTS:
-        if fault := TOP_CONSTRAINTS[key].fault(value):
-            checker.report(key, fault)
+    elif fault := TOP_CONSTRAINTS[key].fault(value) if key in TOP_CONSTRAINTS else None:
+        checker.report(key, fault)
     elif key in TOP_SCHEMAS:
         checker.check(value, TOP_SCHEMAS[key], key)
 

@@ -9,8 +9,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args, get_type_hints, is_typeddict
 
-from memengine.engine.config.runner_schema import PARAMETERS
-from memengine.engine.config.schema import Config, Schema, SchemaChoice
+from mmengine.registry import Registry
+
+from memengine.engine.config.runner_schema import PARAMETERS, VALUES
+from memengine.engine.config.schema import Config, Schema, SchemaChoice, of_hint
 from memengine.engine.config.types import (
     REGISTRIES,
     Arguments,
@@ -25,6 +27,8 @@ __all__ = ['Checker']
 
 Found = tuple[Callable[..., Any] | None, bool]  # a type, and whether it is where it belongs
 _RESERVED = frozenset({'type', '_scope_', '_delete_'})
+# Whose type hints are exact, and whose names mean what they mean here.
+_EXACT_PACKAGES = ('memengine', 'mmengine', 'torch', 'torchvision')
 
 
 class Checker:
@@ -60,7 +64,10 @@ class Checker:
         """
         if isinstance(value, (list, tuple)):
             for index, entry in enumerate(value):
-                self.check(entry, schema, f'{path}.{index}')
+                below = f'{path}.{index}'
+                if entry is None and _is_stated(schema):
+                    self.report(below, 'must be a dict, got None')
+                self.check(entry, schema, below)
             return
         if not isinstance(schema, Schema):
             schema = schema(value if isinstance(value, Mapping) else {})
@@ -82,13 +89,15 @@ class Checker:
         if schema.bare_type and isinstance(value, str):
             self._lookup(value, schema, path)
             return
-        is_table_entry = not schema.inferred and (schema.registry or schema.accepts or schema.entry)
-        if is_table_entry and isinstance(value, (str, int, float)):
+        if _is_stated(schema) and isinstance(value, (str, int, float)):
             wanted = "a dict with a 'type'" if schema.registry and not schema.default else 'a dict'
             self.report(path, f'must be {wanted}, got {value!r}')
 
     def _check_dict(self, config: Config, schema: Schema, path: str) -> None:
         kind = config.get('type', schema.default)
+        if kind is None and 'type' in config and schema.registry and not schema.inferred:
+            self.report(f'{path}.type', 'must be a name or a class, got None')
+            return
         is_typed = kind is not None and (schema.registry is not None or schema.inferred)
         if not is_typed and schema.registry and schema.complete and not schema.inferred:
             typo = similar('type', (key for key in config if isinstance(key, str)), STRICT)
@@ -99,31 +108,44 @@ class Checker:
         if 'type' not in config and may_lack_type and self._has_misspelt_type(config, path):
             return
         target: Callable[..., Any] | None = None
+        before = len(self.problems)
         if is_typed:
             target, is_expected = self._resolve_type(kind, schema, f'{path}.type')
+            arguments = Arguments(frozenset(), open=True)
             if target is not None:
                 sure = is_expected and not schema.lenient and None not in self._enclosing
                 name = getattr(target, '__name__', str(kind))
-                self._check_keys(
-                    config, arguments_of(target, schema.positional), schema, path, sure, name
-                )
+                arguments = arguments_of(target, schema.positional)
+                for further in getattr(target, 'further_arguments', lambda _: ())(config):
+                    arguments = arguments.joined(arguments_of(further))
+                self._check_keys(config, arguments, schema, path, sure, name)
             self._enclosing.append(target)
         else:
             arguments = _accepted_keys(schema)
             self._check_keys(config, arguments, schema, path, sure=not schema.lenient)
+        ours = _is_ours(target or schema.accepts)
         for key, value in config.items():
             below = f'{path}.{key}'
-            if key in schema.constraints:
-                if fault := schema.constraints[key].fault(value):
-                    self.report(below, fault)
+            if is_typed and key in _RESERVED:
+                continue
+            if fault := _value_fault(key, value, schema, arguments, ours):
+                self.report(below, fault)
             elif key in schema.children:
                 self.check(value, schema.children[key], below)
             elif schema.entry is not None:
                 self.check(value, schema.entry, below)
-            elif isinstance(value, (Mapping, list, tuple)) and not (is_typed and key in _RESERVED):
-                self.check(value, _infer_schema(key, schema, target), below)
+            elif isinstance(value, (Mapping, list, tuple, str)):
+                self.check(value, _infer_schema(key, schema, arguments), below)
         if is_typed:
             self._enclosing.pop()
+            self._ask_target(target, config, path, before)
+
+    def _ask_target(self, target: Any, config: Config, path: str, before: int) -> None:
+        """Let a class that knows more of its arguments than its signature says look at them."""
+        if len(self.problems) == before and hasattr(target, 'config_problem'):
+            arguments = {key: value for key, value in config.items() if key not in _RESERVED}
+            if problem := target.config_problem(arguments):
+                self.report(f'{path}.{problem[0]}', problem[1])
 
     def _has_misspelt_type(self, config: Config, path: str) -> bool:
         """Whether a key looks like a misspelt ``type``."""
@@ -244,6 +266,13 @@ class Checker:
         return hint or f' ({known}import a module of your own with custom_imports)'
 
 
+def _is_stated(schema: SchemaChoice) -> bool:
+    """Whether the table says what a dict at this place holds."""
+    if not isinstance(schema, Schema):
+        return True
+    return not schema.inferred and bool(schema.registry or schema.accepts or schema.entry)
+
+
 def _accepted_keys(schema: Schema) -> Arguments:
     """The keys of a dict without type: of given ones, or anything."""
     if schema.accepts is None:
@@ -255,26 +284,70 @@ def _accepted_keys(schema: Schema) -> Arguments:
     return Arguments(frozenset(schema.accepts))
 
 
-def _infer_schema(key: Any, parent: Schema, target: Callable[..., Any] | None) -> Schema:
-    """What stands below an argument: known by its name, or a part of the parent's kind.
+def _is_ours(target: Any) -> bool:
+    """Whether the types that a callable states are what it takes, and names mean what they do."""
+    return str(getattr(target, '__module__', '')).partition('.')[0] in _EXACT_PACKAGES
+
+
+def _value_fault(
+    key: Any, value: Any, schema: Schema, arguments: Arguments, ours: bool
+) -> str | None:
+    """What is wrong with the value of an argument: by its schema, its type hint or its name."""
+    if key in schema.constraints:
+        return schema.constraints[key].fault(value)
+    default = arguments.defaults.get(key, ...)
+    if value is default or (type(value) is type(default) and value == default):
+        return None
+    hint = arguments.hints.get(key)
+    fault = None if hint is None else of_hint(hint, strict=ours).fault(value)
+    return fault or (VALUES[key].fault(value) if ours and key in VALUES else None)
+
+
+def _infer_schema(key: Any, parent: Schema, arguments: Arguments) -> Schema:
+    """What stands below an argument: stated by its hint, known by its name, or as its parent.
 
     Args:
         key: The argument's name.
         parent: The schema of the dict that has it.
-        target: What takes the argument, if that is known.
+        arguments: What takes the argument.
     """
+    parts = list(_nested_hints(arguments.hints.get(key)))
+    for registry in (part for part in parts if isinstance(part, Registry)):
+        root = next(name for name, it in REGISTRIES.items() if it in (registry, registry.parent))
+        default = next((part for part in parts if isinstance(part, str)), None)
+        return Schema(
+            root,
+            default=default,
+            supplied=next((part for part in parts if isinstance(part, tuple)), ()),
+            required=() if default else ('type',),
+            complete=True,
+            bare_type=str in parts,
+        )
     if key in PARAMETERS and parent.registry != 'WEIGHT_INITIALIZERS':
         return PARAMETERS[key]
-    stated = None if target is None else _typed_keys(target, key)
+    typed = [part for part in parts if is_typeddict(part)]
     # A dict that goes by such a name is often not built as it is.
     lenient = isinstance(key, str) and key.endswith(('cfg', 'cfgs'))
     return Schema(
         parent.registry,
-        accepts=stated,
-        complete=stated is not None,
+        accepts=_typed_keys(typed[0]) if len(typed) == 1 else None,
+        complete=len(typed) == 1,
         inferred=True,
-        lenient=lenient and stated is None,
+        lenient=lenient and not typed,
     )
+
+
+def _typed_keys(kind: Any) -> Arguments:
+    """The keys of a TypedDict."""
+    hints = get_type_hints(kind, include_extras=True)
+    return Arguments(frozenset(hints), kind.__required_keys__, hints=hints)
+
+
+def _nested_hints(hint: Any) -> Iterator[Any]:
+    """A hint, all that it is made of, and what an Annotated one says besides."""
+    yield hint
+    for part in (*get_args(hint), *getattr(hint, '__metadata__', ())):
+        yield from _nested_hints(part)
 
 
 def _is_installed(package: str) -> bool:
@@ -300,22 +373,3 @@ def _source_of(module: str) -> str:
         return inspect.getsource(sys.modules[module])
     except (KeyError, OSError, TypeError):  # made at run time, or not in Python
         return ''
-
-
-def _typed_keys(target: Callable[..., Any], argument: Any) -> Arguments | None:
-    """The keys that an argument's dicts have, where it is annotated with one TypedDict."""
-    function = target.__init__ if inspect.isclass(target) else target
-    try:
-        hint = get_type_hints(function).get(argument)
-    except Exception:  # annotations that name what is not there at run time say nothing
-        return None
-    found = [part for part in _nested_hints(hint) if is_typeddict(part)]
-    if len(found) != 1:
-        return None
-    return Arguments(frozenset(found[0].__annotations__), found[0].__required_keys__)
-
-
-def _nested_hints(hint: Any) -> Iterator[Any]:
-    yield hint
-    for part in get_args(hint):
-        yield from _nested_hints(part)

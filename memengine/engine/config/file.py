@@ -119,7 +119,22 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
     ]
     if problems:
         raise ConfigError(problems)
-    cfg.merge_from_dict(dict(options))
+    for path, value in options.items():
+        *above, last = path.split('.')
+        holder = _lookup(cfg, above)
+        if isinstance(value, Mapping) or holder is None:
+            cfg.merge_from_dict({path: value})
+        else:  # merging would not set a plain entry of a list
+            holder[int(last) if isinstance(holder, list) else last] = value
+
+
+def _lookup(node: Any, keys: list[str]) -> Any:
+    """What is at a path; None where that does not exist yet."""
+    for key in keys:
+        node = node[int(key)] if isinstance(node, list) else node.get(key)
+        if node is None:
+            return None
+    return node
 
 
 def _option_problem(cfg: Config, path: str, value: Any) -> str | None:
@@ -153,6 +168,9 @@ def _option_problem(cfg: Config, path: str, value: Any) -> str | None:
             node = node[int(key)]
         else:
             return f'{path}: {before} is {node!r}, which has no entries; set {before} as a whole'
+    if isinstance(value, Mapping) and not isinstance(node, (Mapping, type(None))):
+        advice = 'give it whole, or set one by its number' if isinstance(node, list) else ''
+        return f'{path}: is {node!r}, got {dict(value)!r}; {advice or "give it a value like this"}'
     if (
         isinstance(node, Mapping)
         and node

@@ -7,6 +7,7 @@ the name of an argument, wherever it is. Classes are never listed here: registri
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,8 @@ from torch.utils.data import DataLoader
 
 from memengine.engine.config.schema import (
     BOOL,
+    FINITE,
+    FRACTION,
     NON_NEGATIVE_INT,
     NON_NEGATIVE_NUMBER,
     POSITIVE_INT,
@@ -29,8 +32,13 @@ from memengine.engine.config.schema import (
     Constraint,
     Schema,
     SchemaChoice,
+    each,
+    number_within,
+    of_hint,
     one_of,
 )
+from memengine.engine.config.types import arguments_of
+from memengine.technique import is_of
 
 __all__ = [
     'DEFAULT_HOOK_TYPES',
@@ -40,6 +48,7 @@ __all__ = [
     'TOP_KEYS',
     'TOP_SCHEMAS',
     'TRIPLETS',
+    'VALUES',
 ]
 
 FREE = Schema()
@@ -55,18 +64,28 @@ INITIALIZER = Schema(
     children={'override': Schema('WEIGHT_INITIALIZERS', builder_keys=('name',))},
 )
 VIS_BACKEND = Schema('VISBACKENDS', supplied=('save_dir',), complete=True)
-FUNCTION = Schema('FUNCTIONS', positional=1)
+FUNCTION = Schema('FUNCTIONS', positional=1, required=('type',))
 OPTIMIZER = Schema(
     'OPTIMIZERS',
     positional=1,
     complete=True,
     constraints={'lr': POSITIVE_NUMBER, 'weight_decay': NON_NEGATIVE_NUMBER},
 )
+
+
+def _scheduler_rule(scheduler: Config) -> Iterator[tuple[str, str]]:
+    begin, end = scheduler.get('begin', 0), scheduler.get('end', math.inf)
+    if is_of(begin, int) and is_of(end, float) and end <= begin:
+        yield 'end', f'must be more than begin={begin}, got {end}'
+
+
 SCHEDULER = Schema(
     'PARAM_SCHEDULERS',
     builder_keys=('convert_to_iter_based',),
     supplied=('optimizer', 'epoch_length'),
     complete=True,
+    constraints={'convert_to_iter_based': BOOL},
+    rule=_scheduler_rule,
 )
 VISUALIZER = Schema(
     'VISUALIZERS', supplied=('name', 'save_dir'), children={'vis_backends': VIS_BACKEND}
@@ -78,6 +97,8 @@ def _loader_rule(loader: Config) -> Iterator[tuple[str, str]]:
         for key, off in (('persistent_workers', False), ('prefetch_factor', None), ('timeout', 0)):
             if loader.get(key, off) != off:
                 yield key, f'needs num_workers above 0; set {key}={off} or num_workers=1'
+    if loader.get('collate_fn', ...) is None:
+        yield 'collate_fn', "must be a dict with a 'type' or a function, got None; or leave it out"
     if 'shuffle' in loader:
         advice = f"sampler=dict(type='DefaultSampler', shuffle={loader['shuffle']})"
         yield 'shuffle', f'the sampler decides about the order; write {advice} instead'
@@ -111,6 +132,7 @@ _TRAIN_LOOP = Schema(
         'max_iters': POSITIVE_INT,
         'val_interval': POSITIVE_INT,
         'stop_at_iter': POSITIVE_INT,
+        'by_epoch': BOOL,
     },
 )
 _EVAL_LOOP = Schema(
@@ -126,6 +148,11 @@ def _train_loop(config: Config) -> Schema:
     return replace(_TRAIN_LOOP, default=default, builder_keys=('by_epoch',))
 
 
+_POSITIVE_OR_INF = Constraint(
+    'a positive number', lambda value: value in ('inf', math.inf) or POSITIVE_NUMBER.holds(value)
+)
+
+
 def _clip_grad(config: Config) -> Schema:
     by_value = config.get('type') == 'value'
     return Schema(
@@ -135,26 +162,36 @@ def _clip_grad(config: Config) -> Schema:
         complete=True,
         constraints={
             'type': one_of('norm', 'value', 'each_norm'),
-            'max_norm': POSITIVE_NUMBER,
+            'max_norm': _POSITIVE_OR_INF,
+            'norm_type': _POSITIVE_OR_INF,
             'clip_value': POSITIVE_NUMBER,
         },
     )
 
 
+_MULTIPLIERS = (
+    'bias_lr_mult',
+    'bias_decay_mult',
+    'norm_decay_mult',
+    'dwconv_decay_mult',
+    'flat_decay_mult',
+    'dcn_offset_lr_mult',
+)
 _PARAMWISE = Schema(
-    accepts=(
-        'custom_keys',
-        'bias_lr_mult',
-        'bias_decay_mult',
-        'norm_decay_mult',
-        'dwconv_decay_mult',
-        'flat_decay_mult',
-        'dcn_offset_lr_mult',
-        'bypass_duplicate',
-    ),
+    accepts=('custom_keys', 'bypass_duplicate', *_MULTIPLIERS),
     children={
         # Beside these two, a parameter group may have any setting of the user's own.
-        'custom_keys': Schema(entry=Schema(accepts=('lr_mult', 'decay_mult'), lenient=True))
+        'custom_keys': Schema(
+            entry=Schema(
+                accepts=('lr_mult', 'decay_mult'),
+                lenient=True,
+                constraints=dict.fromkeys(('lr_mult', 'decay_mult'), NON_NEGATIVE_NUMBER),
+            )
+        )
+    },
+    constraints={
+        **dict.fromkeys(_MULTIPLIERS, NON_NEGATIVE_NUMBER),
+        'bypass_duplicate': BOOL,
     },
 )
 _OPTIM_WRAPPER = Schema(
@@ -223,7 +260,9 @@ _ENVIRONMENT = Schema(
     children={
         'mp_cfg': Schema(accepts=set_multi_processing, supplied=('distributed',)),
         'dist_cfg': Schema(
-            accepts=torch.distributed.init_process_group, builder_keys=('port', 'init_backend')
+            accepts=torch.distributed.init_process_group,
+            builder_keys=('port', 'init_backend'),
+            constraints={'timeout': POSITIVE_NUMBER},
         ),
     },
     constraints={'cudnn_benchmark': BOOL, 'resource_limit': POSITIVE_INT},
@@ -284,12 +323,19 @@ TOP_SCHEMAS: Mapping[str, SchemaChoice] = {
     'tta_pipeline': TRANSFORM,
 }
 
+_DICT = Constraint('a dict', lambda value: isinstance(value, Mapping))
 TOP_CONSTRAINTS: Mapping[str, Constraint] = {
+    **{
+        key: of_hint(hint, strict=True)
+        for key, hint in arguments_of(Runner).hints.items()
+        if key not in TOP_SCHEMAS
+    },
+    **dict.fromkeys(('env_cfg', 'randomness'), _DICT),
     'launcher': one_of('none', 'pytorch', 'slurm', 'mpi'),
+    'log_level': one_of('CRITICAL', 'ERROR', 'WARNING', 'INFO', 'DEBUG', 'NOTSET'),
     'load_from': Constraint(
         'a path, or dict(path=..., part=..., into=..., strict=True or False)', _names_weights
     ),
-    'resume': BOOL,
     'find_unused_parameters': BOOL,
 }
 
@@ -320,4 +366,47 @@ PARAMETERS: Mapping[str, Schema] = {
     'vis_backends': VIS_BACKEND,
     # MMCV's builder of normalisation layers takes this key out.
     'norm_cfg': replace(PART, builder_keys=('requires_grad',), inferred=True, lenient=True),
+}
+
+
+def _by_name(bound: Constraint, names: str) -> dict[str, Constraint]:
+    return dict.fromkeys(names.split(), each(bound))
+
+
+# Ranges of numbers that go by these names in constructors of MMEngine, torch and this library.
+VALUES: Mapping[str, Constraint] = {
+    **_by_name(FINITE, 'degrees mean shear threshold value'),
+    **_by_name(
+        POSITIVE_INT,
+        'batch_size block_size bottleneck_dim channels chunk_size context_length crop_size '
+        'crops_per_image depth embed_dim hidden_dim image_size img_size in_chans in_dim '
+        'interval interval_exp_name k kernel_size max_keep_ckpts micro_batch_size nlayers '
+        'num_classes num_digits num_heads num_layers num_repeats out_dim output_stride '
+        'patch_size patience prefetch_factor save_begin size step_size T_max tile_size topk '
+        'total_iters vocab_size width window_size',
+    ),
+    **_by_name(
+        NON_NEGATIVE_INT,
+        'begin end freeze_last_layer indices local_crops milestones num num_images pad_id seed '
+        'trainable_layers val_begin warmup_teacher_temp_epochs',
+    ),
+    **_by_name(
+        POSITIVE_NUMBER,
+        'base_temperature init_scale lr max_scale mlp_ratio power ratio std student_temp '
+        'teacher_temp temperature warmup_teacher_temp',
+    ),
+    **_by_name(
+        NON_NEGATIVE_NUMBER,
+        'brightness contrast cutmix_alpha end_value eps eta_min gamma koleo_weight mixup_alpha '
+        'saturation sigma timeout weight_decay',
+    ),
+    **_by_name(
+        number_within('a number between 0 and 1', lambda value: 0 < value < 1), 'test_fraction'
+    ),
+    **_by_name(
+        FRACTION,
+        'attn_drop_rate betas center_momentum drop_path_rate drop_rate dropout end_factor '
+        'eta_min_ratio label_smoothing max_skipped min_entropy min_feature_std min_information '
+        'momentum momentum_teacher momentum_teacher_end p proj_drop_rate start_factor',
+    ),
 }

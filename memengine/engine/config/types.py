@@ -12,9 +12,10 @@ import functools
 import importlib
 import inspect
 import textwrap
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, Union, get_type_hints
 
 from mmengine import registry as mmengine_registry
 from mmengine.registry import Registry
@@ -35,11 +36,27 @@ class Arguments:
         names: Arguments by name.
         required: Those without a default.
         open: Whether it takes others too (``**kwargs`` that go somewhere unknown).
+        hints: Their types, of those that state one or have a default that tells it.
+        defaults: Their defaults.
     """
 
     names: frozenset[str]
     required: frozenset[str] = frozenset()
     open: bool = False
+    hints: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    defaults: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def joined(self, other: Arguments) -> Arguments:
+        """With those that ``**kwargs`` may go to, whose own come second."""
+        hints = dict(self.hints)
+        for name, hint in other.hints.items():
+            hints[name] = hint if name not in hints else Union[hints[name], hint]  # noqa: UP007
+        return replace(
+            self,
+            names=self.names | other.names,
+            hints=hints,
+            defaults={**other.defaults, **self.defaults},
+        )
 
 
 def lookup_path(registry: str, scope: str) -> list[Registry]:
@@ -113,6 +130,7 @@ def find_anywhere(name: str, scope: str) -> tuple[str, Callable[..., Any]] | Non
 
 
 @functools.cache
+@functools.cache
 def arguments_of(target: Callable[..., Any], positional: int = 0) -> Arguments:
     """The arguments of a class or function.
 
@@ -121,40 +139,74 @@ def arguments_of(target: Callable[..., Any], positional: int = 0) -> Arguments:
         positional: How many leading arguments the caller supplies by position.
     """
     try:
-        own = list(inspect.signature(target).parameters.values())
+        own = _parameters(target)
     except (ValueError, TypeError):  # some builtins have none
         return Arguments(frozenset(), open=True)
     by_position = [p for p in own if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     left = _keyword_parameters(p for p in own if p not in by_position[:positional])
     is_open = any(p.kind is p.VAR_KEYWORD for p in own)
-    names = {p.name for p in left}
+    taken = {p.name: p for p in left}
     stated = inspect.isclass(target) and any('__signature__' in vars(c) for c in target.__mro__)
     if is_open and inspect.isclass(target) and not stated:
         cls: Any = target
         inherited, is_open = _inherited_arguments(cls)
-        names |= inherited - {p.name for p in own}
+        own_names = {p.name for p in own}
+        taken |= {name: p for name, p in inherited.items() if name not in own_names}
     required = frozenset(p.name for p in left if p.default is p.empty)
-    return Arguments(frozenset(names), required, is_open)
+    defaults = {name: p.default for name, p in taken.items() if p.default is not p.empty}
+    hints = {name: hint for name, p in taken.items() if (hint := _hint_of(p)) is not None}
+    return Arguments(frozenset(taken), required, is_open, hints, defaults)
 
 
-def _keyword_parameters(parameters: Any) -> list[inspect.Parameter]:
+def _keyword_parameters(parameters: Iterable[inspect.Parameter]) -> list[inspect.Parameter]:
     return [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
+def _hint_of(parameter: inspect.Parameter) -> Any:
+    """The type that a parameter states, or its default tells."""
+    if parameter.annotation is not parameter.empty:
+        return None if isinstance(parameter.annotation, str) else parameter.annotation
+    kind = type(parameter.default)
+    return kind if kind is bool else float if kind in (int, float) else None
+
+
+def _parameters(target: Any) -> list[inspect.Parameter]:
+    """Those of a signature; what hints that were written as text stand for, if it is there."""
+    function = inspect.unwrap(target.__init__ if inspect.isclass(target) else target)
+    names = getattr(function, '__globals__', {})
+    return [
+        p.replace(annotation=_resolve(p.annotation, names))
+        for p in inspect.signature(target).parameters.values()
+    ]
+
+
+def _resolve(annotation: Any, names: dict[str, Any]) -> Any:
+    if not isinstance(annotation, str):
+        return annotation
+    holder = SimpleNamespace(__annotations__={'it': annotation})
+    try:
+        return get_type_hints(holder, names, include_extras=True)['it']
+    except Exception:  # it names what is not there at run time
+        return annotation
+
+
 @functools.cache
-def _inherited_arguments(cls: Any) -> tuple[set[str], bool]:
+def _inherited_arguments(cls: Any) -> tuple[dict[str, inspect.Parameter], bool]:
     """Named arguments of the constructors that ``**kwargs`` go through, and whether of others."""
-    names: set[str] = set()
+    names: dict[str, inspect.Parameter] = {}
     for constructor in [vars(base)['__init__'] for base in cls.__mro__ if '__init__' in vars(base)]:
         if not inspect.isfunction(constructor) or hasattr(constructor, '__wrapped__'):
             break
-        parameters = list(inspect.signature(constructor).parameters.values())[1:]
-        names |= {p.name for p in _keyword_parameters(parameters)}
+        parameters = _parameters(constructor)[1:]
+        names = {p.name: p for p in _keyword_parameters(parameters)} | names
         rest = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
         if not rest:
             return names, False
         taken_out, only_handed_on = _kwargs_usage(constructor, rest[0])
-        names |= taken_out
+        names |= {
+            name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+            for name in taken_out - {*names}
+        }
         if not only_handed_on:
             break
     return names, True

@@ -10,6 +10,7 @@ from mmengine.optim import DefaultOptimWrapperConstructor as _DefaultOptimWrappe
 from torch import nn
 
 from memengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
+from memengine.suggest import did_you_mean
 
 __all__ = ['DefaultOptimWrapperConstructor']
 
@@ -44,6 +45,7 @@ class DefaultOptimWrapperConstructor(_DefaultOptimWrapperConstructor):
         if prefix:
             super().add_params(params, module, prefix, is_dcn_module)
             return
+        self._refuse_keys_of_nothing(module)
         logger = MMLogger.get_current_instance()
         level = logger.level
         logger.setLevel(logging.ERROR)
@@ -57,3 +59,13 @@ class DefaultOptimWrapperConstructor(_DefaultOptimWrapperConstructor):
             numbers = sum(p.numel() for p in group['params'])
             tensors = len(group['params'])
             logger.info(f'Optimiser group of {tensors} tensors ({numbers:,} numbers): {settings}')
+
+    def _refuse_keys_of_nothing(self, model: nn.Module) -> None:
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        for key in self.paramwise_cfg.get('custom_keys', {}):
+            if not any(key in name for name in names):
+                parts = {part for name in names for part in name.split('.')}
+                raise ValueError(
+                    f'optim_wrapper.paramwise_cfg.custom_keys.{key}: no parameter has this in its '
+                    f'name{did_you_mean(key, parts)}'
+                )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from mmengine.optim import OptimWrapper as _OptimWrapper
@@ -116,7 +116,7 @@ class OptimWrapper(_OptimWrapper):
         optimizer: Optimizer,
         accumulative_counts: int = 1,
         clip_grad: dict[str, Any] | None = None,
-        precision: str = 'fp32',
+        precision: Literal['fp32', 'bf16', 'fp16'] = 'fp32',
         loss_scale: str | float | dict[str, Any] = 'dynamic',
         on_nonfinite: OnNonFinite = 'stop',
         nonfinite_limit: int = 10,
@@ -303,7 +303,7 @@ def AmpOptimWrapper(  # noqa: N802 (a type name of MMEngine's config language)
     """
     if dtype is None:
         dtype = 'fp16' if torch.cuda.is_available() else 'bf16'
-    precision = str(dtype).removeprefix('torch.')
+    precision: Any = str(dtype).removeprefix('torch.')
     return OptimWrapper(
         optimizer,
         accumulative_counts,

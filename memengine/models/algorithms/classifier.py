@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from memengine.models.algorithms.base import Algorithm
 from memengine.models.parts import check_labels, check_one_view, labels_of
-from memengine.registry import MODELS
+from memengine.registry import MODELS, ModelConfig, PreprocessorConfig
 from memengine.techniques.slices.slicing import Slice
 
 __all__ = ['Classifier']
@@ -47,11 +47,11 @@ class Classifier(Algorithm):
 
     def __init__(
         self,
-        backbone: dict[str, Any],
+        backbone: ModelConfig,
         num_classes: int,
         label_smoothing: float = 0.0,
         freeze_backbone: bool = False,
-        data_preprocessor: dict[str, Any] | nn.Module | None = None,
+        data_preprocessor: PreprocessorConfig | nn.Module | None = None,
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(data_preprocessor, init_cfg)

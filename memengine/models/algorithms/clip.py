@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from memengine.models.algorithms.base import Algorithm, feature_moments, feature_std
 from memengine.models.parts import build_loss, check_one_view, l2_normalize
-from memengine.registry import MODELS
+from memengine.registry import MODELS, ModelConfig, PreprocessorConfig
 from memengine.techniques.slices.slicing import Slice, cut_evenly, take
 
 __all__ = ['CLIP', 'SigLIP']
@@ -78,14 +78,14 @@ class CLIP(Algorithm):
 
     def __init__(
         self,
-        image: dict[str, Any],
-        text: dict[str, Any],
+        image: ModelConfig,
+        text: ModelConfig,
         embed_dim: int | None = None,
-        frozen: Sequence[str] = (),
-        loss: dict[str, Any] | str = 'ClipLoss',
+        frozen: Sequence[Literal['image', 'text']] = (),
+        loss: ModelConfig | str = 'ClipLoss',
         init_scale: float = 1 / 0.07,
         max_scale: float = 100.0,
-        data_preprocessor: dict[str, Any] | nn.Module | None = None,
+        data_preprocessor: PreprocessorConfig | nn.Module | None = None,
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(data_preprocessor, init_cfg)
@@ -242,15 +242,15 @@ class SigLIP(CLIP):
 
     def __init__(
         self,
-        image: dict[str, Any],
-        text: dict[str, Any],
+        image: ModelConfig,
+        text: ModelConfig,
         embed_dim: int | None = None,
-        frozen: Sequence[str] = (),
-        loss: dict[str, Any] | str = 'SigLipLoss',
+        frozen: Sequence[Literal['image', 'text']] = (),
+        loss: ModelConfig | str = 'SigLipLoss',
         init_scale: float = 10.0,
         init_bias: float = -10.0,
         max_scale: float = 100.0,
-        data_preprocessor: dict[str, Any] | nn.Module | None = None,
+        data_preprocessor: PreprocessorConfig | nn.Module | None = None,
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(

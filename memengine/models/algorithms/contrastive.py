@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memengine.models.algorithms.base import Algorithm, feature_moments, feature_std, rows_of
 from memengine.models.parts import build_head, build_loss, l2_normalize, labels_of
-from memengine.registry import MODELS
+from memengine.registry import MODELS, HeadConfig, ModelConfig, PreprocessorConfig
 
 __all__ = ['SimCLR', 'SupCon']
 
@@ -22,11 +22,11 @@ class _ContrastiveAlgorithm(Algorithm):
 
     def __init__(
         self,
-        backbone: dict[str, Any],
-        head: dict[str, Any],
-        loss: dict[str, Any] | str = 'NTXentLoss',
+        backbone: ModelConfig,
+        head: HeadConfig,
+        loss: ModelConfig | str = 'NTXentLoss',
         freeze_backbone: bool = False,
-        data_preprocessor: dict[str, Any] | nn.Module | None = None,
+        data_preprocessor: PreprocessorConfig | nn.Module | None = None,
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(data_preprocessor, init_cfg)
@@ -123,12 +123,12 @@ class SupCon(_ContrastiveAlgorithm):
 
     def __init__(
         self,
-        backbone: dict[str, Any],
-        head: dict[str, Any],
-        loss: dict[str, Any] | str = 'SupConLoss',
+        backbone: ModelConfig,
+        head: HeadConfig,
+        loss: ModelConfig | str = 'SupConLoss',
         use_labels: bool = True,
         freeze_backbone: bool = False,
-        data_preprocessor: dict[str, Any] | nn.Module | None = None,
+        data_preprocessor: PreprocessorConfig | nn.Module | None = None,
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(backbone, head, loss, freeze_backbone, data_preprocessor, init_cfg)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torchvision.ops import FrozenBatchNorm2d
 from memengine.engine.checkpoint.weights import read_weights
 from memengine.models.algorithms.by_sample import LossBySample
 from memengine.models.parts import check_labels
-from memengine.registry import MODELS
+from memengine.registry import MODELS, PreprocessorConfig
 from memengine.techniques.slices.slicing import Slice, cut_evenly, take
 
 __all__ = ['TorchvisionDetector']
@@ -61,12 +61,12 @@ class TorchvisionDetector(LossBySample):
 
     def __init__(
         self,
-        detector: str = 'FasterRCNN',
+        detector: Literal['FasterRCNN', 'MaskRCNN'] = 'FasterRCNN',
         num_classes: int = 91,
         backbone: str = 'resnet50',
         backbone_checkpoint: str | None = None,
         trainable_layers: int | None = None,
-        data_preprocessor: dict[str, Any] | nn.Module | None = None,
+        data_preprocessor: PreprocessorConfig | nn.Module | None = None,
         init_cfg: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:

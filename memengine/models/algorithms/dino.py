@@ -9,7 +9,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from memengine.engine.step import Progress
 from memengine.losses.dino import DINOLoss
 from memengine.losses.koleo import koleo_loss
 from memengine.models.algorithms.base import Algorithm, feature_moments, feature_std
-from memengine.registry import MODELS
+from memengine.registry import MODELS, HeadConfig, ModelConfig, PreprocessorConfig
 from memengine.techniques.slices.multi_crop import CropSlice, plan_slices
 from memengine.techniques.slices.slicing import Slice
 
@@ -115,20 +115,20 @@ class DINO(Algorithm):
 
     def __init__(
         self,
-        backbone: dict[str, Any],
-        head: dict[str, Any],
+        backbone: ModelConfig,
+        head: HeadConfig,
         local_crops: int = 8,
         warmup_teacher_temp: float = 0.04,
         teacher_temp: float = 0.04,
         warmup_teacher_temp_epochs: int = 0,
         student_temp: float = 0.1,
         center_momentum: float = 0.9,
-        centering: str = 'center',
+        centering: Literal['center', 'sinkhorn'] = 'center',
         momentum_teacher: float = 0.996,
         momentum_teacher_end: float = 1.0,
         freeze_last_layer: int = 1,
         koleo_weight: float = 0.0,
-        data_preprocessor: dict[str, Any] | nn.Module | None = None,
+        data_preprocessor: PreprocessorConfig | nn.Module | None = None,
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(data_preprocessor, init_cfg)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from memengine.models.algorithms.by_sample import LossBySample
 from memengine.models.backbones.text_libraries import transformers_model
-from memengine.registry import MODELS
+from memengine.registry import MODELS, PreprocessorConfig
 
 __all__ = ['CausalLanguageModel']
 
@@ -46,7 +46,7 @@ class CausalLanguageModel(LossBySample):
         model_name: str,
         pretrained: bool = True,
         config: Mapping[str, Any] | None = None,
-        data_preprocessor: dict[str, Any] | nn.Module | None = None,
+        data_preprocessor: PreprocessorConfig | nn.Module | None = None,
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(data_preprocessor, init_cfg)

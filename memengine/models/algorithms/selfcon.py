@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from memengine.models.algorithms.base import Algorithm, feature_moments, feature_std, rows_of
 from memengine.models.parts import build_head, build_loss, l2_normalize, labels_of
-from memengine.registry import MODELS
+from memengine.registry import MODELS, HeadConfig, ModelConfig, PreprocessorConfig
 
 __all__ = ['SelfCon']
 
@@ -52,13 +52,13 @@ class SelfCon(Algorithm):
 
     def __init__(
         self,
-        backbone: dict[str, Any],
-        head: dict[str, Any],
+        backbone: ModelConfig,
+        head: HeadConfig,
         exits: Sequence[int],
-        sub_head: dict[str, Any] | None = None,
-        loss: dict[str, Any] | str = 'ConLoss',
+        sub_head: HeadConfig | None = None,
+        loss: ModelConfig | str = 'ConLoss',
         use_labels: bool = True,
-        data_preprocessor: dict[str, Any] | nn.Module | None = None,
+        data_preprocessor: PreprocessorConfig | nn.Module | None = None,
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(data_preprocessor, init_cfg)

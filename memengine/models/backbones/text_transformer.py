@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -47,10 +50,8 @@ class TextTransformer(nn.Module):
         pad_id: int = 0,
     ) -> None:
         super().__init__()
-        if width % num_heads:
-            raise ValueError(
-                f'TextTransformer: width={width} must be a multiple of num_heads={num_heads}'
-            )
+        if problem := self.config_problem({'width': width, 'num_heads': num_heads}):
+            raise ValueError(f'TextTransformer: {problem[0]}: {problem[1]}')
         self.num_features = width
         self.pad_id = pad_id
         self.tokens = nn.Embedding(vocab_size, width)
@@ -63,6 +64,14 @@ class TextTransformer(nn.Module):
             for _ in range(depth)
         )
         self.norm = nn.LayerNorm(width)
+
+    @staticmethod
+    def config_problem(config: Mapping[str, Any]) -> tuple[str, str] | None:
+        """A setting, and what is wrong with it, that no type says."""
+        width, num_heads = config.get('width', 128), config.get('num_heads', 4)
+        if width % num_heads:
+            return 'num_heads', f'must divide width={width}, got {num_heads}'
+        return None
 
     def reset_parameters(self) -> None:
         """Draw the embeddings of tokens and positions."""

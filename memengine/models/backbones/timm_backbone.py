@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,8 @@ class TimmBackbone(nn.Sequential):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        if not timm.is_model(model_name):
-            hint = did_you_mean(model_name, timm.list_models(), after=';')
-            raise ValueError(f'TimmBackbone: timm has no model_name={model_name!r}{hint}')
+        if problem := self.config_problem({'model_name': model_name, **kwargs}):
+            raise ValueError(f'TimmBackbone: {problem[0]}: {problem[1]}')
         try:
             with safe_loading(f'The pretrained file of {model_name}'):
                 self.model = timm.create_model(
@@ -69,6 +69,33 @@ class TimmBackbone(nn.Sequential):
             _load(self.model, checkpoint_path, checkpoint_part)
         features: Any = self.model
         self.num_features: int = getattr(features, 'head_hidden_size', features.num_features)
+
+    @staticmethod
+    def further_arguments(config: Mapping[str, Any]) -> list[Callable[..., Any]]:
+        """What may take ``**kwargs``: the networks of the file in which timm has the model."""
+        model_name = str(config.get('model_name'))
+        if not timm.is_model(model_name):
+            return []
+        module = sys.modules[timm.model_entrypoint(model_name).__module__]
+        networks = [it for it in vars(module).values() if isinstance(it, type)]
+        return [
+            it
+            for it in networks
+            if issubclass(it, nn.Module) and 'num_classes' in inspect.signature(it).parameters
+        ]
+
+    @staticmethod
+    def config_problem(config: Mapping[str, Any]) -> tuple[str, str] | None:
+        """A setting, and what is wrong with it, that no type says."""
+        model_name = config.get('model_name', '')
+        if not timm.is_model(model_name):
+            hint = did_you_mean(model_name, timm.list_models(), after=';')
+            return 'model_name', f'timm has no model {model_name!r}{hint}'
+        for whole, part in (('img_size', 'patch_size'), ('embed_dim', 'num_heads')):
+            size, divisor = config.get(whole), config.get(part)
+            if isinstance(size, int) and isinstance(divisor, int) and size % divisor:
+                return part, f'must divide {whole}={size}, got {divisor}'
+        return None
 
     def exit_widths(self, exits: Sequence[int]) -> list[int]:
         """Channels of the stages that :meth:`with_exits` leaves at.

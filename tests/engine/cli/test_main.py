@@ -249,10 +249,14 @@ def test_values_of_options(cli):
         'vars.tuple=(1,x)',
         'vars.none=None',
         'vars.yes=true',
+        'vars.dicts=[dict(a=1,b=(\'y\',)),{"c": []}]',
     ]
     assert cli('train', 'config.py', '--max-iters', 1, *options(*pairs))[0] == 0
     written = load_config('work_dirs/config/config.py').vars
-    assert written == dict(list=[1, 2], none=None, text='a b', tuple=(1, 'x'), yes=True)
+    dicts = [dict(a=1, b=('y',)), dict(c=[])]
+    assert written == dict(
+        dicts=dicts, list=[1, 2], none=None, text='a b', tuple=(1, 'x'), yes=True
+    )
 
 
 # -- what is refused before anything is built --------------------------------------------------

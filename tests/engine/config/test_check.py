@@ -73,6 +73,37 @@ def test_the_config_is_left_as_it_was():
 # -- what is refused, word for word --------------------------------------------------------------
 
 REFUSED = [
+    (
+        'default_hooks.logger.interval',
+        0,
+        'default_hooks.logger.interval: must be a positive integer, got 0',
+    ),
+    (
+        'default_hooks.logger.interval',
+        'x',
+        "default_hooks.logger.interval: must be a whole number, got 'x'",
+    ),
+    (
+        'train_dataloader.pin_memory',
+        'no',
+        "train_dataloader.pin_memory: must be True or False, got 'no'",
+    ),
+    (
+        'param_scheduler',
+        dict(type='ConstantLR', begin=-3),
+        'param_scheduler.begin: must be an integer of 0 or more, got -3',
+    ),
+    (
+        'model.backbone',
+        dict(type='TimmBackbone', model_name='vit_tiny_patch16_224', img_size=16, patch_size=5),
+        'model.backbone.patch_size: must divide img_size=16, got 5',
+    ),
+    (
+        'model.backbone',
+        dict(type='TimmBackbone', model_name='vit_tiny_patch16_224', img_siz=16),
+        "model.backbone.img_siz: TimmBackbone takes no argument 'img_siz': "
+        "did you mean 'img_size'?",
+    ),
     ('optim_wraper', dict(), "unknown key 'optim_wraper': did you mean 'optim_wrapper'?"),
     ('spam', 1, "unknown key 'spam'; a key of your own goes below vars=dict(...)"),
     ('vars', 3, 'vars: must be a dict of keys of your own, got 3'),
