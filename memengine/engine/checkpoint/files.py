@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch
 
 from memengine.engine.checkpoint.trust import is_known_data, safe_globals
+from memengine.engine.checkpoint.vetting import vet
 
 __all__ = [
     'CheckpointError',
@@ -53,6 +54,7 @@ class _UnreadableError(Exception):
 
 def _read_safely(*args: Any, **kwargs: Any) -> Any:
     try:
+        vet(args[0] if args else kwargs['f'])
         return _read_anything(*args, **{**kwargs, 'pickle_module': None, 'weights_only': True})
     except pickle.UnpicklingError as error:
         kind = DamagedError if _wanted(error) is None else CheckpointError

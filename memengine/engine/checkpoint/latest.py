@@ -10,6 +10,8 @@ from memengine.engine.checkpoint.sharded import RUN_FILE, SUFFIX
 
 __all__ = ['find_latest', 'newest_first']
 
+_ONLY_READ = ('http', 'https', 'modelzoo', 'torchvision', 'open-mmlab', 'openmmlab', 'mmcls')
+
 
 def find_latest(work_dir: str | Path) -> str | Path | None:
     """The checkpoint that a run in this work dir goes on from if it is whole.
@@ -37,11 +39,17 @@ def newest_first(
         warn: Is told what is wrong, and which checkpoint cannot be read at all.
 
     Raises:
-        CheckpointError: When ``last_checkpoint`` is there, but no checkpoint.
+        CheckpointError: When ``last_checkpoint`` is there, but no checkpoint, or names one to be
+            fetched from where no run saves.
     """
     pointer = Path(work_dir) / 'last_checkpoint'
     text = pointer.read_text(errors='replace').strip() if pointer.is_file() else ''
     if '://' in text:  # of MMEngine's remote storage
+        if text.partition('://')[0] in _ONLY_READ:
+            raise CheckpointError(
+                f'{pointer} names {text}, where no run saves: others wrote that; if you know '
+                'it, go on with --resume and that name'
+            )
         yield text
         return
     named = Path(text)
@@ -49,6 +57,8 @@ def newest_first(
     # A job that was killed while it replaced a folder leaves it as the backup.
     found = next((p for place in places for p in (place, backup_path(place)) if p.exists()), None)
     if found is not None:
+        if Path(work_dir).resolve() not in found.resolve().parents:
+            warn(f'{pointer} leads out of the work dir, to {found}')
         yield found
     elif pointer.is_file():
         warn(f'{pointer} names {named if text else "nothing"}, which is not there')

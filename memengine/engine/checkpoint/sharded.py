@@ -14,7 +14,6 @@ Each rank reads only what it holds, so the number of ranks may differ between sa
 from __future__ import annotations
 
 import copy
-import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +26,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from memengine.engine.checkpoint.files import CheckpointError, DamagedError, read_pickle, refusal
+from memengine.engine.checkpoint.files import (
+    CheckpointError,
+    DamagedError,
+    read_pickle,
+    safe_loading,
+)
 from memengine.engine.checkpoint.metadata import SafeReader
 from memengine.engine.distributed.processes import cpu_group
 
@@ -144,14 +148,11 @@ def read_sharded(
             if as_held is None
             else torch.empty_like(as_held, dtype=kind.properties.dtype)
         )
-    with torch_errors(f'{folder} is damaged or incomplete', DamagedError, _explain_reading):
+    damaged = torch_errors(f'{folder} is damaged or incomplete', DamagedError)
+    with damaged, safe_loading(folder):
         dcp.load(tensors, storage_reader=reader, process_group=group or cpu_group('checkpoint'))
     rest = {entry: value for entry, value in rest.items() if entries(entry)}
     return merge_tensors(rest, {paths[name]: tensor for name, tensor in tensors.items()})
-
-
-def _explain_reading(error: BaseException) -> str:
-    return refusal(error) if isinstance(error, pickle.UnpicklingError) else str(error)
 
 
 def _read_run_file(

@@ -39,14 +39,22 @@ class StepStart:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = list(model.buffers())
-        self._kept = [torch.empty_like(buffer) for buffer in self._buffers]
+        self._places = [
+            (module, name)
+            for module in model.modules()
+            for name, _ in module.named_buffers(recurse=False)
+        ]
+        self._buffers: list[Tensor] = []
+        self._kept: list[Tensor] = []
         self._devices = accelerators_of(model)
-        self.random_state = RandomState(self._devices)
+        self.keep()
 
     @torch.no_grad()
     def keep(self) -> None:
         """Remember the present state."""
+        self._buffers = [getattr(module, name) for module, name in self._places]
+        if [kept.shape for kept in self._kept] != [buffer.shape for buffer in self._buffers]:
+            self._kept = [torch.empty_like(buffer) for buffer in self._buffers]
         if self._buffers:
             foreach_copy_(self._kept, self._buffers)
         self.random_state = RandomState(self._devices)
@@ -56,6 +64,9 @@ class StepStart:
         """Give the buffers the values that are remembered."""
         if self._buffers:
             foreach_copy_(self._buffers, self._kept)
+        for (module, name), buffer in zip(self._places, self._buffers, strict=True):
+            if getattr(module, name) is not buffer:  # another one was set in its place
+                setattr(module, name, buffer)
 
 
 @runtime_checkable

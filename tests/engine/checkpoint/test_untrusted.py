@@ -112,6 +112,26 @@ def test_nothing_but_checkpoints_of_a_work_dir_is_read(tmp_path):
     assert not (tmp_path / 'traces').exists()
 
 
+@pytest.mark.fault(
+    '`last_checkpoint` of a work dir names a file elsewhere, or one to be fetched from the web',
+    'the former is said, and read as safely as any; the latter is refused',
+)
+def test_a_work_dir_leads_elsewhere_in_the_open_only(tmp_path, monkeypatch):
+    gift, work_dir, said = tmp_path / 'gift.pth', tmp_path / 'run', []
+    malice.torch_file(malice.Attack(tmp_path / 'traces'), gift)
+    work_dir.mkdir()
+    (work_dir / 'last_checkpoint').write_text(str(gift))
+    monkeypatch.setattr('logging.Logger.warning', lambda self, text, *args: said.append(text))
+    with pytest.raises(CheckpointError, match='gift.pth wants to run'):
+        toy_runner(work_dir, resume=True).train()
+    assert any(text.endswith(f'leads out of the work dir, to {gift}') for text in said), said
+    for scheme in ('https', 'torchvision'):
+        (work_dir / 'last_checkpoint').write_text(f'{scheme}://example.invalid/a.pth')
+        with pytest.raises(CheckpointError, match='where no run saves'):
+            toy_runner(work_dir, resume=True).train()
+    assert not (tmp_path / 'traces').exists()
+
+
 def runs(tmp_path, read):
     """Whether the attack is one: read carelessly, it runs, and what it leaves is no checkpoint."""
     with contextlib.suppress(Exception, CheckpointException):

@@ -99,6 +99,31 @@ def test_a_skipped_step_changes_nothing_and_logs_nothing(tmp_path, case):
     assert len(list((tmp_path / 'nonfinite').glob('iter_*.pth'))) == len(bad)
 
 
+def test_buffers_come_back_whether_written_to_or_replaced():
+    class Queue(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer('queue', torch.zeros(2))
+            self.register_buffer('center', torch.zeros(1))
+
+        def forward(self, x):
+            self.queue = torch.cat([x, self.queue])
+            self.center.add_(1)
+
+    model = Queue()
+    start = capture.StepStart(model)
+    for size in (2, 3):
+        start.keep()
+        model(torch.ones(1))
+        start.put_back_buffers()
+        assert model.queue.tolist() == [0.0] * 2
+        model.queue = torch.zeros(size - 1)
+        start.keep()
+        assert model.queue.shape == (size - 1,)
+        model.queue = torch.zeros(2)
+    assert model.center.item() == 0
+
+
 @pytest.mark.fault('A NaN gradient in the last iteration', 'an error, and no checkpoint of it')
 def test_the_last_iteration_is_no_exception(tmp_path):
     train_cfg = dict(by_epoch=True, max_epochs=1)

@@ -141,6 +141,10 @@ def test_a_fault_on_one_of_two_ranks_is_named_with_its_rank(tmp_path, kind):
             check(bad, case)
 
 
+def test_as_many_faults_as_are_told_of():
+    assert len(CHEAP) + len(DEAR) + sum(map(len, RANKS.values())) == 25
+
+
 def test_a_file_that_is_no_capture_is_refused(tmp_path):
     torch.save(dict(format=-1), tmp_path / 'x.pth')
     with pytest.raises(CheckpointError, match='no captured step'):
