@@ -111,7 +111,7 @@ class CheckpointWriter:
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
-        self._last: _Save | None = None
+        self._in_background: _Save | None = None
 
     def start(self, write: Callable[[], None], asynchronous: bool) -> Callable[[], None]:
         """Write now, or in the background, once the one before is done.
@@ -135,14 +135,15 @@ class CheckpointWriter:
                 part.set_result(None)
             except Exception as error:
                 part.set_exception(error)
-        self._last = _Save(part)
-        return self._last.wait
+        save = _Save(part)
+        self._in_background = save if asynchronous else None
+        return save.wait
 
     def wait(self) -> None:
-        """Wait until the last one is whole.
+        """Wait until the last one is whole, if it is written in the background.
 
         Raises:
             SaveError: When a rank could not write it.
         """
-        if self._last is not None:
-            self._last.wait()
+        if self._in_background is not None:
+            self._in_background.wait()

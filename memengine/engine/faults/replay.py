@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import tempfile
 import time
 from collections.abc import Mapping
@@ -120,14 +121,12 @@ def replay(path: str | Path, cfg: Config) -> list[Findings]:
     path = Path(path)
     capture = read_capture(path, cfg)
     ranks = capture['world_size']
+    if ranks > 1 and cfg.get('launcher') == 'pytorch' and 'RANK' not in os.environ:
+        raise _other_ranks(path, ranks, 1)
     with tempfile.TemporaryDirectory() as work_dir, ExitStack() as until_the_end:
         runner = RUNNERS.build(_config_of_replay(cfg, capture, work_dir))
         if runner.world_size != ranks:
-            raise ValueError(
-                f'the step was carried out by {ranks} rank(s), and these are {runner.world_size}; '
-                f'run: torchrun --nproc_per_node {ranks} -m memengine replay {path} '
-                '--launcher pytorch'
-            )
+            raise _other_ranks(path, ranks, runner.world_size)
         if runner.rank:
             own = read_capture(rank_path(path, runner.rank), cfg)
             own['state_dict'] = {**capture['state_dict'], **own['state_dict']}
@@ -139,6 +138,13 @@ def replay(path: str | Path, cfg: Config) -> list[Findings]:
         if ranks > 1:
             dist.all_gather_object(every, found, group=cpu_group('gathering findings'))
     return every if ranks > 1 else [found]
+
+
+def _other_ranks(path: Path, ranks: int, found: int) -> ValueError:
+    return ValueError(
+        f'the step was carried out by {ranks} rank(s), and here are {found}; run: torchrun '
+        f'--nproc_per_node {ranks} -m memengine replay {path} --launcher pytorch'
+    )
 
 
 def _config_of_replay(cfg: Config, capture: Mapping[str, Any], work_dir: str) -> Config:

@@ -219,7 +219,7 @@ class CheckpointHook(_CheckpointHook):
             for key in [key for key in info if key.startswith('best_')]:
                 del info[key]
             info.update(noted)
-            self._count_failure(runner, error)
+            runner.logger.error(f'{error}. The best checkpoint stays the one before.')
             return
         for name, old in before.items():
             if paths[name] is None:

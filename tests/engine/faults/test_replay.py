@@ -141,6 +141,19 @@ def test_a_fault_on_one_of_two_ranks_is_named_with_its_rank(tmp_path, kind):
             check(bad, case)
 
 
+def test_a_step_of_two_ranks_is_not_replayed_by_one(tmp_path, monkeypatch):
+    path = captured(tmp_path, fault='output')
+    content = torch.load(path, weights_only=False)
+    torch.save({**content, 'world_size': 2}, path)
+    cfg = Config.fromfile(path.with_name('config.py'))
+    with pytest.raises(ValueError, match='by 2 rank.* torchrun --nproc_per_node 2'):
+        replay(path, cfg)
+    monkeypatch.delenv('RANK', raising=False)
+    cfg.launcher = 'pytorch'
+    with pytest.raises(ValueError, match='by 2 rank.* torchrun --nproc_per_node 2'):
+        replay(path, cfg)
+
+
 def test_as_many_faults_as_are_told_of():
     assert len(CHEAP) + len(DEAR) + sum(map(len, RANKS.values())) == 25
 
