@@ -127,4 +127,4 @@ def test_a_damaged_file_is_read_or_named(name, tmp_path):
 @pytest.mark.fault('Any file that is read is cut off, changed or another one', 'read, or named')
 @pytest.mark.parametrize('name', READERS)
 def test_many_damaged_files_are_read_or_named(name, tmp_path):
-    assert fuzz(name, tmp_path, 300)
+    assert fuzz(name, tmp_path, 150)
