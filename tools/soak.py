@@ -139,8 +139,8 @@ class Soak:
             assert set(statuses) <= {STOPS[kind], 0}, f'{kind}: {statuses}: {attempt.log}'
         if any(work_dir.glob(UNFINISHED)):
             return 'kill in mid-save'
-        if kind == 'flipped bit':
-            self._flip_a_bit(work_dir)
+        if kind == 'flipped bit' and not self._flip_a_bit(work_dir):
+            return 'kill'
         return kind
 
     def _see_a_file_grow(self, work_dir: Path) -> None:
@@ -162,16 +162,17 @@ class Soak:
         finally:
             filler.unlink()
 
-    def _flip_a_bit(self, work_dir: Path) -> None:
-        """In a file of the newest checkpoint, if there is one before it."""
+    def _flip_a_bit(self, work_dir: Path) -> bool:
+        """In a file of the newest checkpoint; False if there is none before it to go on from."""
         checkpoints = sorted(work_dir.glob('iter_*'), key=lambda path: int(path.stem[5:]))
-        if len(checkpoints) > 1:
-            newest = checkpoints[-1]
-            files = [path for path in newest.rglob('*') if path.is_file()] or [newest]
-            file = self.random.choice(files)
-            content = bytearray(file.read_bytes())
-            content[self.random.randrange(len(content))] ^= 1 << self.random.randrange(8)
-            file.write_bytes(content)
+        if len(checkpoints) < 2:
+            return False
+        newest = checkpoints[-1]
+        file = self.random.choice([p for p in newest.rglob('*') if p.is_file()] or [newest])
+        content = bytearray(file.read_bytes())
+        content[self.random.randrange(len(content))] ^= 1 << self.random.randrange(8)
+        file.write_bytes(content)
+        return True
 
 
 @contextlib.contextmanager
@@ -195,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument('--kills-only', type=int, metavar='N', help='SIGKILL and nothing else')
     parser.add_argument('--seed', type=int, default=0, help='of what happens when')
     parser.add_argument('--iterations', type=int, default=200, help='of a training')
-    parser.add_argument('--results', type=Path, help='JSON to put the result into, by its name')
+    parser.add_argument('--results', type=Path, help='JSON to add the result to')
     args = parser.parse_args(argv)
     started = time.monotonic()
     until = float('inf') if args.minutes is None else started + 60 * args.minutes
@@ -212,18 +213,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             number += 1
     growth = max(soak.resident_growth_kib.values())
     assert growth < 1024, f'the resident memory grows: {soak.resident_growth_kib}'
+    what = f'--kills-only {args.kills_only}' if args.kills_only else f'--minutes {args.minutes}'
+    words = f'{what} --seed {args.seed} --iterations {args.iterations}'
     result = {
-        'run': measuring.where(torch.device('cpu')),
+        'run': measuring.where(torch.device('cpu')) | {'command': f'python tools/soak.py {words}'},
         'minutes': round((time.monotonic() - started) / 60, 1),
         'campaigns': number,
-        'iterations': args.iterations,
         'faults': dict(sorted(soak.faults.items())),
         'different_losses': 0,
         'resident_growth_kib': soak.resident_growth_kib,
     }
     print(json.dumps(result, indent=1))
     if args.results:
-        name = 'soak' if args.kills_only is None else 'kills'
+        name = f'{"kills" if args.kills_only else "soak"}, seed {args.seed}'
         known = json.loads(args.results.read_text()) if args.results.exists() else {}
         args.results.write_text(json.dumps({**known, name: result}, indent=1) + '\n')
     shutil.rmtree(folder)

@@ -40,7 +40,7 @@ default_hooks = dict(_delete_=True, checkpoint=dict(type='CheckpointHook', **che
 del checkpoint
 custom_hooks = [dict(type='SoakHook')]
 visualizer = dict(type='Visualizer', vis_backends=[])
-env_cfg = dict(dist_cfg=dict(backend='gloo', timeout=60))
+env_cfg = dict(dist_cfg=dict(backend='gloo', timeout=20))
 """
 SAMPLES = 8  # of a step, over all ranks
 END_S = 120  # until a process that was stopped, or whose peer has died, has to have ended

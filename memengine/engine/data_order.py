@@ -13,7 +13,7 @@ import random
 import struct
 from collections.abc import Iterator, Sized
 from itertools import islice
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from memengine.engine.faults.workers import SamplesInHand
 
 __all__ = [
     'DrawnIndex',
+    'NamesSamples',
     'ResumableSampler',
     'SeededDataset',
     'batches_from',
@@ -120,6 +121,14 @@ class ResumableSampler(Sampler[int]):
         return self  # MMEngine copies the data loader's config, which holds the sampler by now
 
 
+@runtime_checkable
+class NamesSamples(Protocol):
+    """A data set that can say which sample is which."""
+
+    def sample_name(self, index: int) -> str:
+        """What the sample is called in messages."""
+
+
 class SeededDataset(Dataset[Any]):
     """Any data set, with the random generators seeded for each sample.
 
@@ -151,6 +160,12 @@ class SeededDataset(Dataset[Any]):
 
     def __len__(self) -> int:
         return self.size
+
+    def sample_name(self, index: int) -> str:
+        """What the sample is called in messages."""
+        if isinstance(self.dataset, NamesSamples):
+            return self.dataset.sample_name(index)
+        return f'sample {index} of {type(self.dataset).__name__}'
 
     def __getattr__(self, name: str) -> Any:
         if name == 'dataset':  # not there yet, while being unpickled

@@ -497,6 +497,8 @@ class Runner(_Runner):
         trusted = self.cfg.get('trusted_globals', ())
         self._verify(filename)
         checkpoint = read_checkpoint(filename, trusted, layout, self._resume, map_location)
+        if not all(isinstance(checkpoint.get(key), dict) for key in ('meta', 'state_dict')):
+            raise CheckpointError(f'{filename} is no checkpoint: it has no dicts meta, state_dict')
         checkpoint['meta'].pop('config', None)  # MMEngine would run it as a config, which is code
         if self._resume:
             check_resumable(self, checkpoint, filename)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from mmengine.dist import get_world_size
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from memengine._torch_private.ops import foreach_copy_
 from memengine.engine.checkpoint.files import atomic_write
 from memengine.engine.checkpoint.latest import find_latest
-from memengine.engine.data_order import SeededDataset
+from memengine.engine.data_order import NamesSamples
 from memengine.engine.faults.guard import BadStep, Guarded
 from memengine.engine.step import unwrap
 from memengine.techniques.modules.random_state import RandomState, accelerators_of
@@ -67,14 +67,6 @@ class StepStart:
         for (module, name), buffer in zip(self._places, self._buffers, strict=True):
             if getattr(module, name) is not buffer:  # another one was set in its place
                 setattr(module, name, buffer)
-
-
-@runtime_checkable
-class NamesSamples(Protocol):
-    """A data set that can say what a sample is called."""
-
-    def sample_name(self, index: int) -> str:
-        """Such as its file."""
 
 
 def rank_path(path: Path, rank: int) -> Path:
@@ -169,8 +161,7 @@ def _samples(runner: Any, batch: Any) -> list[str]:
     if not isinstance(data_samples, Mapping) or 'index' not in data_samples:
         return []
     dataset = runner.train_dataloader.dataset
-    inner = dataset.dataset if isinstance(dataset, SeededDataset) else dataset
     indices = [int(index) for index in data_samples['index']]
-    if isinstance(inner, NamesSamples):
-        return [inner.sample_name(index) for index in indices]
+    if isinstance(dataset, NamesSamples):
+        return [dataset.sample_name(index) for index in indices]
     return [f'sample {index}' for index in indices]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import re
@@ -21,7 +22,6 @@ from memengine.engine.faults.signals import STOP_SIGNALS
 __all__ = [
     'BATCH_TIMEOUT_S',
     'CountsSkipped',
-    'NamesSamples',
     'SamplesInHand',
     'WorkerError',
     'count_skipped',
@@ -42,14 +42,6 @@ _LATE = re.compile(r'DataLoader timed out after (?P<seconds>[\d.]+) seconds')
 
 class WorkerError(RuntimeError):
     """A worker of a data loader died, or gives no batch."""
-
-
-@runtime_checkable
-class NamesSamples(Protocol):
-    """A data set that can say where a sample comes from."""
-
-    def sample_name(self, index: int) -> str:
-        """The sample in words: its number, and its file if it has one."""
 
 
 @runtime_checkable
@@ -85,7 +77,7 @@ class SamplesInHand:
         """Note that this worker begins to load a sample, or with -1 that it has none in hand."""
         worker = get_worker_info()
         if worker is not None:
-            self._rows[worker.id] = torch.tensor([os.getpid(), index, time.time_ns()])
+            self._rows.numpy()[worker.id] = os.getpid(), index, time.time_ns()
 
     def read(self) -> list[_Worker]:
         """What the workers that have begun do now, or did when they died."""
@@ -141,7 +133,7 @@ def samples_named(loaders: Callable[[], Mapping[str, DataLoader]]) -> Iterator[N
     except (RuntimeError, OSError, EOFError) as raised:
         error = raised if isinstance(raised, RuntimeError) else _hear_of_death() or raised
         text = f'{error.__cause__ or ""} {error}'  # the cause, if there is one, knows more
-        died, late = _DIED.search(text), _LATE.search(text)
+        died, late = list(_DIED.finditer(text)), _LATE.search(text)
         if not died and not late:
             raise
         if threading.current_thread() is threading.main_thread():
@@ -149,7 +141,7 @@ def samples_named(loaders: Callable[[], Mapping[str, DataLoader]]) -> Iterator[N
             # torch looks after its workers every five seconds.
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         workers = [
-            (worker, name, loader)
+            (worker, name, loader.dataset)
             for name, loader in loaders().items()
             if hasattr(loader.dataset, 'in_hand')
             for worker in loader.dataset.in_hand.read()
@@ -179,18 +171,18 @@ def count_skipped(loaders: Mapping[str, DataLoader]) -> Iterator[str]:
             yield f'{name}: {dataset.skipped} of {len(dataset)} samples were skipped as unreadable'
 
 
-_Workers: TypeAlias = 'list[tuple[_Worker, str, DataLoader]]'
+_Workers: TypeAlias = 'list[tuple[_Worker, str, Any]]'  # whose loader it is, and its data set
 
 
-def _who_died(found: re.Match[str], workers: _Workers) -> str | None:
-    pids = set(map(int, found['pids'].split(', ')))
-    for worker, name, loader in workers:
-        if worker.pid in pids:
+def _who_died(deaths: list[re.Match[str]], workers: _Workers) -> str | None:
+    """The first of the deaths that is one of ours; torch may tell of an older one, too."""
+    for found, (worker, name, dataset) in itertools.product(deaths, workers):
+        if str(worker.pid) in found['pids'].split(', '):
             ended = f'ended {found["code"] or "unexpectedly"}'
             how = f'was {found["signal"]}' if found['signal'] else ended
             doing = 'while it had no sample in hand'
             if worker.sample >= 0:
-                doing = f'while it loaded {_sample_name(loader, worker.sample)}'
+                doing = f'while it loaded {dataset.sample_name(worker.sample)}'
             advice = f'with {name}.num_workers=0 the same happens where it can be seen'
             return f'{name}: a worker (pid {worker.pid}) {how} {doing}; {advice}'
     return None
@@ -201,16 +193,9 @@ def _who_hangs(found: re.Match[str], workers: _Workers) -> str | None:
     loading = [each for each in workers if each[0].sample >= 0]
     if not loading:
         return None
-    worker, name, loader = min(loading, key=lambda each: each[0].since_ns)
+    worker, name, dataset = min(loading, key=lambda each: each[0].since_ns)
     since = time.strftime('%H:%M:%S', time.localtime(worker.since_ns / 1e9))
     return (
         f'{name}: no batch within {found["seconds"]} s ({name}.timeout): a worker (pid '
-        f'{worker.pid}) has been loading {_sample_name(loader, worker.sample)} since {since}'
+        f'{worker.pid}) has been loading {dataset.sample_name(worker.sample)} since {since}'
     )
-
-
-def _sample_name(loader: DataLoader, index: int) -> str:
-    dataset: Any = loader.dataset.dataset  # type: ignore[attr-defined]
-    if isinstance(dataset, NamesSamples):
-        return dataset.sample_name(index)
-    return f'sample {index} of {type(dataset).__name__}'

@@ -173,6 +173,13 @@ def test_a_part_is_not_resumed_from(tmp_path):
         load(tmp_path, dict(path='a.pth', part='net'), resume=True)
 
 
+@pytest.mark.parametrize('entries', [dict(meta=[]), dict(state_dict=[1]), dict(state_dict={1: 2})])
+def test_what_is_no_checkpoint_is_refused(tmp_path, entries):
+    torch.save({'state_dict': ToyModel().state_dict(), **entries}, tmp_path / 'a.pth')
+    with pytest.raises(CheckpointError, match='a.pth'):
+        load(tmp_path, str(tmp_path / 'a.pth'), model=ToyModel())
+
+
 def test_weights_alone_are_not_resumed_from(tmp_path):
     save_file(ToyModel().state_dict(), tmp_path / 'a.safetensors')
     with pytest.raises(CheckpointError, match='no message_hub, optimizer, param_schedulers, meta'):

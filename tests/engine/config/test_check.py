@@ -179,6 +179,11 @@ REFUSED = [
         'set persistent_workers=False or num_workers=1',
     ),
     (
+        'train_dataloader.timeout',
+        60,
+        'train_dataloader.timeout: needs num_workers above 0; set timeout=0 or num_workers=1',
+    ),
+    (
         'train_dataloader.shuffle',
         True,
         'train_dataloader.shuffle: the sampler decides about the order; '
