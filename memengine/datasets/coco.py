@@ -5,6 +5,8 @@ Shapes: N objects of an image.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
@@ -18,13 +20,20 @@ from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from memengine.datasets.build import build
+from memengine.datasets.build import build, one_line
 from memengine.datasets.folders import MOST_PIXELS, load_rgb
 from memengine.datasets.image_dataset import positions
 from memengine.datasets.transforms.torchvision_v2 import TorchvisionTransform
 from memengine.registry import DATASETS, FUNCTIONS, TRANSFORMS, TransformConfig
 
 __all__ = ['CocoDetection', 'list_samples']
+
+
+# What reading content of another form ends with.
+_MALFORMED = (
+    *(ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError),
+    *(TypeError, ValueError),
+)
 
 
 def _read(annotations: str) -> Any:
@@ -37,8 +46,31 @@ def _read(annotations: str) -> Any:
         raise ValueError(
             f'there is no file {annotations!r}; set annotations to instances_*.json of the split'
         )
-    with redirect_stdout(StringIO()):
-        return COCO(annotations)
+    try:
+        with redirect_stdout(StringIO()):
+            coco = COCO(annotations)
+        _check_entries(coco.dataset)
+    except _MALFORMED as error:
+        raise ValueError(
+            f'{annotations!r} holds no instances of COCO: {one_line(error)}'
+        ) from error
+    return coco
+
+
+def _check_entries(content: Mapping[str, Any]) -> None:
+    """Look at what is read later of each image, object and category."""
+    for image in content['images']:
+        Path(image['file_name'])
+        operator.index(image['id'])
+    for each in content['annotations']:
+        x, y, width, height = map(float, each['bbox'])
+        if not math.isfinite(x + y + width + height):
+            raise ValueError(f'the box {each["bbox"]} is not finite')
+        for key in ('category_id', 'image_id', 'iscrowd'):
+            operator.index(each[key])
+    for category in content['categories']:
+        operator.index(category['id'])
+        str(category['name'])
 
 
 @DATASETS.register_module()

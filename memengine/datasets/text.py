@@ -49,7 +49,10 @@ class TextBlocks(Dataset):
             raise ValueError(f'block_size must be at least 2 tokens, got {block_size}')
         if not Path(file).is_file():
             raise ValueError(f'there is no file {file!r}; set file to the text')
-        text = Path(file).read_text(encoding='utf-8')
+        try:
+            text = Path(file).read_text(encoding='utf-8')
+        except UnicodeDecodeError as error:
+            raise ValueError(f'{file!r} is no text in UTF-8: {error}') from error
         tokens = list(text.encode()) if tokenizer is None else _tokenize(text, tokenizer)
         count = len(tokens) // block_size
         if not count:

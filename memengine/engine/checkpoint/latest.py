@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from os.path import exists
 from pathlib import Path
 
 from memengine.engine.checkpoint.files import CheckpointError, backup_path, read_pickle
@@ -55,7 +56,7 @@ def newest_first(
     named = Path(text)
     places = [Path(work_dir) / named.name, named] if text else []
     # A job that was killed while it replaced a folder leaves it as the backup.
-    found = next((p for place in places for p in (place, backup_path(place)) if p.exists()), None)
+    found = next((p for place in places for p in (place, backup_path(place)) if exists(p)), None)
     if found is not None:
         if Path(work_dir).resolve() not in found.resolve().parents:
             warn(f'{pointer} leads out of the work dir, to {found}')
@@ -63,7 +64,7 @@ def newest_first(
     elif pointer.is_file():
         warn(f'{pointer} names {named if text else "nothing"}, which is not there')
     others = _by_iteration(Path(work_dir), trusted, warn)
-    if text and not others:
+    if text and not others and exists(named.parent):
         others = _by_iteration(named.parent, trusted, warn)
     others = [path for path in others if path != found]
     yield from others

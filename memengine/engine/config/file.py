@@ -75,6 +75,8 @@ def _explain_error(error: Exception, path: str) -> str:
         files.update(config_files(Path(path)))
     except SyntaxError as fault:
         return f'{_relative(fault.filename or path)}, line {fault.lineno}: {fault.msg}'
+    except ValueError as fault:  # bytes that are no text
+        return f'{_relative(path)}: {fault}'
     if isinstance(error, (FileNotFoundError, ConfigParsingError)):
         for file, by in files.items():
             if by is not None and not file.exists():

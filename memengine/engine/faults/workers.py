@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import re
@@ -132,7 +133,7 @@ def samples_named(loaders: Callable[[], Mapping[str, DataLoader]]) -> Iterator[N
     except (RuntimeError, OSError, EOFError) as raised:
         error = raised if isinstance(raised, RuntimeError) else _hear_of_death() or raised
         text = f'{error.__cause__ or ""} {error}'  # the cause, if there is one, knows more
-        died, late = _DIED.search(text), _LATE.search(text)
+        died, late = list(_DIED.finditer(text)), _LATE.search(text)
         if not died and not late:
             raise
         if threading.current_thread() is threading.main_thread():
@@ -173,10 +174,10 @@ def count_skipped(loaders: Mapping[str, DataLoader]) -> Iterator[str]:
 _Workers: TypeAlias = 'list[tuple[_Worker, str, Any]]'  # whose loader it is, and its data set
 
 
-def _who_died(found: re.Match[str], workers: _Workers) -> str | None:
-    pids = set(map(int, found['pids'].split(', ')))
-    for worker, name, dataset in workers:
-        if worker.pid in pids:
+def _who_died(deaths: list[re.Match[str]], workers: _Workers) -> str | None:
+    """The first of the deaths that is one of ours; torch may tell of an older one, too."""
+    for found, (worker, name, dataset) in itertools.product(deaths, workers):
+        if str(worker.pid) in found['pids'].split(', '):
             ended = f'ended {found["code"] or "unexpectedly"}'
             how = f'was {found["signal"]}' if found['signal'] else ended
             doing = 'while it had no sample in hand'

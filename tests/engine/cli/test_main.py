@@ -219,6 +219,21 @@ def test_resume_from_a_path(cli):
     assert len(scalars()) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.fault(
+    'A work dir has spaces, quotes, percent signs or any letters in its name, under LC_ALL=C',
+    'the run saves there and goes on',
+)
+@pytest.mark.parametrize('name', ['ünï 日本', 'a\'b"c %s 100% {x} #$d\\n [e]*\n' + 'n' * 200])
+def test_a_work_dir_has_any_name(folder, name):
+    command = [sys.executable, '-m', 'memengine', 'train', 'config.py', '--work-dir', name]
+    environment = {**os.environ, 'LC_ALL': 'C', 'PYTHONPATH': str(ROOT)}
+    for limit in (['--max-iters', '2'], ['--max-iters', '3', '--resume']):
+        subprocess.run([*command, *limit], env=environment, check=True)
+    assert (Path(name) / 'last_checkpoint').read_text().endswith('iter_3.pth')
+    assert len([path for path in Path(name).iterdir() if path.suffix == '.pth']) == 2
+
+
 def test_resume_without_a_checkpoint_starts_from_the_config_s_weights(cli):
     assert cli('train', 'config.py', '--max-iters', 1, '--work-dir', 'first')[0] == 0
     pairs = options('load_from=first/iter_1.pth', 'optim_wrapper.optimizer.lr=1e-9')
