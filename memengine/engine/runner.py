@@ -287,8 +287,8 @@ class Runner(_Runner):
         for name, hook in chosen.items():
             if isinstance(hook, dict) and 'type' not in hook and name in DEFAULT_HOOK_TYPES:
                 chosen[name] = {'type': DEFAULT_HOOK_TYPES[name], **hook}
-        left_out = {name for name, hook in chosen.items() if hook is None}
-        left_out -= DEFAULT_HOOK_TYPES.keys()  # which MMEngine leaves out itself
+        mmengines = DEFAULT_HOOK_TYPES.keys() - ours  # which it leaves out itself
+        left_out = {n for n, hook in chosen.items() if hook is None and n not in mmengines}
         super().register_default_hooks({k: v for k, v in chosen.items() if k not in left_out})
 
     def train(self) -> nn.Module:

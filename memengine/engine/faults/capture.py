@@ -26,7 +26,6 @@ __all__ = ['CONFIG', 'FORMAT', 'StepStart', 'capture_step', 'plain', 'rank_path'
 
 FORMAT = 1
 CONFIG = 'config.py'
-SIZES = ('micro_batch_size', 'chunk_size', 'forward_chunk_size')
 
 
 class StepStart:
@@ -139,7 +138,7 @@ def _content(
         # Weights that have changed by now are found again from the last checkpoint.
         reference=_text(find_latest(runner.work_dir)) if wrapper.updates_in_backward else None,
         scaler=None if scaler is None else scaler.state_dict(),
-        settings={name: vars(wrapper)[name] for name in SIZES if name in vars(wrapper)},
+        settings=wrapper.sizes,
         random_state=start.random_state.state_dict(),
         batch=data_batch,
         samples=_samples(runner, data_batch),

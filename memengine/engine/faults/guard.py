@@ -124,5 +124,9 @@ class Guarded(Protocol):
     updates_in_backward: bool
 
     @property
+    def sizes(self) -> dict[str, Any]:
+        """Sizes that a step is cut into, by their settings."""
+
+    @property
     def accumulative_counts(self) -> int:
         """Iterations to an update."""

@@ -142,6 +142,11 @@ class OptimWrapper(_OptimWrapper):
         self._loss: Tensor | None = None
         self._is_spoilt = False  # by an iteration of those whose gradients are accumulated
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Sizes that a step is cut into, by their settings."""
+        return {}
+
     def train_step(self, model: nn.Module, data: Any) -> dict[str, Tensor]:
         """Carry out one training step; see :func:`memengine.engine.step.run_step`."""
         log_vars = self._carry_out(model, data)

@@ -91,6 +91,11 @@ class _SlicedOptimWrapper(OptimWrapper):
         self.forward_chunk_size = forward_chunk_size
         self._is_first_step = True
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The size of slices by its setting: memory may have made it smaller."""
+        return {self.setting: self.size}
+
     def _carry_out(self, model: nn.Module, data: Any) -> dict[str, Tensor]:
         module: Any = _sliced_model(model, self)
         self._check(module)
