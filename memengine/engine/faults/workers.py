@@ -101,6 +101,9 @@ def _init_worker(init_fn: Callable[[int], None] | None, worker_id: int) -> None:
             signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, 'sigwaitinfo'):  # not on macOS
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        # One that is blocked is waited for all the same; multiprocessing's resource tracker
+        # unblocks it when it starts.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         threading.Thread(target=_end_if_parent_asks, args=(os.getppid(),), daemon=True).start()
     worker: Any = get_worker_info()
     if hasattr(worker.dataset, 'in_hand'):
