@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,7 @@ class DamagedError(CheckpointError):
 
 
 _read_anything = torch.load
+_one_at_a_time = threading.RLock()  # what is set for the whole process is to be put back in order
 
 
 class _UnreadableError(Exception):
@@ -84,7 +86,7 @@ def safe_loading(filename: str | Path, trusted: Iterable[str] = ()) -> Iterator[
         ValueError: When a trusted name is not that of a class of data.
     """
     try:
-        with torch.serialization.safe_globals(safe_globals(trusted)):
+        with _one_at_a_time, torch.serialization.safe_globals(safe_globals(trusted)):
             with patch.object(torch, 'load', _read_safely):
                 yield
     except _UnreadableError as error:
