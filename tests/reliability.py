@@ -6,14 +6,16 @@ figure that is asserted.
 """
 
 import ast
+import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / 'docs/reliability.md'
 _HEAD = '| what goes wrong | what happens | figure | test |\n|---|---|---|---|'
-_MARKERS = re.compile(r'(<!-- faults:begin .*?-->\n).*?(<!-- faults:end -->)', re.S)
+TRIALS = ROOT / 'docs/reliability_soak.json'
 SUBJECTS = {  # by the folder of the test; the first that fits
     'engine/checkpoint': 'Checkpoints',
     'engine/config': 'Configs',
@@ -63,15 +65,49 @@ def table():
         rows = [fault for fault in found if subject(fault) == name]
         if rows:
             parts.append(f'\n## {name}\n\n{_HEAD}')
-            parts += [f'| {r.fault} | {r.outcome} | {r.figure} | `{r.test}` |' for r in rows]
+            parts += [
+                f'| {r.fault[:1].upper()}{r.fault[1:]} | {r.outcome} | {r.figure} | `{r.test}` |'
+                for r in rows
+            ]
     return '\n'.join(parts) + '\n\n'
 
 
+def trials():
+    """What trainings that were broken off at random have ended as, by command."""
+    rows = ['| command | date | faults | of them | losses that differ |', '|---|---|---|---|---|']
+    for trial in json.loads(TRIALS.read_text()).values():
+        if 'faults' in trial:
+            kinds = Counter()
+            for fault, count in trial['faults'].items():
+                kinds[fault.partition(',')[0]] += count
+            run, count = trial['run'], sum(kinds.values())
+            found = ', '.join(f'{number} {kind}' for kind, number in sorted(kinds.items()))
+            cells = (f'`{run["command"]}`', run['date'], count, found, trial['different_losses'])
+            rows.append('| ' + ' | '.join(map(str, cells)) + ' |')
+    return '\n'.join(rows) + '\n'
+
+
+def leaks():
+    """What a step leaves behind, with each technique."""
+    left = json.loads(TRIALS.read_text())['leaks']
+    rows = [
+        '| with | tensors | bytes of tensors a step | resident bytes a step |',
+        '|---|---|---|---|',
+    ]
+    for name, found in left['left'].items():
+        cells = (found['tensors'], found['tensor_bytes_a_step'], found['resident_bytes_a_step'])
+        rows.append(f'| {name} | ' + ' | '.join(f'{cell:g}' for cell in cells) + ' |')
+    return '\n'.join(rows) + '\n'
+
+
 def filled():
-    """The page with the table as the tests say it."""
+    """The page with its tables as tests and trials say them."""
     text = PAGE.read_text()
-    assert _MARKERS.search(text), f'{PAGE} has no place for the table'
-    return _MARKERS.sub(lambda match: match[1] + table() + match[2], text)
+    for name, content in (('faults', table), ('trials', trials), ('leaks', leaks)):
+        block = re.compile(rf'(<!-- {name}:begin .*?-->\n).*?(<!-- {name}:end -->)', re.S)
+        assert block.search(text), f'{PAGE} has no place for the table of {name}'
+        text = block.sub(lambda match, content=content: match[1] + content() + match[2], text)
+    return text
 
 
 if __name__ == '__main__':

@@ -220,18 +220,6 @@ class TestCifar:
         planes = pickle.loads((folder / file).read_bytes())['data'][3].reshape(3, 32, 32)
         np.testing.assert_array_equal(np.asarray(image), planes.transpose(1, 2, 0))
 
-    @pytest.mark.fault('files of other kinds among the images', 'one warning counts them')
-    def test_files_of_other_kinds_are_counted_in_one_line(self, tmp_path, monkeypatch):
-        said = []
-        monkeypatch.setattr(folders, 'print_log', lambda text, **options: said.append(text))
-        save(tmp_path / 'cat' / 'a.png', flat(0))
-        for name in ('b.gif', 'c.GIF', 'notes.txt', 'README'):
-            (tmp_path / 'cat' / name).write_bytes(b'')
-        assert len(ImageFolder(str(tmp_path))) == 1
-        where = f"1 images in '{tmp_path}'"
-        kinds = '(2 .gif, 1 .txt, 1 without suffix)'
-        assert said == [f'ImageFolder: {where}; 4 files of other kinds are left out {kinds}']
-
     def test_a_missing_folder_names_root(self, tmp_path):
         with pytest.raises(ValueError, match='set root to where the data lies'):
             CIFAR100(str(tmp_path / 'nowhere'))
