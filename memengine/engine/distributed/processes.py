@@ -117,7 +117,7 @@ def group_of_one() -> dist.ProcessGroup | None:
 
     All ranks must ask for it at the same place. None in one process.
     """
-    return dist.new_subgroups(1, backend='gloo')[0] if is_distributed() else None
+    return dist.new_subgroups(1, timeout=_timeout, backend='gloo')[0] if is_distributed() else None
 
 
 def local_device_ids() -> list[int] | None:
