@@ -189,6 +189,9 @@ class RuleHandle(Handle):
     def __exit__(self, *exception: object) -> None:
         self.undo()
 
+    def begin_forward(self) -> None:
+        """Most rules do not count what is saved in a forward."""
+
     def report(self) -> Report | None:
         """What has been compressed."""
         if not self.kept.before:
@@ -232,6 +235,8 @@ class CompressedForward(WrappedForward):
         if off or is_in_backward() or is_checkpointing():  # of which the middle one recomputes
             return self.plain(*args, **kwargs)
         hooks = _state.hooks = _ForwardHooks(self.module)
+        for rule in self.model_rules:
+            rule.begin_forward()
         try:
             with hooks:
                 return self._run_with(hooks, args, kwargs)

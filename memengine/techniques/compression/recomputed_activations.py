@@ -61,7 +61,7 @@ def recompute_activations(
 
     Cost: one pass or two over each such result, for every layer that needs it, and some 0.2 ms of
     Python for each tensor that is saved; of a pre-norm vision transformer's bytes three eighths are
-    not kept. Gradients are those of the plain step, bit for bit: each kind of result is computed
+    not kept. Gradients are those of the plain step, bit for bit: each result is computed
     again at once and compared the first, second, fourth, eighth ... time, and kept if it differs.
     The result of a norm whose ``forward`` is not torch's, timm's or torchvision's is compared every
     time. What is changed through ``.data``, or between two operations under ``no_grad``, in some
@@ -90,6 +90,11 @@ class RecomputedActivations(RuleHandle):
         super().__init__(model)
         self._is_same: dict[tuple[object, ...], bool] = {}
         self._uses: Counter[tuple[object, ...]] = Counter()
+        self._in_this_forward: Counter[tuple[object, ...]] = Counter()
+
+    def begin_forward(self) -> None:
+        """Places are told apart by their order within a forward."""
+        self._in_this_forward.clear()
 
     def codec(self, name: str, need: Need, tensor: Tensor, find: FindRecomputation) -> Codec | None:
         """Keep nothing of what can be computed again."""
@@ -111,19 +116,21 @@ class RecomputedActivations(RuleHandle):
             return _is_same(tensor, recomputation)
         layout = tensor.stride(), tensor.dtype, version_of(tensor)
         kind = (name, need, recomputation.operation, *layout)
-        self._uses[kind] += 1
-        uses = self._uses[kind]
+        self._in_this_forward[kind] += 1
+        place = (self._in_this_forward[kind], *kind)
+        self._uses[place] += 1
+        uses = self._uses[place]
         if uses == 1:
-            self._is_same[kind] = _is_same(tensor, recomputation)
-        elif self._is_same[kind] and uses & (uses - 1) == 0:  # the second, fourth, eighth ... time
-            self._is_same[kind] = _is_same(tensor, recomputation)
-            if not self._is_same[kind] and not _is_near(tensor, recomputation):
+            self._is_same[place] = _is_same(tensor, recomputation)
+        elif self._is_same[place] and uses & (uses - 1) == 0:  # the second, fourth, eighth ... time
+            self._is_same[place] = _is_same(tensor, recomputation)
+            if not self._is_same[place] and not _is_near(tensor, recomputation):
                 raise RuntimeError(
                     f'{_SETTING}: what {name} is given was the result of {recomputation.operation} '
                     'in the first steps and is another by now: something has changed it behind '
                     f"autograd's back, or used other weights; set exclude=['{name}']"
                 )
-        return self._is_same[kind]
+        return self._is_same[place]
 
 
 @torch.no_grad()

@@ -55,6 +55,9 @@ class Rule(Protocol):
     codes_each_view: bool
     kept: KeptBytes
 
+    def begin_forward(self) -> None:
+        """A forward of the model, or of a part of it that is called by itself, begins."""
+
     def codec(self, name: str, need: Need, tensor: Tensor, find: FindRecomputation) -> Codec | None:
         """How to keep a tensor that the module of that name needs; None for as it is.
 

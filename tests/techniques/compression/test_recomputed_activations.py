@@ -393,6 +393,33 @@ def test_one_that_no_version_counts_is_an_error_when_it_is_compared():
         model(x)
 
 
+class EditedInOnePlace(nn.Module):
+    """Calls a layer three times, and changes what the last call is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x):
+        for call in range(3):
+            x = F.gelu(x)
+            if call == 2:
+                x.data.mul_(2)
+            x = self.layer(x)
+        return x
+
+
+def test_each_place_is_compared_also_where_a_module_has_several():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), EditedInOnePlace()).double()
+    x = torch.randn(6, 16, dtype=torch.float64)
+    same = copy.deepcopy(model)
+    handle = recompute_activations(model)
+    for _ in range(3):
+        assert_bitwise(step(model, x), step(same, x))
+    assert {place for place, _ in handle.kept.places} == {'1.layer'}  # the other two are not kept
+
+
 def test_a_cast_that_lays_out_otherwise():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), ToChannelsLast(), nn.Linear(16, 16)).double()
