@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from memengine._torch_private.autograd import result_metadata_of, saved_by
-from memengine._torch_private.modules import BatchNorm
+from memengine._torch_private.modules import BatchNorm, own_parameters
 from memengine._torch_private.ops import fused_rms_norm
 from memengine.techniques.compression.backward_needs import operation_name, producer_of
 from memengine.techniques.modules.saved_tensors import KeptAsIs, is_plain
@@ -243,7 +243,8 @@ def _norm(function: Callable[..., Any], *kinds: type[nn.Module]) -> Callable[[_R
         module = x.module if x is not None else None
         if x is None or not isinstance(module, kinds):
             return None
-        affine = [getattr(module, name, None) for name in ('weight', 'bias')]
+        held = {**vars(module), **own_parameters(module)}  # to ask the module may compute them
+        affine = [held.get(name) for name in ('weight', 'bias')]
         if not all(_is_input(result.node, place, p) for place, p in enumerate(affine, start=1)):
             return None
         home = innermost_forward(module).__module__.partition('.')[0]
@@ -277,7 +278,8 @@ def _layer_norm(result: _Result, module: Any) -> Callable[..., Tensor]:
 
 def _group_norm(result: _Result, module: Any) -> Callable[..., Tensor]:
     n, c, hw, group = (result.setting(name) for name in ('N', 'C', 'HxW', 'group'))
-    return lambda x, w, b: torch.native_group_norm(x, w, b, n, c, hw, group, module.eps)[0]
+    eps = module.eps
+    return lambda x, w, b: torch.native_group_norm(x, w, b, n, c, hw, group, eps)[0]
 
 
 def _rms_norm(result: _Result, module: Any) -> Callable[..., Tensor]:

@@ -420,6 +420,43 @@ def test_each_place_is_compared_also_where_a_module_has_several():
     assert {place for place, _ in handle.kept.places} == {'1.layer'}  # the other two are not kept
 
 
+class Counted(nn.Module):
+    """A parametrisation that counts how often it is evaluated."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, weight):
+        self.calls += 1
+        return weight * 2
+
+
+def test_weights_that_are_computed_are_not_computed_once_more():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16)).double()
+    counted = Counted()
+    nn.utils.parametrize.register_parametrization(model[1], 'weight', counted)
+    recompute_activations(model)
+    counted.calls = 0
+    model(torch.randn(6, 16, dtype=torch.float64)).sum().backward()
+    assert counted.calls == 1
+
+
+@pytest.mark.parametrize('norm', [nn.LayerNorm(16), nn.GroupNorm(4, 16), nn.BatchNorm1d(16)])
+def test_epsilon_is_that_of_the_forward(norm):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), norm, nn.Linear(16, 16)).double()
+    x = torch.randn(6, 16, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    recompute_activations(model)
+    for each in (plain, model):
+        loss = each(x).square().sum()
+        each[1].eps = 0.5
+        loss.backward()
+    assert_bitwise(*({name: p.grad for name, p in m.named_parameters()} for m in (model, plain)))
+
+
 def test_a_cast_that_lays_out_otherwise():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), ToChannelsLast(), nn.Linear(16, 16)).double()
