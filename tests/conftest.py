@@ -11,6 +11,7 @@ import functools
 import gc
 import os
 import pkgutil
+import signal
 import sys
 import types
 
@@ -50,6 +51,14 @@ def pytest_collection_finish():
     gc.freeze()  # modules stay: collecting need not look through them each time
     gc.set_threshold(*gc.get_threshold()[:2], 100)  # what is in cycles, a few MiB, may wait
     atexit.register(gc.unfreeze)  # at the end it counts what is left
+
+
+@pytest.fixture(autouse=True, scope='session')
+def _signals_mean_what_they_do_at_a_terminal():
+    """Under nohup a closed terminal's signal is ignored, by runs that tests start as well."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, previous)
 
 
 @pytest.fixture(autouse=True, scope='session')
