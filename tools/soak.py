@@ -186,7 +186,7 @@ def small_disk(folder: Path) -> Iterator[Path | None]:
     try:
         yield folder
     finally:
-        subprocess.run(['umount', str(folder)], check=True)
+        subprocess.run(['umount', '--lazy', str(folder)], check=True)  # somebody may hang in it
 
 
 def main(argv: Sequence[str] | None = None) -> None:
