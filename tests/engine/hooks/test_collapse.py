@@ -3,11 +3,14 @@
 import logging
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from mmengine.config import Config
 
+from memengine.engine import Runner
+from memengine.engine.config.file import load_config
 from memengine.engine.hooks import CollapseHook
 from memengine.engine.hooks.collapse import CollapseError
 from tests.engine.hooks.images import Classifier, image_runner
@@ -164,3 +167,14 @@ def test_a_collapse_may_end_training(tmp_path):
     alike = {**HEALTHY, 'feature_std': 0.001}
     with pytest.raises(CollapseError, match=r'iteration 4: the features .*feature_std 0\.001'):
         warnings_of(tmp_path, lambda i: alike, stop=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['dino_vit', 'simclr_vit', 'clip_vit'])
+def test_quick_starts_are_healthy_from_the_start(tmp_path, name):
+    """Checked ten times as often as by default."""
+    cfg = load_config(Path(__file__).parents[3] / f'configs/{name}.py')
+    cfg.custom_hooks = [dict(type='CollapseHook', interval=10, patience=1, stop=True)]
+    cfg.merge_from_dict({'train_cfg.max_epochs': 3, 'train_cfg.val_begin': 4})
+    cfg.merge_from_dict({'work_dir': str(tmp_path), 'experiment_name': name})
+    Runner.from_cfg(cfg).train()
