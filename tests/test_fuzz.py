@@ -1,8 +1,11 @@
 """Readers of files that are damaged at random: each reads, or says which file it cannot read."""
 
+import functools
 import io
 import json
 import random
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +15,13 @@ from safetensors.torch import save
 from memengine.datasets import ImageDataset
 from memengine.datasets.coco import CocoDetection
 from memengine.datasets.text import TextBlocks
+from memengine.datasets.tokenizers import TransformersTokenizer
+from memengine.engine.checkpoint.checksums import CHECKSUMS_FILE
 from memengine.engine.checkpoint.latest import find_latest
+from memengine.engine.checkpoint.sharded import read_sharded
 from memengine.engine.checkpoint.weights import read_file
 from memengine.engine.config.file import load_config
+from tests.engine.toy import toy_runner
 
 NAMED = (ValueError, OSError)  # CheckpointError and ConfigError are ValueErrors
 
@@ -61,6 +68,65 @@ def read_pointer(path):
     return find_latest(path.parent)
 
 
+@functools.cache
+def run():
+    """A run, and the files of its checkpoints."""
+    with tempfile.TemporaryDirectory() as folder:
+        runner = toy_runner(folder, train_cfg=dict(by_epoch=True, max_epochs=1))
+        runner.train()
+        for kind in ('a.pth', 'a.dcp'):
+            runner.save_checkpoint(folder, kind)()
+        found = [*Path(folder).glob('a.dcp/*'), Path(folder, 'a.pth')]
+        return runner, {path.name: path.read_bytes() for path in found}
+
+
+def part(name):
+    return lambda: run()[1][name]
+
+
+def read_with_checksums(path):
+    return run()[0].load_checkpoint(str(path))
+
+
+def complete(folder, but=()):
+    for name, content in run()[1].items():
+        if name not in but and not (folder / name).exists():
+            (folder / name).write_bytes(content)
+    return folder
+
+
+def read_folder_with_checksums(path):
+    return run()[0].load_checkpoint(str(complete(path.parent)))
+
+
+def read_folder(path):
+    return read_sharded(complete(path.parent, but=[CHECKSUMS_FILE]))
+
+
+def tokenizer():
+    ids = {'[PAD]': 0, '[UNK]': 1, 'cat': 2}
+    words = {'type': 'WordLevel', 'vocab': ids, 'unk_token': '[UNK]'}
+    content = {'added_tokens': [], 'pre_tokenizer': {'type': 'Whitespace'}, 'model': words}
+    return json.dumps({'version': '1.0', **content}).encode()
+
+
+def tokenizer_config():
+    return b'{"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[PAD]"}'
+
+
+def read_tokenizer(path):
+    pytest.importorskip('transformers')
+    for name, make in (
+        ('tokenizer.json', tokenizer),
+        ('tokenizer_config.json', tokenizer_config),
+    ):
+        if name != path.name:
+            (path.parent / name).write_bytes(make())
+    return TransformersTokenizer(str(path.parent), 4)('cat')
+
+
+PARTS = ('.metadata', 'run.pth', '__0_0.distcp')
+
 READERS = {
     'checkpoint.pth': (checkpoint, lambda path: read_file(str(path))),
     'old.pth': (old_checkpoint, lambda path: read_file(str(path))),
@@ -81,6 +147,14 @@ READERS = {
         lambda path: TextBlocks(str(path), 8)[0],
     ),
     'run/last_checkpoint': (lambda: b'iter_1.pth', read_pointer),
+    'a.pth': (part('a.pth'), read_with_checksums),
+    **{
+        f'listed.dcp/{name}': (part(name), read_folder_with_checksums)
+        for name in (*PARTS, CHECKSUMS_FILE)
+    },
+    **{f'unlisted.dcp/{name}': (part(name), read_folder) for name in PARTS},
+    'words/tokenizer.json': (tokenizer, read_tokenizer),
+    'words/tokenizer_config.json': (tokenizer_config, read_tokenizer),
 }
 
 

@@ -146,7 +146,7 @@ plain = st.recursive(
 )
 
 
-@settings(same_examples, max_examples=12)
+@settings(same_examples, max_examples=6)
 @given(name=st.sampled_from(CONFIGS), place=st.integers(0, 10**6), value=plain)
 def test_a_config_with_anything_anywhere_is_checked_or_refused(name, place, value):
     config = copy.deepcopy(shipped(name))

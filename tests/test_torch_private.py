@@ -416,6 +416,10 @@ def test_do_not_compile(options):
     compiled = torch.compile(lambda x: eager(x).cos(), backend='eager')
     assert torch.equal(compiled(torch.ones(2)), torch.ones(2).sin().cos())
     assert seen == [False]
+
+
+@relies_on('keeps compilers away from a function without importing dynamo before it is called')
+def test_do_not_compile_imports_no_compiler():
     code = """
 import sys
 from memengine._torch_private.ops import do_not_compile

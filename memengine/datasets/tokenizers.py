@@ -98,7 +98,8 @@ class TransformersTokenizer:
 
     Raises:
         ImportError: When transformers is missing.
-        ValueError: For a name that is not found, or a tokenizer without padding.
+        ValueError: For a name that is not found, files that are damaged, or a tokenizer without
+            padding.
     """
 
     def __init__(self, model_name: str, context_length: int = 77) -> None:
@@ -112,7 +113,7 @@ class TransformersTokenizer:
             self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
                 model_name, trust_remote_code=False
             )
-        except OSError as error:
+        except Exception as error:  # of any kind: its files may say anything
             raise ValueError(f'TransformersTokenizer: {model_name!r}: {error}') from error
         if self.tokenizer.pad_token is None:
             raise ValueError(f'TransformersTokenizer: {model_name!r} has no padding token')

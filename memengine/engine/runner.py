@@ -453,6 +453,7 @@ class Runner(_Runner):
         layout = ShardLayout(self.model, self.optim_wrapper, [])
         trusted = self.cfg.get('trusted_globals', ())
         checkpoint = read_checkpoint(str(latest), trusted, layout, with_optimizer=True)
+        self.call_hook('before_roll_back', checkpoint=checkpoint)
         unwrap(self.model).load_state_dict(checkpoint['state_dict'])
         groups = [g for w in each_optim_wrapper(self.optim_wrapper) for g in w.param_groups]
         scheduled = [{k: v for k, v in group.items() if k != 'params'} for group in groups]

@@ -22,6 +22,7 @@ _PANELS = (  # title, unit, names
     ('Teacher momentum', '', ('ema_momentum',)),
     ('Teacher entropy', 'nats', ('teacher_entropy', 'teacher_sample_entropy')),
     ('Feature spread', '', ('feature_std',)),
+    ('Feature rank', 'dimensions', ('feature_rank',)),
     ('GPU memory, peak', 'MiB', ('memory_mib',)),
     ('Saved for backward, peak', 'MiB', ('saved_mib',)),
     ('Resident memory', 'MiB', ('rss_mib',)),

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from memengine.models import ProjectionHead, SelfCon, SimCLR, SupCon, TimmBackbone
+from memengine.models.algorithms.base import feature_moments, feature_rank, feature_std
 from tests.models.toy import HEAD, VIT, B, batch, build
 
 
@@ -45,6 +46,30 @@ def test_simclr_is_its_definition():
     directions = F.normalize(z, dim=1)
     spread = directions.std(dim=0).mean().item() * math.sqrt(6)
     assert losses['feature_std'].item() == pytest.approx(spread)
+    eigenvalues = torch.linalg.eigvalsh(directions.T.cov())
+    rank = eigenvalues.sum().item() ** 2 / eigenvalues.square().sum().item()
+    assert losses['feature_rank'].item() == pytest.approx(rank)
+
+
+@pytest.mark.parametrize(('rows', 'width'), [(300, 20), (20, 300)])
+def test_rank_and_spread_are_two_signs(rows, width):
+    """On two opposite directions features are far apart, and of rank one."""
+    isotropic = torch.randn(rows, width)
+    assert 0.5 * 20 < feature_rank(isotropic) <= 20
+    line = torch.randn(rows, 1).sign() * torch.randn(width) + 0.01 * isotropic
+    assert feature_rank(line).item() == pytest.approx(1, abs=0.01)
+    assert feature_std(feature_moments(line)) > 0.5
+    assert feature_rank(torch.ones(rows, width)) <= 1, 'not NaN'
+    assert feature_rank(torch.ones(1, width)) == 0
+
+
+@pytest.mark.parametrize('algorithm', [SupCon, SelfCon])
+def test_the_rank_is_logged_where_labels_do_not_bound_it(algorithm):
+    for use_labels in (True, False):
+        options = dict(exits=[0]) if algorithm is SelfCon else {}
+        model = build(algorithm, use_labels=use_labels, **options)
+        losses = model(*batch(algorithm, 2), mode='loss')
+        assert ('feature_rank' in losses) is not use_labels
 
 
 @pytest.mark.parametrize('views', [None, 2, 3])

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from memengine.engine.optim import OptimWrapper
 from memengine.engine.step import Progress, run_step
 from memengine.models import DINO, DINOHead, TimmBackbone
-from memengine.models.algorithms.base import rows_of
+from memengine.models.algorithms.base import feature_rank, rows_of
 from memengine.models.algorithms.dino import TeacherTargets
 from memengine.testing import assert_same_step
 
@@ -176,18 +176,26 @@ def test_logged_figures_tell_collapse_from_health():
     model = build()
     healthy = model.embedding_loss(
         (torch.randn(5 * B, 400), torch.randn(5 * B, K)),
-        TeacherTargets(torch.full((2, B, K), 1 / K)),
+        TeacherTargets(torch.full((2, B, K), 1 / K), torch.tensor(7.0)),
     )
     assert healthy['teacher_entropy'].item() == pytest.approx(math.log(K), rel=1e-5)
     assert healthy['teacher_sample_entropy'].item() == pytest.approx(math.log(K), rel=1e-5)
     assert 0.8 < healthy['feature_std'].item() < 1.1
     one_hot = F.one_hot(torch.zeros(2, B, dtype=torch.long), K).float()
     collapsed = model.embedding_loss(
-        (torch.ones(5 * B, 400), torch.zeros(5 * B, K)), TeacherTargets(one_hot)
+        (torch.ones(5 * B, 400), torch.zeros(5 * B, K)),
+        TeacherTargets(one_hot, torch.tensor(0.0)),
     )
     assert collapsed['teacher_entropy'].item() == pytest.approx(0)
     assert collapsed['teacher_sample_entropy'].item() == pytest.approx(0)
     assert collapsed['feature_std'].item() == pytest.approx(0, abs=1e-6)
+
+
+def test_the_rank_is_of_the_teachers_features_of_the_global_crops():
+    model, views = build(), crops()
+    features = torch.cat([model.teacher.backbone(view) for view in views[:2]])
+    logged = model(views, mode='loss')['feature_rank']
+    assert logged.item() == pytest.approx(feature_rank(features).item())
 
 
 def test_predict_gives_the_teachers_features():

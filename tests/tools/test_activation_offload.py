@@ -25,6 +25,10 @@ def test_a_small_model(benchmark, monkeypatch, tmp_path):
     page.write_text('<!-- activation_offload:begin (x) -->\n<!-- activation_offload:end -->\n')
     words = ['--quick', '--out', str(tmp_path), '--page', str(page)]
     monkeypatch.setattr(sys, 'argv', [benchmark.__file__, *words])
+    names = ('look-ahead 0', 'look-ahead 4', 'from 1 KiB on', 'from 256 KiB on', 'in memory')
+    monkeypatch.setattr(benchmark, 'WAYS', {name: benchmark.WAYS[name] for name in names})
+    monkeypatch.setattr(benchmark, 'AHEAD', (0, 4))
+    monkeypatch.setattr(benchmark, 'SIZES', (2**10, 2**18))
     benchmark.main()
     ways = json.loads((tmp_path / 'activation_offload.json').read_text())['ways']
     all_moved = ways['from 1 KiB on']

@@ -59,10 +59,11 @@ def test_learning_over_seeds(benchmark, monkeypatch, tmp_path):
     two = {way: script.WAYS[way] for way in ('plain', 'gamma 0.9')}
     monkeypatch.setattr(script, 'WAYS', two)
     monkeypatch.setattr(script, 'BATCH', 150)
+    small = dict(depth=1, embed_dim=32, patch_size=4)
     monkeypatch.setattr(
         script,
         'VisionTransformer',
-        lambda **settings: VisionTransformer(**{**settings, 'depth': 1, 'embed_dim': 32}),
+        lambda **settings: VisionTransformer(**{**settings, **small}),
     )
     script.main()
     ways = json.loads((tmp_path / 'dropit_learning.json').read_text())['ways']

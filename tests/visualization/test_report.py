@@ -129,6 +129,16 @@ def test_the_tool(tmp_path, monkeypatch, capsys, undrawn):
     assert (tmp_path / 'report' / 'curves.png').exists()
 
 
+def test_the_tool_without_a_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', [str(TOOL), str(tmp_path)])
+    monkeypatch.setattr(sys, 'path', [*sys.path])
+    with pytest.raises(SystemExit, match='1'):
+        runpy.run_path(str(TOOL), run_name='__main__')
+    said = capsys.readouterr().err
+    assert said.startswith('error: ') and 'no run there' in said
+
+
+@pytest.mark.slow  # imports torch anew
 def test_the_tool_as_a_process_without_a_run(tmp_path):
     command = [sys.executable, str(TOOL), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path.parent)

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from memengine._torch_private.distributed import METADATA_RECORDS
 from memengine.engine.checkpoint.files import CheckpointError, DamagedError
+from memengine.engine.checkpoint.vetting import check_memo
 
 __all__ = ['SafeReader']
 
@@ -95,6 +96,7 @@ def _read(
 ) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, _Place]]:
     try:
         with open(folder / '.metadata', 'rb') as file:
+            check_memo(file)
             root = _Unpickler(file).load()
         listed = {
             name: _tensor(entry)

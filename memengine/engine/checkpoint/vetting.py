@@ -11,13 +11,14 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import pickletools
 import zipfile
 from collections.abc import Mapping
 from typing import IO, Any
 
 import torch
 
-__all__ = ['vet']
+__all__ = ['check_memo', 'vet']
 
 _LEGACY_PICKLES = 4  # magic number, protocol, system, and then what was saved
 
@@ -29,10 +30,10 @@ def vet(file: str | os.PathLike[str] | IO[bytes]) -> None:
         file: A path, or a file that is left where it was.
 
     Raises:
-        pickle.UnpicklingError: When it would set items of anything but a dict, or take a storage
-            to be larger than it is.
+        pickle.UnpicklingError: When it would set items of anything but a dict, take a storage to be
+            larger than it is, or memory for what it has not.
 
-    Cost: reads the pickle once more, of a file that is open already also the tensors.
+    Cost: reads the pickle twice more, of a file that is open already also the tensors.
     """
     if isinstance(file, (str, os.PathLike)):
         with open(file, 'rb') as opened:
@@ -71,7 +72,26 @@ def _vet_archive(file: IO[bytes]) -> None:
             _load(io.BytesIO(archive.read(name)), held)
 
 
+def check_memo(file: IO[bytes]) -> None:
+    """Refuse a pickle that remembers something by a number larger than there can be.
+
+    Python's unpickler takes memory for all numbers up to it: one damaged byte could take 32 GiB.
+
+    Args:
+        file: At the pickle's beginning, where it is left.
+
+    Raises:
+        pickle.UnpicklingError: When it does.
+    """
+    start = file.tell()
+    for count, (opcode, number, _) in enumerate(pickletools.genops(file)):
+        if opcode.name.endswith('PUT') and number not in range(count + 1):
+            raise pickle.UnpicklingError(f'damaged: it remembers a thing by number {number}')
+    file.seek(start)
+
+
 def _load(file: IO[bytes], held: Mapping[str, int] | None) -> None:
+    check_memo(file)
     _Unpickler(file, held).load()
 
 

@@ -397,8 +397,8 @@ VALUES: Mapping[str, Constraint] = {
     ),
     **_by_name(
         NON_NEGATIVE_NUMBER,
-        'brightness contrast cutmix_alpha end_value eps eta_min gamma koleo_weight mixup_alpha '
-        'saturation sigma timeout weight_decay',
+        'brightness contrast cutmix_alpha end_value eps eta_min gamma koleo_weight '
+        'min_feature_rank mixup_alpha saturation sigma timeout weight_decay',
     ),
     **_by_name(
         number_within('a number between 0 and 1', lambda value: 0 < value < 1), 'test_fraction'

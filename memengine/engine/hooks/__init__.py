@@ -5,6 +5,7 @@ from memengine.engine.faults.nonfinite import NonFiniteHook
 from memengine.engine.hooks.algorithm import AlgorithmHook
 from memengine.engine.hooks.checkpoint import CheckpointHook
 from memengine.engine.hooks.collapse import CollapseHook
+from memengine.engine.hooks.ema import EMAHook
 from memengine.engine.hooks.evaluate_first import EvaluateFirstHook
 from memengine.engine.hooks.memory import MemoryHook
 from memengine.engine.hooks.progress import ProgressHook
@@ -19,6 +20,7 @@ __all__ = [
     'AlgorithmHook',
     'CheckpointHook',
     'CollapseHook',
+    'EMAHook',
     'EvaluateFirstHook',
     'MemoryHook',
     'NonFiniteError',

@@ -12,7 +12,7 @@ from memengine.registry import HOOKS
 
 __all__ = ['CollapseError', 'CollapseHook']
 
-_SIGNS = ('teacher_entropy', 'teacher_sample_entropy', 'feature_std')
+_SIGNS = ('teacher_entropy', 'teacher_sample_entropy', 'feature_std', 'feature_rank')
 
 _ADVICE = (
     "What helps, in the order to try: model.centering='sinkhorn'; model.head.use_bn=True; a lower "
@@ -39,6 +39,8 @@ class CollapseHook(Hook):
     * ``teacher_entropy`` without the other: near 0 when all images get one prototype. (The
       uniform output cannot be seen so: in good training all prototypes are used alike, too.)
     * ``feature_std``, the spread of the normalised features: near 0 when all are alike.
+    * ``feature_rank``, the number of dimensions in which they are spread: 1 when all lie on a
+      line, however far apart. Three images are needed to see more.
 
     One warning is given per episode, again only after the sign had gone.
 
@@ -47,6 +49,8 @@ class CollapseHook(Hook):
             log(out_dim) where there are fewer prototypes.
         min_entropy: Lowest good ``teacher_entropy``, as a fraction of log(out_dim).
         min_feature_std: Lowest good ``feature_std``.
+        min_feature_rank: Lowest good ``feature_rank``. What is good depends on data and stage
+            (below 2 in the first epochs of good runs), so that the default is just above 1.
         out_dim: Number of prototypes; by default the config's ``model.head.out_dim``.
         interval: Iterations between two checks; the mean over them is checked.
         patience: Checks in a row that have to be bad.
@@ -64,6 +68,7 @@ class CollapseHook(Hook):
         min_information: float = 0.2,
         min_entropy: float = 0.1,
         min_feature_std: float = 0.05,
+        min_feature_rank: float = 1.1,
         out_dim: int | None = None,
         interval: int = 50,
         patience: int = 2,
@@ -78,6 +83,7 @@ class CollapseHook(Hook):
         self.min_information = min_information
         self.min_entropy = min_entropy
         self.min_feature_std = min_feature_std
+        self.min_feature_rank = min_feature_rank
         self.out_dim = out_dim
         self.interval = interval
         self.patience = patience
@@ -123,6 +129,8 @@ class CollapseHook(Hook):
             found['entropy'] = self._check_entropy(entropy)
         if 'feature_std' in means:
             found['spread'] = self._check_feature_std(means['feature_std'])
+        if 'feature_rank' in means and images > 2:  # two images lie on a line
+            found['rank'] = self._check_feature_rank(means['feature_rank'])
         return found
 
     def _check_information(self, entropy: float, sample_entropy: float, images: int) -> str | None:
@@ -158,4 +166,12 @@ class CollapseHook(Hook):
         return (
             f'the features of all images are alike (feature_std {spread:.3g}, below '
             f'min_feature_std={self.min_feature_std}). ' + _ADVICE.format(temperature='a higher')
+        )
+
+    def _check_feature_rank(self, rank: float) -> str | None:
+        if rank >= self.min_feature_rank:
+            return None
+        return (
+            f'the features of all images lie in too few dimensions (feature_rank {rank:.3g}, below '
+            f'min_feature_rank={self.min_feature_rank}). ' + _ADVICE.format(temperature='another')
         )

@@ -54,7 +54,7 @@ class DisCoDistributedDataParallel(MMDistributedDataParallel):
     a gradient whose mean over ranks is dL. DDP's mean over ranks then is dL for every parameter.
     Other losses that the model adds are means over the rank's samples, whose mean over ranks is
     the mean over all. So there is no factor to set anywhere. What is logged beside such a loss
-    (``feature_std``, other losses) is of the rank's own samples.
+    (``feature_std``, ``feature_rank``, other losses) is of the rank's own samples.
 
     Args:
         module: The model, which must hold such a loss.

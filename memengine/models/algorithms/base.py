@@ -18,7 +18,15 @@ from torch.nn import functional as F
 from memengine.engine.step import Progress, run_step
 from memengine.techniques.slices.slicing import Slice, join_slices, slice_views
 
-__all__ = ['Algorithm', 'Embeddings', 'Slice', 'feature_moments', 'feature_std', 'rows_of']
+__all__ = [
+    'Algorithm',
+    'Embeddings',
+    'Slice',
+    'feature_moments',
+    'feature_rank',
+    'feature_std',
+    'rows_of',
+]
 
 Embeddings = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
@@ -48,6 +56,25 @@ def feature_std(sums: Mapping[str, Tensor]) -> Tensor:
     rows, total, squares = sums['rows'], sums['feature_sum'], sums['feature_square_sum']
     variance = (squares - total.square() / rows).clamp_min(0) / (rows - 1).clamp_min(1)
     return variance.sqrt().mean() * math.sqrt(len(total))
+
+
+@torch.no_grad()
+def feature_rank(features: Tensor) -> Tensor:
+    """Number of dimensions in which l2-normalised, centred features [N, D] are spread.
+
+    The participation ratio (sum)^2 / (sum of squares) of the eigenvalues of their covariance: at
+    most min(N - 1, D), 1 when all lie on a line; 0 for a single row. Scalar.
+
+    Cost: N D min(N, D) multiply-adds and min(N, D)^2 values in float64; no synchronisation.
+
+    Source: Garrido et al., RankMe (2023), for the sign; theirs is the entropy of the singular
+    values, which needs a decomposition.
+    """
+    directions = F.normalize(features.double(), dim=-1)
+    centred = directions - directions.mean(dim=0)
+    rows, width = centred.shape
+    gram = centred @ centred.T if rows < width else centred.T @ centred  # the same eigenvalues
+    return gram.trace().square() / gram.square().sum().clamp_min(torch.finfo(gram.dtype).tiny)
 
 
 class Algorithm(BaseModel):

@@ -12,7 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from memengine.models.algorithms.base import Algorithm, feature_moments, feature_std
+from memengine.models.algorithms.base import (
+    Algorithm,
+    feature_moments,
+    feature_rank,
+    feature_std,
+)
 from memengine.models.parts import build_loss, check_one_view, l2_normalize
 from memengine.registry import MODELS, ModelConfig, PreprocessorConfig
 from memengine.techniques.slices.slicing import Slice, cut_evenly, take
@@ -69,8 +74,9 @@ class CLIP(Algorithm):
         ValueError: For an unknown tower, both towers frozen, a frozen tower whose features are
             not ``embed_dim`` wide, a scale out of range, or a batch without tokens.
 
-    Logged beside the loss: ``logit_scale`` (exponentiated), and ``feature_std``, the spread of
-    the normalised image embeddings times sqrt(D), 1 when isotropic and 0 when all are alike.
+    Logged beside the loss: ``logit_scale`` (exponentiated); ``feature_std``, the spread of the
+    normalised image embeddings times sqrt(D), 1 when isotropic and 0 when all are alike;
+    ``feature_rank``, the number of dimensions in which they are spread.
 
     Source: Radford et al., Learning Transferable Visual Models (2021); for frozen towers Zhai et
     al., LiT: Zero-Shot Transfer with Locked-image text Tuning (2022).
@@ -151,12 +157,13 @@ class CLIP(Algorithm):
     def embedding_loss(
         self, embeddings: dict[str, Tensor], targets: Any = None, data_samples: Any = None
     ) -> dict[str, Tensor]:
-        """The loss of all pairs, the scale and the spread."""
+        """The loss of all pairs, the scale, the spread and the rank."""
         images, texts = (l2_normalize(embeddings[tower]) for tower in TOWERS)
         return {
             'loss': self.loss(images, texts, **self._logit_parameters()),
             **self._logit_scalars(),
             'feature_std': feature_std(feature_moments(images)),
+            'feature_rank': feature_rank(images),
         }
 
     def _logit_parameters(self) -> dict[str, Tensor]:

@@ -10,7 +10,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from memengine.models.algorithms.base import Algorithm, feature_moments, feature_std, rows_of
+from memengine.models.algorithms.base import (
+    Algorithm,
+    feature_moments,
+    feature_rank,
+    feature_std,
+    rows_of,
+)
 from memengine.models.parts import build_head, build_loss, l2_normalize, labels_of
 from memengine.registry import MODELS, HeadConfig, ModelConfig, PreprocessorConfig
 
@@ -76,7 +82,8 @@ class SimCLR(_ContrastiveAlgorithm):
         ValueError: For a batch of other than two views.
 
     Logged beside the loss: ``feature_std``, the spread of the normalised embeddings times
-    sqrt(D), 1 when isotropic and 0 when all are alike.
+    sqrt(D), 1 when isotropic and 0 when all are alike; ``feature_rank``, the number of dimensions
+    in which they are spread.
 
     Source: Chen et al., A Simple Framework for Contrastive Learning (2020).
     """
@@ -91,10 +98,11 @@ class SimCLR(_ContrastiveAlgorithm):
     def embedding_loss(
         self, embeddings: Tensor, targets: int, data_samples: Any = None
     ) -> dict[str, Tensor]:
-        """The loss of embeddings [2 * B, D], and their spread."""
+        """The loss of embeddings [2 * B, D], their spread and their rank."""
         return {
             'loss': self.loss(*embeddings.chunk(2)),
             'feature_std': feature_std(feature_moments(embeddings)),
+            'feature_rank': feature_rank(embeddings),
         }
 
 
@@ -116,7 +124,8 @@ class SupCon(_ContrastiveAlgorithm):
     Raises:
         ValueError: For a batch without labels, or, without ``use_labels``, of a single view.
 
-    Logged beside the loss: ``feature_std``, as for :class:`SimCLR`.
+    Logged beside the loss: ``feature_std``, as for :class:`SimCLR`, and without labels
+    ``feature_rank``.
 
     Source: Khosla et al., Supervised Contrastive Learning (2020).
     """
@@ -147,7 +156,10 @@ class SupCon(_ContrastiveAlgorithm):
         """The loss of embeddings [V * B, D], and their spread."""
         features = l2_normalize(embeddings).unflatten(0, (targets, -1)).transpose(0, 1)  # [B, V, D]
         labels = labels_of(data_samples, 'SupCon') if self.use_labels else None
-        return {
+        losses = {
             'loss': self.loss(features, labels=labels),
             'feature_std': feature_std(feature_moments(embeddings)),
         }
+        if not self.use_labels:  # of two classes one direction is all that labels ask for
+            losses['feature_rank'] = feature_rank(embeddings)
+        return losses

@@ -19,7 +19,12 @@ from memengine._torch_private.ops import foreach_lerp_
 from memengine.engine.step import Progress
 from memengine.losses.dino import DINOLoss
 from memengine.losses.koleo import koleo_loss
-from memengine.models.algorithms.base import Algorithm, feature_moments, feature_std
+from memengine.models.algorithms.base import (
+    Algorithm,
+    feature_moments,
+    feature_rank,
+    feature_std,
+)
 from memengine.registry import MODELS, HeadConfig, ModelConfig, PreprocessorConfig
 from memengine.techniques.slices.multi_crop import CropSlice, plan_slices
 from memengine.techniques.slices.slicing import Slice
@@ -35,16 +40,19 @@ class TeacherTargets:
 
     Args:
         probabilities: Of the global crops, [2, B, K].
+        feature_rank: Number of dimensions in which the teacher's features of them are spread.
     """
 
     probabilities: Tensor
+    feature_rank: Tensor
 
     def scalars(self) -> dict[str, Tensor]:
-        """The entropies that tell whether the teacher has collapsed, in nats."""
+        """What tells whether the teacher has collapsed: its entropies, in nats, and its rank."""
         mean = self.probabilities.mean(dim=(0, 1))  # [K]
         return {
             'teacher_entropy': torch.special.entr(mean).sum(),
             'teacher_sample_entropy': torch.special.entr(self.probabilities).sum(dim=-1).mean(),
+            'feature_rank': self.feature_rank,
         }
 
 
@@ -99,8 +107,10 @@ class DINO(Algorithm):
     Logged beside the loss: ``teacher_entropy`` (nats) of the mean teacher output, log K when all
     prototypes are used alike and 0 when one is; ``teacher_sample_entropy``, the mean entropy of
     one image's teacher output, log K when it says nothing; ``feature_std``, the spread of the
-    student's normalised features times sqrt(D), 1 when isotropic and 0 when all are alike. A
-    falling loss without them proves nothing. ``teacher_temp`` and ``ema_momentum`` are logged too;
+    student's normalised features times sqrt(D), 1 when isotropic and 0 when all are alike;
+    ``feature_rank``, the number of dimensions in which the teacher's features of the global crops
+    are spread: all of them are there at once, in slices, too. A falling loss without them proves
+    nothing. ``teacher_temp`` and ``ema_momentum`` are logged too;
     with ``koleo_weight`` the loss's parts ``loss_dino`` and ``loss_koleo``.
 
     Distributed: the loss is the rank's mean (average the gradients, as DDP does); the centre,
@@ -204,8 +214,10 @@ class DINO(Algorithm):
         pieces = [crops]
         if size is not None:
             pieces = [[piece] for crop in crops for piece in crop.split(int(size))]
-        logits = torch.cat([self.teacher(piece)[1] for piece in pieces])  # [2 * B, K]
-        return TeacherTargets(self.loss.targets(logits, self.progress.epoch))
+        outputs = [self.teacher(piece) for piece in pieces]
+        features, logits = (torch.cat(parts) for parts in zip(*outputs, strict=True))  # 2 * B rows
+        probabilities = self.loss.targets(logits, self.progress.epoch)
+        return TeacherTargets(probabilities, feature_rank(features))
 
     def embed(self, inputs: Sequence[Tensor], data_samples: Any = None) -> tuple[Tensor, Tensor]:
         """Student features [V * B, D] and logits [V * B, K], crop by crop."""

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memengine.models.algorithms.base import Algorithm, feature_moments, feature_std, rows_of
+from memengine.models.algorithms.base import (
+    Algorithm,
+    feature_moments,
+    feature_rank,
+    feature_std,
+    rows_of,
+)
 from memengine.models.parts import build_head, build_loss, l2_normalize, labels_of
 from memengine.registry import MODELS, HeadConfig, ModelConfig, PreprocessorConfig
 
@@ -45,7 +51,8 @@ class SelfCon(Algorithm):
     Several views of one image go in as further outputs, [B, V * n, D].
 
     Logged beside the loss: ``feature_std``, the spread of the backbone's normalised embeddings
-    times sqrt(D), 1 when isotropic and 0 when all are alike.
+    times sqrt(D), 1 when isotropic and 0 when all are alike; without labels ``feature_rank``, the
+    number of dimensions in which they are spread.
 
     Source: Bae et al., Self-Contrastive Learning (2021).
     """
@@ -89,10 +96,13 @@ class SelfCon(Algorithm):
         """The loss of embeddings [V * B, n, D], and the spread of the backbone's."""
         views = l2_normalize(embeddings).unflatten(0, (targets, -1))  # [V, B, n, D]
         labels = labels_of(data_samples, 'SelfCon') if self.use_labels else None
-        return {
+        losses = {
             'loss': self.loss(torch.cat(list(views), dim=1), labels=labels),
             'feature_std': feature_std(feature_moments(embeddings[:, -1])),
         }
+        if not self.use_labels:  # of two classes one direction is all that labels ask for
+            losses['feature_rank'] = feature_rank(embeddings[:, -1])
+        return losses
 
     def features(self, inputs: Tensor) -> Tensor:
         """Backbone features [B, D] of images [B, C, H, W], without the heads."""

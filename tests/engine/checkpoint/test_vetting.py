@@ -35,6 +35,7 @@ def rewrite(path, old, new):
         pytest.param(b'K\x06tq', b'M\xff\xfftq', id='a storage of more values than there are'),
         pytest.param(b'Rq\x0b.', b'Rq\x0bK\x00K\x01s.', id='an item of a tensor is set'),
         pytest.param(b'Rq\x0b.', b'Rq\x0b(K\x00K\x01u.', id='items of a tensor are set'),
+        pytest.param(b'Rq\x0b.', b'Rr\xff\xff\xff\x00.', id='memory for 33 million objects'),
     ],
 )
 def test_what_writes_over_memory_is_refused(tmp_path, old, new):

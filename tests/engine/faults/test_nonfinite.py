@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mmengine.hooks import Hook
+from mmengine.hooks import EMAHook, Hook
 from torch import nn
 
 from memengine.engine.faults import capture
@@ -17,11 +17,14 @@ from tests.engine.faults.faulty import SIZE, build
 
 BAD_ITERATION = 2  # of each epoch, from 0, when a sample is bad
 SKIP = dict(on_nonfinite='skip')
+AVERAGE = dict(type='EMAHook', momentum=0.5)
 
 
 def held(runner):
     """Everything that a step may change, copied."""
     state = {**runner.model.state_dict(), **flat(runner.optim_wrapper.state_dict())}
+    for average in [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook)]:
+        state |= {f'average.{name}': value for name, value in average.state_dict().items()}
     return {name: value.clone() for name, value in state.items()}
 
 
@@ -66,6 +69,7 @@ CASES = {
     'gradient': dict(fault='gradient'),
     'loss': dict(model='FaultyClassifier'),
     'centre and teacher': dict(model='DINO', fault='gradient'),
+    'average': dict(fault='gradient', custom_hooks=[AVERAGE]),
     'slices': dict(
         model='DINO',
         fault='output',
@@ -144,8 +148,9 @@ def test_too_many_bad_steps_end_training(tmp_path):
     assert len(list((tmp_path / 'nonfinite').glob('iter_*.pth'))) == 3  # captures
 
 
+@pytest.mark.parametrize('custom_hooks', [[], [AVERAGE]], ids=['', 'average'])
 @pytest.mark.parametrize('kind', ['OptimWrapper', 'OptimizerInBackwardOptimWrapper'])
-def test_a_run_rolls_back_to_the_last_checkpoint_and_goes_on(tmp_path, kind):
+def test_a_run_rolls_back_to_the_last_checkpoint_and_goes_on(tmp_path, kind, custom_hooks):
     seen = {}
 
     class Look(Hook):
@@ -156,7 +161,8 @@ def test_a_run_rolls_back_to_the_last_checkpoint_and_goes_on(tmp_path, kind):
 
     optim = dict(type=kind, on_nonfinite='rollback')
     hooks = dict(checkpoint=dict(type='CheckpointHook', interval=2, by_epoch=False))
-    runner = build(tmp_path, fault='gradient', optim_wrapper=optim, default_hooks=hooks)
+    cfg = dict(default_hooks=hooks, custom_hooks=custom_hooks)
+    runner = build(tmp_path, fault='gradient', optim_wrapper=optim, **cfg)
     runner.register_hook(Look())
     runner.train()
     after, checkpoint = seen[BAD_ITERATION], seen[BAD_ITERATION - 1]

@@ -3,11 +3,14 @@
 import logging
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
 from mmengine.config import Config
 
+from memengine.engine import Runner
+from memengine.engine.config.file import load_config
 from memengine.engine.hooks import CollapseHook
 from memengine.engine.hooks.collapse import CollapseError
 from tests.engine.hooks.images import Classifier, image_runner
@@ -52,6 +55,7 @@ HEALTHY = {  # as digits are in the middle of training; a batch of 8 images allo
     'teacher_entropy': math.log(K),
     'teacher_sample_entropy': math.log(K) - 1.4,
     'feature_std': 0.3,
+    'feature_rank': 1.7,
 }
 
 
@@ -71,6 +75,7 @@ def test_no_warning_in_good_training(tmp_path):
             r'a blurred output.*0\.1 nats.*a lower model\.teacher_temp',
         ),
         ({'feature_std': 0.01}, r'features of all images are alike \(feature_std 0\.01'),
+        ({'feature_rank': 1.03}, r'too few dimensions \(feature_rank 1\.03.*min_feature_rank=1\.1'),
     ],
 )
 def test_each_sign_is_warned_of_once_and_after_patience(tmp_path, bad, text):
@@ -117,9 +122,16 @@ def test_the_mean_between_checks_is_judged(tmp_path):
     assert warnings_of(tmp_path, lambda i: {'feature_std': 0.01 + 0.5 * (i % 2)}) == []
 
 
+def test_two_images_always_lie_on_a_line(tmp_path):
+    hook, line = CollapseHook(), {'feature_rank': 1.0}
+    assert hook._collapse_warnings(line, images=2) == {}
+    assert hook._collapse_warnings(line, images=3)['rank']
+
+
 def test_bounds_are_settings(tmp_path):
     signs = {'teacher_entropy': 1.0, 'teacher_sample_entropy': 0.9, 'feature_std': 0.03}
-    calm = dict(min_information=0.01, min_feature_std=0.02)
+    signs['feature_rank'] = 1.05
+    calm = dict(min_information=0.01, min_feature_std=0.02, min_feature_rank=1)
     assert warnings_of(tmp_path, lambda i: signs, **calm) == []
 
 
@@ -155,3 +167,14 @@ def test_a_collapse_may_end_training(tmp_path):
     alike = {**HEALTHY, 'feature_std': 0.001}
     with pytest.raises(CollapseError, match=r'iteration 4: the features .*feature_std 0\.001'):
         warnings_of(tmp_path, lambda i: alike, stop=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['dino_vit', 'simclr_vit', 'clip_vit'])
+def test_quick_starts_are_healthy_from_the_start(tmp_path, name):
+    """Checked ten times as often as by default."""
+    cfg = load_config(Path(__file__).parents[3] / f'configs/{name}.py')
+    cfg.custom_hooks = [dict(type='CollapseHook', interval=10, patience=1, stop=True)]
+    cfg.merge_from_dict({'train_cfg.max_epochs': 3, 'train_cfg.val_begin': 4})
+    cfg.merge_from_dict({'work_dir': str(tmp_path), 'experiment_name': name})
+    Runner.from_cfg(cfg).train()
