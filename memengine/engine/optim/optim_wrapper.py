@@ -11,6 +11,7 @@ from mmengine.optim import OptimWrapper as _OptimWrapper
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from memengine._torch_private.ops import do_not_compile
 from memengine.engine.faults.guard import OnNonFinite, StepGuard
 from memengine.engine.step import plain_step
 from memengine.registry import OPTIM_WRAPPERS
@@ -193,6 +194,7 @@ class OptimWrapper(_OptimWrapper):
         self._inner_count += 1
         self._end_iteration(loss)
 
+    @do_not_compile
     def _end_iteration(
         self,
         loss: Tensor,
