@@ -22,6 +22,7 @@ INLINE = re.compile(r'(?<!`)`([^`\n]+)`(?!`)')
 # Options of other programs that prose may name.
 OTHER_OPTIONS = {'--nproc_per_node', '--torch-backend', '--help'}
 OTHER_OPTIONS |= {'--kills-only', '--minutes', '--seed', '--iterations', '--steps'}  # of tools
+OTHER_OPTIONS |= {'--batch-size', '--rounds'}
 
 
 def anchor(heading):
