@@ -21,6 +21,7 @@ from memengine.engine.data_order import NamesSamples
 from memengine.engine.faults.guard import BadStep, Guarded
 from memengine.engine.step import unwrap
 from memengine.techniques.modules.random_state import RandomState, accelerators_of
+from memengine.techniques.sharding.clipping import local_part
 
 __all__ = ['CONFIG', 'FORMAT', 'StepStart', 'capture_step', 'plain', 'rank_path']
 
@@ -75,7 +76,7 @@ def rank_path(path: Path, rank: int) -> Path:
 
 def _local_values(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return local_part(tensor).detach()
 
 
 def capture_step(

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from memengine._torch_private.ops import pytree
 from memengine.engine.step import SlicedModel
+from memengine.techniques.sharding.clipping import local_part
 from memengine.techniques.slices.multi_crop import CropSlice
 
 __all__ = ['Culprit', 'watched']
@@ -160,5 +160,5 @@ def _start_of(inputs: Any) -> tuple[Any, ...] | None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     return bool(local.detach().isfinite().all())

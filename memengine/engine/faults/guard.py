@@ -11,7 +11,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from memengine.techniques.sharding.clipping import local_part
 
 __all__ = ['BadStep', 'Guarded', 'OnNonFinite', 'StepGuard']
 
@@ -107,7 +108,7 @@ def gradient_digest(parameters: Iterable[Tensor]) -> str:
     """A digest of gradients in which all NaNs are alike, as their bits mean nothing."""
     digest = hashlib.blake2b(digest_size=16)
     for grad in [parameter.grad for parameter in parameters if parameter.grad is not None]:
-        local = (grad.to_local() if isinstance(grad, DTensor) else grad).detach().to_dense()
+        local = local_part(grad).detach().to_dense()
         same_nans = torch.where(local.isnan(), torch.nan, local).cpu().reshape(-1)
         digest.update(same_nans.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
