@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memengine._torch_private.ops import pytree
 from memengine.techniques.layers.weight_norm import shared_weights
-from memengine.techniques.modules.random_state import RandomState
 from memengine.techniques.modules.running_statistics import frozen_statistics
+from memengine.techniques.slices.first_forwards import Replay
 from memengine.techniques.slices.tower import Tower, TowerRun
 
 __all__ = [
@@ -172,14 +172,14 @@ class _Step:
         sharing = [] if self._slice_loss is None else [run.module for run in self._runs]
         done = []
         with shared_weights(sharing) as before_the_last:
-            for number, (run, piece, state) in enumerate(later, start=1):
+            for number, (run, piece, replay) in enumerate(later, start=1):
                 is_last = number == len(later)
                 if is_last:
                     before_the_last()
                 with self._sync.next_graph(run.module) as synchronises:
                     zeros = _zero_gradients(run.module) if synchronises and coupled else []
                     exchange = self._exchange if synchronises or is_last else nullcontext
-                    losses = self._second_pass_of(run, piece, state, zeros, exchange)
+                    losses = self._second_pass_of(run, piece, replay, zeros, exchange)
                 if losses is not None:
                     done.append(losses)
         return done
@@ -188,17 +188,17 @@ class _Step:
         self,
         run: TowerRun,
         piece: Any,
-        state: RandomState | None,
+        replay: Replay | None,
         zeros: list[tuple[Tensor, Tensor]],
         exchange: Context,
     ) -> Any:
         # A repeated slice counts once, in backward too where layers are checkpointed.
-        with nullcontext() if state is None else frozen_statistics(run.module):
-            with nullcontext() if state is None else state.replay(), self._context():
-                outputs = run.encode(piece) if state is None else run.encode_again(piece)
+        with nullcontext() if replay is None else frozen_statistics(run.module):
+            with nullcontext() if replay is None else replay(), self._context():
+                outputs = run.encode(piece) if replay is None else run.encode_again(piece)
                 losses = None if self._slice_loss is None else self._slice_loss(outputs, piece)
             with exchange():
-                cached = [] if state is None else run.cached_gradients(outputs, piece)
+                cached = [] if replay is None else run.cached_gradients(outputs, piece)
                 loss = None if losses is None else total_loss(losses)
                 _run_backward([*cached, *zeros], loss, self._backward)
         return None if losses is None else _detached(losses)
