@@ -189,18 +189,21 @@ class Runner(_Runner):
         """Put the model on its device and into its wrapper; nothing is ignored silently."""
         if is_model_wrapper(model):
             return super().wrap_model(model_wrapper_cfg, model)
-        apply_before_wrapping(model, self.cfg)
         config = {'type': 'MMDistributedDataParallel', **(model_wrapper_cfg or {})}
         kind = config['type']
         wrapper = MODEL_WRAPPERS.get(kind) if isinstance(kind, str) else kind
         if wrapper is None:
             raise ValueError(f"model_wrapper_cfg.type: there is no model wrapper '{kind}'")
+        is_sharded = self.distributed and issubclass(wrapper, FullyShardedDataParallel)
+        if not is_sharded:
+            model = model.to(get_device())  # first: what replaces modules asks where they are
+        apply_before_wrapping(model, self.cfg)
         is_ddp = issubclass(wrapper, nn.parallel.DistributedDataParallel)
         if not self.distributed:
             if model_wrapper_cfg is not None:
                 self._warn_unused_wrapper(kind, wrapper, is_ddp, model)
             return super().wrap_model(None, model)
-        if issubclass(wrapper, FullyShardedDataParallel):
+        if is_sharded:
             wrapped = self._shard_model(config, wrapper, model)
         else:
             if is_ddp:
@@ -209,8 +212,7 @@ class Runner(_Runner):
                 config.setdefault('device_ids', local_device_ids())
                 if model_wrapper_cfg is None:
                     config['broadcast_buffers'] = False
-            whole_model = dict(module=model.to(get_device()))
-            wrapped = MODEL_WRAPPERS.build(config, default_args=whole_model)
+            wrapped = MODEL_WRAPPERS.build(config, default_args=dict(module=model))
         self._warn_of_local_losses(unwrap(wrapped))
         return wrapped
 
