@@ -90,7 +90,7 @@ class Precision:
 
 
 def _device_type(optimizer: Optimizer) -> str:
-    """Where the parameters are computed with, which may have moved since the optimiser was built."""
+    """Where the parameters are computed with now; they may have moved since."""
     return computing_device_type(optimizer.param_groups[0]['params'][0])
 
 

@@ -40,7 +40,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def computing_device_type(parameter: Tensor) -> str:
-    """Where a parameter is computed with: its own device, or the ranks' where shards are offloaded."""
+    """Where a parameter is computed with: its device, or the ranks' if shards are offloaded."""
     mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
     return parameter.device.type if mesh is None else mesh.device_type
 
