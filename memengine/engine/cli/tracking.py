@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mmengine.config import Config
 
@@ -28,7 +29,7 @@ def track(cfg: Config, names: Sequence[str]) -> None:
         ConfigError: When the package of one is not installed.
     """
     run = Path(cfg.work_dir).name
-    known = dict(
+    known: dict[str, dict[str, Any]] = dict(
         tensorboard=dict(type='TensorboardVisBackend'),
         wandb=dict(
             type='WandbVisBackend',
