@@ -49,6 +49,7 @@ from memengine.engine.checkpoint.weights import (
     load_weights,
     select,
 )
+from memengine.engine.cli.console import describe_run, log_environment, set_up_console
 from memengine.engine.config.runner_schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
 from memengine.engine.distributed.launchers import DEFAULT_TIMEOUT_S
@@ -154,6 +155,15 @@ class Runner(_Runner):
         super().set_randomness(seed, *args, **kwargs)
         if seed is None:
             self.cfg.randomness = {**self.cfg.get('randomness', {}), 'seed': self.seed}
+
+    def build_logger(self, *args: Any, **kwargs: Any) -> Any:
+        """Build the run's logger; ``console`` in the config says how much it says there."""
+        logger = super().build_logger(*args, **kwargs)
+        set_up_console(logger, self.cfg.get('console', 'normal'))
+        return logger
+
+    def _log_env(self, env_cfg: dict[str, Any]) -> None:
+        log_environment(self)
 
     @staticmethod
     def build_dataloader(
@@ -324,6 +334,8 @@ class Runner(_Runner):
         self._init_model_weights()
         apply_to_model(unwrap(self.model), self.logger, self.hooks)
         self.load_or_resume()
+        for line in describe_run(self):
+            self.logger.info(line)
         self.optim_wrapper.initialize_count_status(
             self.model, self.train_loop.iter, self.train_loop.max_iters
         )
