@@ -31,7 +31,7 @@ class _Table:
 
     def __init__(self, path: str, table: Any, attribute: str = '') -> None:
         self.path, self.table, self.attribute = path, table, attribute
-        self.held = self.now()
+        self.held = dict(self.now())
         self._ignored: set[Any] = set()
 
     def path_of(self, name: Any) -> str:
@@ -39,8 +39,9 @@ class _Table:
         return '.'.join(filter(None, (self.path, self.attribute, str(name))))
 
     def now(self) -> dict[Any, Any]:
-        """The entries at present."""
-        return dict(self.table)
+        """The entries at present; a dict's is the table itself."""
+        entries: dict[Any, Any] = self.table
+        return entries
 
     def forget(self, name: Any) -> None:
         """Hold an entry no longer; it is left as it is."""
@@ -66,10 +67,15 @@ class _Table:
 
     def changes(self, later: dict[Any, Any]) -> Iterator[tuple[Any, Any, Any]]:
         """Entries that are other ones later: name, what was held, what is."""
-        for name in self.held | later:
-            then, now = self.held.get(name, _ABSENT), later.get(name, _ABSENT)
-            if not self.same(then, now) and name not in self._ignored and name != 'forward':
+        missing = 0
+        for name, then in self.held.items():
+            now = later.get(name, _ABSENT)
+            missing += now is _ABSENT
+            if now is not then and name != 'forward' and not self.same(then, now):
                 yield name, then, now
+        if len(later) + missing > len(self.held):
+            for name in later.keys() - self.held.keys() - self._ignored - {'forward'}:
+                yield name, _ABSENT, later[name]
 
 
 class _ListTable(_Table):
