@@ -122,7 +122,10 @@ class TestImageFolder:
         }
         assert {image.mode for image, _ in found.values()} == {'RGB'}
 
-    @pytest.mark.fault('files of other kinds among the images', 'one warning counts them')
+    @pytest.mark.fault(
+        'GIFs, files of unknown suffixes and without any among the images',
+        'left out; one warning counts them by suffix',
+    )
     def test_files_of_other_kinds_are_counted_in_one_line(self, tmp_path, monkeypatch):
         said = []
         monkeypatch.setattr(folders, 'print_log', lambda text, **options: said.append(text))

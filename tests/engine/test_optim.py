@@ -7,7 +7,12 @@ import torch
 from mmengine.config import ConfigDict
 from torch import nn
 
-from memengine.engine.optim import CosineWeightDecay, DefaultOptimWrapperConstructor, OptimWrapper
+from memengine.engine.optim import (
+    AmpOptimWrapper,
+    CosineWeightDecay,
+    DefaultOptimWrapperConstructor,
+    OptimWrapper,
+)
 from memengine.registry import OPTIMIZERS
 from memengine.techniques.sharding.clipping import clip_each_grad_norm_
 
@@ -41,6 +46,15 @@ def test_wrapper_clips_as_its_setting_says():
 def test_bad_settings_are_named(settings, named):
     with pytest.raises(ValueError, match=named):
         OptimWrapper(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), **settings)
+
+
+@pytest.mark.usefixtures('beside_a_gpu')
+def test_precision_is_that_of_the_parameters_device():
+    layer = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    for wrapper in (OptimWrapper(optimizer, precision='bf16'), AmpOptimWrapper(optimizer)):
+        with wrapper.optim_context(layer):
+            assert layer(torch.ones(1, 4)).dtype == torch.bfloat16
 
 
 def network():

@@ -13,6 +13,12 @@ from memengine.engine.cli.values import ValueSyntaxError, parse_value
 
 __all__ = ['make_parser']
 
+FIRST_STEPS = """\
+first steps:
+  memengine train configs/dino_vit.py   a small ViT on images that come along, in two minutes
+  memengine techniques                  the ways to save memory, and what to type for each
+  memengine train --help                options of a command, with examples
+"""
 TRAIN_EXAMPLES = """\
 examples:
   memengine train configs/dino_vit.py
@@ -108,10 +114,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog='memengine',
         description='Train and test models whose memory is a config option.',
+        epilog=FIRST_STEPS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument('--version', action='version', version=f'memengine {memengine.__version__}')
-    commands = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
+    commands = parser.add_subparsers(dest='command', metavar='COMMAND')
     train = _add_command(commands, 'train', 'train a model from a config', TRAIN_EXAMPLES)
     train.add_argument(
         '--resume',
@@ -130,6 +138,12 @@ def make_parser() -> argparse.ArgumentParser:
         type=int,
         metavar='N',
         help="save and stop after iteration N; schedules still aim at the config's end",
+    )
+    train.add_argument(
+        '--track',
+        action='append',
+        choices=['tensorboard', 'wandb', 'mlflow'],
+        help='send the curves there, too; wandb stays offline unless WANDB_MODE=online',
     )
     _add_common(train)
     test = _add_command(commands, 'test', 'test a checkpoint', TEST_EXAMPLES)
@@ -216,6 +230,14 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         metavar='DIR',
         help='for logs and checkpoints (work_dirs/<name of the config>)',
     )
+    amount = parser.add_mutually_exclusive_group()
+    for console, says in (
+        ('quiet', 'say nothing on the console but warnings and errors'),
+        ('verbose', 'say on the console, too, what goes to the log file only'),
+    ):
+        amount.add_argument(
+            f'--{console}', dest='console', action='store_const', const=console, help=says
+        )
     _add_options(parser)
 
 

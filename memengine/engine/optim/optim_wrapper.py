@@ -19,6 +19,7 @@ from memengine.techniques.sharding.clipping import (
     clip_each_grad_norm_,
     clip_grad_norm_,
     clip_grad_value_,
+    computing_device_type,
     grad_norms,
 )
 
@@ -46,6 +47,7 @@ class Precision:
     """What a step computes in.
 
     Args:
+        optimizer: Holds the parameters, on whose device it is.
         name: ``'fp32'`` (no autocast), ``'bf16'`` or ``'fp16'`` (or torch's names for them).
         loss_scale: For fp16: ``'dynamic'``, a fixed number, or arguments of ``GradScaler``.
 
@@ -56,11 +58,16 @@ class Precision:
         scaler: The gradient scaler in fp16, else None.
     """
 
-    def __init__(self, name: str, loss_scale: str | float | dict[str, Any] = 'dynamic') -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        name: str,
+        loss_scale: str | float | dict[str, Any] = 'dynamic',
+    ) -> None:
         if name not in _DTYPES:
             raise ValueError(f'precision must be fp32, bf16 or fp16, got {name!r}')
         self.dtype = _DTYPES[name]
-        self.device = 'cuda' if torch.cuda.is_available() else 'cpu'
+        self._optimizer = optimizer
         self.scaler: torch.amp.GradScaler | None = None
         self.fixed_scale: float | None = None
         if isinstance(loss_scale, (int, float)):
@@ -73,13 +80,18 @@ class Precision:
             options = loss_scale if isinstance(loss_scale, dict) else {}
             if self.fixed_scale is not None:
                 options = dict(init_scale=self.fixed_scale)
-            self.scaler = torch.amp.GradScaler(self.device, **options)
+            self.scaler = torch.amp.GradScaler(_device_type(optimizer), **options)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context in which the model and the loss run."""
         if self.dtype is torch.float32:
             return nullcontext()
-        return torch.autocast(self.device, dtype=self.dtype)
+        return torch.autocast(_device_type(self._optimizer), dtype=self.dtype)
+
+
+def _device_type(optimizer: Optimizer) -> str:
+    """Where the parameters are computed with now; they may have moved since."""
+    return computing_device_type(optimizer.param_groups[0]['params'][0])
 
 
 def _refuse_coupled(module: nn.Module, counts: int) -> None:
@@ -152,7 +164,7 @@ class OptimWrapper(_OptimWrapper):
             del clip_grad['type']
         super().__init__(optimizer, accumulative_counts, clip_grad)
         self.clip_func: Any = _CLIP_FUNCTIONS[kind]
-        self.precision = Precision(precision, loss_scale)
+        self.precision = Precision(optimizer, precision, loss_scale)
         self.on_nonfinite: OnNonFinite = on_nonfinite
         self.nonfinite_limit = nonfinite_limit
         self.accumulate_coupled = accumulate_coupled
@@ -330,7 +342,7 @@ def AmpOptimWrapper(  # noqa: N802 (a type name of MMEngine's config language)
         accumulate_coupled: See :class:`OptimWrapper`.
     """
     if dtype is None:
-        dtype = 'fp16' if torch.cuda.is_available() else 'bf16'
+        dtype = 'bf16' if _device_type(optimizer) == 'cpu' else 'fp16'
     precision: Any = str(dtype).removeprefix('torch.')
     return OptimWrapper(
         optimizer,

@@ -85,5 +85,5 @@ class ModuleState:
             for table in now:
                 if len(table.table) > len(table.held):
                     for name in table.table.keys() - table.held:
-                        del table.table[name]
+                        table.table.pop(name, None)  # unless another thread has
                 table.put_back()
