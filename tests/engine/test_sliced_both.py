@@ -62,7 +62,9 @@ def gradients(model, wrapper):
 @pytest.mark.parametrize(('size', 'keep_graph'), SLICES)
 def test_loss_and_gradients_are_the_plain_steps(size, keep_graph):
     expected, model = make(), make()
-    want, _ = gradients(expected, wrap(expected, optimizer='SGD', accumulative_counts=2, accumulate_coupled=True))
+    want, _ = gradients(
+        expected, wrap(expected, optimizer='SGD', accumulative_counts=2, accumulate_coupled=True)
+    )
     settings = dict(optimizer='SGD', accumulative_counts=2, accumulate_coupled=True)
     log, _ = gradients(model, in_slices(model, size, keep_graph, **settings))
     assert_same_step(log, want, tolerance=1e-8)

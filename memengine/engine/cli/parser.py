@@ -104,7 +104,7 @@ class _ParseOptions(argparse.Action):
             except ValueSyntaxError as error:
                 parser.error(
                     f'--cfg-options {key}: {text!r} is no value: {error}; a list is [a,b], a tuple '
-                    "(a,b), a dict dict(a=1), and text with brackets stands in quotes: \"'a)'\""
+                    '(a,b), a dict dict(a=1), and text with brackets stands in quotes: "\'a)\'"'
                 )
         setattr(namespace, self.dest, options)
 

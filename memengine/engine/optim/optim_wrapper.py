@@ -100,7 +100,7 @@ def _refuse_coupled(module: nn.Module, counts: int) -> None:
             f'optim_wrapper.accumulative_counts={counts}: samples meet in the loss of '
             f'{type(module).__name__}, but those of different iterations do not, so this would '
             f'train another objective than a batch that is {counts} times as large. For that one, '
-            f"multiply train_dataloader.batch_size by {counts} and set optim_wrapper.type="
+            f'multiply train_dataloader.batch_size by {counts} and set optim_wrapper.type='
             "'GradCacheOptimWrapper' with chunk_size, the images that fit; to train this one, set "
             'optim_wrapper.accumulate_coupled=True'
         )
