@@ -186,17 +186,20 @@ class GradCache:
         for model in self.models:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             is_sharded = any(isinstance(parameter, DTensor) for parameter in trained)
-            if trained and not synchronising(model) and (no_sync_except_last or not is_sharded):
-                kind = type(model).__name__
+            if not trained or synchronising(model) or (is_sharded and not no_sync_except_last):
+                continue
+            kind = type(model).__name__
+            if no_sync_except_last:
                 raise ValueError(
                     'GradCache: no_sync_except_last=True needs models wrapped in '
                     f'DistributedDataParallel, got {kind}; wrap it, or leave it out'
-                    if no_sync_except_last
-                    else f'GradCache: {kind} is on several ranks and not in DistributedDataParallel, '
-                    'so nobody would reduce its gradients once, after the last chunk. Give what the '
-                    "DDP around it is in; or, where a trainer has wrapped it, that trainer's "
-                    "backward=: Lightning's self.manual_backward, accelerate's accelerator.backward"
                 )
+            raise ValueError(
+                f'GradCache: {kind} is on several ranks and not in DistributedDataParallel, so '
+                'nobody would reduce its gradients once, after the last chunk. Wrap it; or, where '
+                "a trainer has wrapped what it is in, give that trainer's backward=: Lightning's "
+                "self.manual_backward, accelerate's accelerator.backward"
+            )
 
     def _one_model_form(
         self, model_input: Any, labels: Tensor | None = None, **loss_kwargs: Any
