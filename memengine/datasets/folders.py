@@ -124,8 +124,8 @@ class ImageFolder:
     Links to folders are followed, but no folder is entered twice: a loop of links ends, and no
     image gets the label of another class.
 
-    Files whose suffix is none of torchvision's (GIFs are not) are left out, and so are images beside
-    the folders of the classes; warnings count them.
+    Files whose suffix is none of torchvision's (GIFs are not) are left out, and so are images that
+    lie beside the folders of the classes; warnings count them.
 
     Args:
         root: The folder that holds one folder per class, in whose sorted order the classes are

@@ -141,8 +141,8 @@ def _warn_of_lost_classes(indices: int, chosen: Sequence[int], labels: Sequence[
     kept, there = len({labels[row] for row in chosen}), len(set(labels))
     if kept < min(there, len(chosen)):
         print_log(
-            f'indices={indices} takes samples of {kept} of {there} classes, as the source is sorted '
-            'by class; a list of positions takes others',
+            f'indices={indices} takes samples of {kept} of {there} classes, as the source is '
+            'sorted by class; a list of positions takes others',
             logger='current',
             level=logging.WARNING,
         )

@@ -100,9 +100,8 @@ def _depths(text: str) -> Iterator[tuple[int, int]]:
             quote = letter
         elif letter in _CLOSING:
             open_ones.append(letter)
-        elif letter in _CLOSING.values():
-            if not open_ones or _CLOSING[open_ones.pop()] != letter:
-                raise ValueSyntaxError(f'its {letter} closes nothing')
+        elif letter in _CLOSING.values() and (not open_ones or _CLOSING[open_ones.pop()] != letter):
+            raise ValueSyntaxError(f'its {letter} closes nothing')
         yield place, len(open_ones)
     if quote and is_value:
         raise ValueSyntaxError(f'its {quote} is not closed')

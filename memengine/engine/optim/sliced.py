@@ -117,9 +117,9 @@ class _SlicedOptimWrapper(OptimWrapper):
         raise ValueError(
             f'{type(self).__name__}: the step was carried out by a train_step that is not '
             f"memengine's, on the whole batch at once, so {self.setting}={self.size} would do "
-            'nothing. Derive the model from memengine.models.Algorithm, or have its train_step call '
-            'memengine.engine.run_step; do not put it into a wrapper of another library; else use '
-            "optim_wrapper.type='OptimWrapper'"
+            'nothing. Derive the model from memengine.models.Algorithm, or have its train_step '
+            'call memengine.engine.run_step, and keep it out of wrappers of other libraries; else '
+            "use optim_wrapper.type='OptimWrapper'"
         )
 
     def _check(self, module: SlicedModel) -> None:
