@@ -47,6 +47,7 @@ from memengine.engine.checkpoint.weights import (
     advise,
     load_from_options,
     load_weights,
+    only_reading,
     select,
 )
 from memengine.engine.cli.console import describe_run, log_environment, set_up_console
@@ -496,7 +497,8 @@ class Runner(_Runner):
             strict: Whether names and shapes must match exactly; always so when resuming. Something
                 has to match in any case.
             revise_keys: Pairs of pattern and replacement for names.
-            part: Load this module of the checkpoint only, e.g. ``'teacher.backbone'``.
+            part: Load this module of the checkpoint only, e.g. ``'teacher.backbone'``. Without it
+                training takes the one part that is most of the model, where no name fits as it is.
             into: The module of the model that it is loaded into; by default that of the same name.
 
         Raises:
@@ -517,20 +519,22 @@ class Runner(_Runner):
         checkpoint['meta'].pop('config', None)  # MMEngine would run it as a config, which is code
         if self._resume:
             check_resumable(self, checkpoint, filename)
-        names = list(checkpoint['state_dict'])
+        names, model = list(checkpoint['state_dict']), unwrap(self.model)
+        may_choose = not (self._resume or part or into) and isinstance(self._train_loop, BaseLoop)
+        if may_choose and (reading := only_reading(model, names)):
+            return self.load_checkpoint(filename, map_location, strict, revise_keys, *reading)
         checkpoint['state_dict'] = select(checkpoint['state_dict'], revise_keys, part, into)
         self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
-        model = unwrap(self.model)
         try:
             left = load_weights(
                 model, checkpoint['state_dict'], filename, into, strict or self._resume
             )
         except CheckpointError as error:
-            if self._resume or part or into or not isinstance(self._train_loop, BaseLoop):
+            if not may_choose:
                 raise
             raise CheckpointError(f'{error}{advise(model, names, filename)}') from error
         self._has_loaded = True
-        which = f', its {part or "weights"} into {into}' if into else ''
+        which = f', its {part or "weights"} into {into or "the model"}' if part or into else ''
         self.logger.info(f'Load checkpoint from {filename}{which}')
         if left:
             self.logger.warning(f'{filename}: {left}')

@@ -85,6 +85,19 @@ def test_groups_are_merged_by_setting_and_leave_frozen_parameters_out():
     }
 
 
+@pytest.mark.parametrize(
+    ('paramwise', 'said'),
+    [
+        (dict(bias_decay_mult=0.0), 'bias_decay_mult'),
+        (dict(custom_keys={'2.weight': dict(decay_mult=0.0)}), 'custom_keys.2.weight.decay_mult'),
+    ],
+)
+def test_a_multiple_of_a_weight_decay_that_is_not_set_is_refused(paramwise, said):
+    config = ConfigDict(optimizer=dict(type='SGD', lr=0.1))
+    with pytest.raises(ValueError, match=rf'optimizer.weight_decay is not set, .*\({said}\)'):
+        DefaultOptimWrapperConstructor(config, paramwise)
+
+
 def test_a_key_that_no_parameter_has_is_refused():
     with pytest.raises(ValueError, match=r'custom_keys\.wieght: no parameter .* mean .weight.'):
         build(dict(custom_keys={'2.weight': dict(lr_mult=0.5), 'wieght': dict(decay_mult=0.0)}))

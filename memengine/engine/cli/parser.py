@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import difflib
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any, NoReturn
 
 import memengine
+from memengine.engine.cli.values import ValueSyntaxError, parse_value
 
 __all__ = ['make_parser']
 
@@ -84,30 +83,8 @@ def _hint(word: str, words: Iterable[str]) -> str:
     return f': did you mean {" or ".join(found)}?' if found else ''
 
 
-def _value(text: str) -> Any:
-    """A value as MMEngine reads it, or one with dicts in it as Python does."""
-    from mmengine.config import DictAction
-
-    if 'dict(' in text or '{' in text:
-        with suppress(SyntaxError, ValueError):
-            return _with_dicts(ast.parse(text.strip(), mode='eval').body)
-    return DictAction._parse_iterable(text)
-
-
-def _with_dicts(node: ast.expr) -> Any:
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == 'dict' and not node.args:
-        return {str(entry.arg): _with_dicts(entry.value) for entry in node.keywords}
-    if isinstance(node, ast.Dict):
-        keys = [ast.literal_eval(key) for key in node.keys if key is not None]
-        return dict(zip(keys, map(_with_dicts, node.values), strict=True))
-    if isinstance(node, (ast.List, ast.Tuple)):
-        entries = [_with_dicts(entry) for entry in node.elts]
-        return entries if isinstance(node, ast.List) else tuple(entries)
-    return ast.literal_eval(node)
-
-
 class _ParseOptions(argparse.Action):
-    """``KEY=VALUE ...``, as numbers, True, None, [a,b], (a,b), dict(a=1); all else is text."""
+    """``KEY=VALUE ...``; see :mod:`memengine.engine.cli.values`."""
 
     def __call__(
         self,
@@ -122,15 +99,13 @@ class _ParseOptions(argparse.Action):
             if not equals or not key:
                 where = '; CONFIG goes before it' if os.path.exists(pair) else ''
                 parser.error(f'--cfg-options wants KEY=VALUE, got {pair!r}{where}')
-            for pair_of in ('()', '[]'):
-                if text.count(pair_of[0]) != text.count(pair_of[1]):
-                    parser.error(f'--cfg-options {key}: {text!r} has unbalanced {pair_of}')
             try:
-                value = _value(text)
-            except RecursionError:  # MMEngine's reading of what it cannot take apart
-                parser.error(f'--cfg-options {key}: {text!r} is no value that can be read')
-            # MMEngine's reading drops the blanks of a plain text.
-            options[key] = text.strip('\'"') if isinstance(value, str) else value
+                options[key] = parse_value(text)
+            except ValueSyntaxError as error:
+                parser.error(
+                    f'--cfg-options {key}: {text!r} is no value: {error}; a list is [a,b], a tuple '
+                    '(a,b), a dict dict(a=1), and text with brackets stands in quotes: "\'a)\'"'
+                )
         setattr(namespace, self.dest, options)
 
 

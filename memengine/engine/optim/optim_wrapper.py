@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from memengine._torch_private.ops import do_not_compile
 from memengine.engine.faults.guard import OnNonFinite, StepGuard
-from memengine.engine.step import plain_step
+from memengine.engine.step import SlicedModel, plain_step, unwrap
 from memengine.registry import OPTIM_WRAPPERS
 from memengine.techniques.sharding.clipping import (
     clip_each_grad_norm_,
@@ -94,6 +94,18 @@ def _device_type(optimizer: Optimizer) -> str:
     return computing_device_type(optimizer.param_groups[0]['params'][0])
 
 
+def _refuse_coupled(module: nn.Module, counts: int) -> None:
+    if isinstance(module, SlicedModel) and module.coupled:
+        raise ValueError(
+            f'optim_wrapper.accumulative_counts={counts}: samples meet in the loss of '
+            f'{type(module).__name__}, but those of different iterations do not, so this would '
+            f'train another objective than a batch that is {counts} times as large. For that one, '
+            f'multiply train_dataloader.batch_size by {counts} and set optim_wrapper.type='
+            "'GradCacheOptimWrapper' with chunk_size, the images that fit; to train this one, set "
+            'optim_wrapper.accumulate_coupled=True'
+        )
+
+
 @OPTIM_WRAPPERS.register_module()
 class OptimWrapper(_OptimWrapper):
     """MMEngine's OptimWrapper with precision as a setting.
@@ -101,6 +113,8 @@ class OptimWrapper(_OptimWrapper):
     Args:
         optimizer: The optimiser.
         accumulative_counts: Iterations whose gradients are averaged before an update.
+        accumulate_coupled: Do so also where samples meet in the loss. Those of different iterations
+            do not, so that is another objective than the loss of all of them.
         clip_grad: ``dict(max_norm=...)`` clips the norm of all gradients together,
             ``dict(type='value', clip_value=...)`` each entry, ``dict(type='each_norm',
             max_norm=...)`` each parameter's norm on its own, as DINO does.
@@ -112,7 +126,8 @@ class OptimWrapper(_OptimWrapper):
         nonfinite_limit: Most such steps between two checkpoints; at one more training ends.
 
     Raises:
-        ValueError: For a setting out of range.
+        ValueError: For a setting out of range; in a step, when samples meet in the loss of a model
+            whose gradients are to be accumulated, unless ``accumulate_coupled``.
 
     In fp16 a step whose gradient overflowed is skipped and the scale is lowered, as always; only
     what does not end so is a step that is not finite.
@@ -133,6 +148,7 @@ class OptimWrapper(_OptimWrapper):
         loss_scale: str | float | dict[str, Any] = 'dynamic',
         on_nonfinite: OnNonFinite = 'stop',
         nonfinite_limit: int = 10,
+        accumulate_coupled: bool = False,
     ) -> None:
         if accumulative_counts < 1:
             raise ValueError(f'accumulative_counts must be at least 1, got {accumulative_counts}')
@@ -151,6 +167,7 @@ class OptimWrapper(_OptimWrapper):
         self.precision = Precision(optimizer, precision, loss_scale)
         self.on_nonfinite: OnNonFinite = on_nonfinite
         self.nonfinite_limit = nonfinite_limit
+        self.accumulate_coupled = accumulate_coupled
         self.guard: StepGuard | None = None
         self._loss: Tensor | None = None
         self._is_spoilt = False  # by an iteration of those whose gradients are accumulated
@@ -162,6 +179,8 @@ class OptimWrapper(_OptimWrapper):
 
     def train_step(self, model: nn.Module, data: Any) -> dict[str, Tensor]:
         """Carry out one training step; see :func:`memengine.engine.step.run_step`."""
+        if self._accumulative_counts > 1 and not self.accumulate_coupled:
+            _refuse_coupled(unwrap(model), self._accumulative_counts)
         log_vars = self._carry_out(model, data)
         return log_vars if self.guard is None else self.guard.to_log(log_vars)
 
@@ -308,6 +327,7 @@ def AmpOptimWrapper(  # noqa: N802 (a type name of MMEngine's config language)
     clip_grad: dict[str, Any] | None = None,
     on_nonfinite: OnNonFinite = 'stop',
     nonfinite_limit: int = 10,
+    accumulate_coupled: bool = False,
 ) -> OptimWrapper:
     """MMEngine's name for an :class:`OptimWrapper` in half precision.
 
@@ -319,6 +339,7 @@ def AmpOptimWrapper(  # noqa: N802 (a type name of MMEngine's config language)
         clip_grad: See :class:`OptimWrapper`.
         on_nonfinite: See :class:`OptimWrapper`.
         nonfinite_limit: See :class:`OptimWrapper`.
+        accumulate_coupled: See :class:`OptimWrapper`.
     """
     if dtype is None:
         dtype = 'bf16' if _device_type(optimizer) == 'cpu' else 'fp16'
@@ -331,4 +352,5 @@ def AmpOptimWrapper(  # noqa: N802 (a type name of MMEngine's config language)
         loss_scale,
         on_nonfinite,
         nonfinite_limit,
+        accumulate_coupled,
     )

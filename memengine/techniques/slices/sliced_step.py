@@ -79,7 +79,8 @@ def sliced_step(
         context: Makes the context of each forward pass and of the losses, e.g.
             ``lambda: torch.autocast('cuda', torch.float16)``.
         backward: Runs backward from a loss, e.g. ``lambda loss: scaler.scale(loss).backward()``.
-            Cached gradients then carry the scale and are not scaled again.
+            Cached gradients then carry the scale and are not scaled again. A repeated slice
+            without an additive loss hands it a zero, through which its gradient flows.
         exchange: Makes the context of the blocks in which ranks may exchange data: the coupled
             loss, and the slices whose backward reduces gradients. See
             :func:`~memengine.techniques.slices.out_of_memory.run_until_it_fits`.
@@ -314,15 +315,13 @@ def _run_backward(
     pairs: Sequence[tuple[Tensor, Tensor]], loss: Tensor | None, backward: Callable[[Tensor], Any]
 ) -> None:
     """One backward from a slice's loss, if it has one, and with given gradients from tensors."""
-    roots, gradients = [root for root, _ in pairs], [gradient for _, gradient in pairs]
+    if pairs:  # by the caller's own backward, too, which may tell DDP that one begins
+        roots, gradients = [root for root, _ in pairs], [gradient for _, gradient in pairs]
+        loss = torch.zeros((), device=roots[0].device) if loss is None else loss
+        loss = _WithCachedGradients.apply(loss, gradients, *roots)
     if loss is not None:
-        if roots:
-            loss = _WithCachedGradients.apply(loss, gradients, *roots)
         with _without_autocast(loss):
             backward(loss)
-    elif roots:
-        with _without_autocast(roots[0]):
-            torch.autograd.backward(roots, gradients)
 
 
 def _plan_runs(
