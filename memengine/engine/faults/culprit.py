@@ -77,8 +77,8 @@ class _Watch:
         data_samples = batch.get('data_samples') if isinstance(batch, Mapping) else None
         inputs = batch.get('inputs', batch) if isinstance(batch, Mapping) else batch
         first = next((x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)), None)
-        self.one_by_one = isinstance(data_samples, list)  # a list of samples, not of views
-        if self.one_by_one:
+        self.one_by_one = isinstance(data_samples, list)  # images of their own sizes
+        if isinstance(data_samples, list):
             self.batch_size, self.views = len(data_samples), 1
         else:
             self.batch_size = 0 if first is None or not first.ndim else len(first)
