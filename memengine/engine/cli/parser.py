@@ -220,7 +220,9 @@ def _add_command(commands: Any, name: str, does: str, examples: str) -> argparse
         allow_abbrev=False,
     )
     parser.set_defaults(parser=parser)
-    parser.add_argument('config', metavar='CONFIG', help='a file such as configs/dino_vit.py')
+    parser.add_argument(
+        'config', metavar='CONFIG', help='a file, or a config that comes along, as dino_vit'
+    )
     return parser
 
 

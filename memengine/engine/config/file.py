@@ -11,12 +11,31 @@ from typing import Any
 from mmengine.config import Config
 from mmengine.config.utils import ConfigParsingError
 
+import memengine
 from memengine.engine.config.bases import config_files
 from memengine.engine.config.check import ConfigError, import_custom_modules, known_keys
 from memengine.engine.config.runner_schema import FREE_KEYS
 from memengine.suggest import did_you_mean, similar
 
-__all__ = ['load_config', 'merge_options', 'similar_files']
+__all__ = ['find_config', 'load_config', 'merge_options', 'similar_files']
+
+
+def find_config(name: str | Path) -> Path:
+    """The file that a config's name stands for.
+
+    Args:
+        name: A path; or the name of a config that comes along, as ``dino_vit`` or
+            ``dino/dino_vit-small-p16_8xb64-100e_imagenet``. A path that exists goes first.
+
+    Returns:
+        The path; ``name`` itself where there is no such file.
+    """
+    package = Path(memengine.__file__).parent
+    for folder in (package / 'configs', package.parent / 'configs'):  # installed; in a checkout
+        file = folder / f'{name}.py'
+        if not os.path.exists(name) and file.is_file():
+            return file
+    return Path(name)
 
 
 def similar_files(path: str | Path, patterns: tuple[str, ...] = ('*.py',)) -> str:
@@ -39,7 +58,8 @@ def load_config(path: str | Path, options: Mapping[str, Any] | None = None) -> C
     """Read a config file.
 
     Args:
-        path: A ``.py``, ``.yaml`` or ``.json`` file in MMEngine's config language.
+        path: A ``.py``, ``.yaml`` or ``.json`` file in MMEngine's config language, or the name of
+            a config that comes along (see :func:`find_config`).
         options: Dotted path to value, as ``--cfg-options`` gives them.
 
     Returns:
@@ -49,6 +69,7 @@ def load_config(path: str | Path, options: Mapping[str, Any] | None = None) -> C
         ConfigError: When the file or one of its bases is not there or has an error (with file and
             line), or an option does not fit.
     """
+    path = find_config(path)
     if not os.path.exists(path):
         raise ConfigError(f'there is no config file {path}{similar_files(path)}')
     if os.path.isdir(path):

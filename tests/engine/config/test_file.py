@@ -1,10 +1,12 @@
 """Reading a config file: every way in which that fails is a sentence that says where."""
 
+from pathlib import Path
+
 import pytest
 from mmengine.config import Config
 
 from memengine.engine.config.check import ConfigError
-from memengine.engine.config.file import load_config, merge_options
+from memengine.engine.config.file import find_config, load_config, merge_options
 
 
 @pytest.fixture
@@ -164,3 +166,12 @@ def test_options_that_do_not_fit(path, value, problem):
         merge_options(cfg, {path: value, 'train_cfg.max_epochs': 1})
     assert str(error.value).startswith(problem)
     assert cfg.to_dict() == config().to_dict(), 'nothing may be merged when one option is wrong'
+
+
+def test_a_config_that_comes_along_is_found_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config('dino_vit').model.type == 'DINO'
+    assert find_config('dino/dino_vit-small-p16_8xb64-100e_imagenet').is_file()
+    (tmp_path / 'dino_vit').write_text('mine')
+    assert find_config('dino_vit') == Path('dino_vit')  # what is there goes first
+    assert find_config('nonsense') == Path('nonsense')
