@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ['main']
 
+_OF_MEMORY = {'predict': 'predict_step', 'measure': 'measure_step'}
 _RANK_VARIABLES = ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK', 'PMI_RANK')
 
 
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Wrong usage exits with 2.
     """
     args = make_parser().parse_args(argv)
-    if args.command in ('train', 'test', 'replay'):
+    if args.command in ('train', 'test', 'replay', *_OF_MEMORY):
         if args.local_rank is not None:
             os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
         # Last, so that nothing that is installed is hidden by a file of the user's.
@@ -95,7 +96,11 @@ class _Command:
             print(commands.replay(self.args), end='\n' if self._rank() in (None, '0') else '')
             return
         self.cfg = commands.read_config(self.args)
-        if self.args.command == 'train':
+        if self.args.command in _OF_MEMORY:
+            from memengine.engine.cli import memory
+
+            print(getattr(memory, _OF_MEMORY[self.args.command])(self.cfg, self.args.json))
+        elif self.args.command == 'train':
             commands.train(self.cfg)
         else:
             commands.test(self.cfg)

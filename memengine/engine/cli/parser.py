@@ -160,11 +160,24 @@ def make_parser() -> argparse.ArgumentParser:
     test = _add_command(commands, 'test', 'test a checkpoint', TEST_EXAMPLES)
     test.add_argument('checkpoint', metavar='CHECKPOINT', help='the checkpoint to test')
     _add_common(test)
+    _add_memory_commands(commands)
     _add_convert(commands)
     _add_verify(commands)
     _add_replay(commands)
     _add_techniques(commands)
     return parser
+
+
+def _add_memory_commands(commands: Any) -> None:
+    for name, does in (
+        ('predict', 'predict the memory of a training step, without taking it'),
+        ('measure', 'measure the memory of real training steps'),
+    ):
+        command = _add_command(
+            commands, name, does, f'example:\n  memengine {name} configs/dino_vit.py'
+        )
+        command.add_argument('--json', action='store_true', help='print figures in bytes')
+        _add_options(command)
 
 
 def _add_techniques(commands: Any) -> None:
