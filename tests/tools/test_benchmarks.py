@@ -127,7 +127,6 @@ def test_optimizer_memory(script, tmp_path, monkeypatch):
 
 
 @NEEDS_SHARDING
-@pytest.mark.usefixtures('without_gpus')
 def test_sharding_memory(script, tmp_path, monkeypatch):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '')  # which the script sets
     page = page_with(tmp_path, 'sharding_memory')

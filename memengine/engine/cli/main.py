@@ -43,7 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         that asked to stop 130 (Ctrl-C), 143 (SIGTERM), 129 (SIGHUP) or 75 (SIGUSR1, SIGUSR2).
         Wrong usage exits with 2.
     """
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    if '_ARGCOMPLETE' in os.environ:  # set by the shell when it completes a line
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
     if args.command in ('train', 'test', 'replay'):
         if args.local_rank is not None:
             os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
@@ -171,18 +179,14 @@ def _limit_thread_spinning() -> None:
         os.environ['GOMP_SPINCOUNT'] = '10000'
 
 
-def _log_traceback(error: Exception) -> str | None:
+def _log_traceback(error: Exception) -> Path | None:
     """Write the traceback to the run's log file, if there is one already."""
     from mmengine.logging import MMLogger
 
     if not MMLogger._instance_dict:
         return None
-    logger = MMLogger.get_current_instance()
-    for handler in logger.handlers:
-        if isinstance(handler, logging.FileHandler):
-            text = ''.join(traceback.format_exception(error))
-            handler.handle(logger.makeRecord(logger.name, logging.ERROR, '', 0, text, (), None))
-            path = Path(handler.baseFilename)
-            inside = path.is_relative_to(Path.cwd())
-            return str(path.relative_to(Path.cwd()) if inside else path)
-    return None
+    from memengine.engine.cli.console import shortened, to_log_file
+
+    text = ''.join(traceback.format_exception(error))
+    path = to_log_file(MMLogger.get_current_instance(), text, logging.ERROR)
+    return path and shortened(path)

@@ -333,6 +333,7 @@ TOP_CONSTRAINTS: Mapping[str, Constraint] = {
     **dict.fromkeys(('env_cfg', 'randomness'), _DICT),
     'launcher': one_of('none', 'pytorch', 'slurm', 'mpi'),
     'log_level': one_of('CRITICAL', 'ERROR', 'WARNING', 'INFO', 'DEBUG', 'NOTSET'),
+    'console': one_of('quiet', 'normal', 'verbose'),
     'load_from': Constraint(
         'a path, or dict(path=..., part=..., into=..., strict=True or False)', _names_weights
     ),
