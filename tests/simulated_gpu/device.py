@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.simulated_gpu.build import DRIVER, KERNELS, RUNTIME, build, why_not
+from tests.simulated_gpu.build import DRIVER, RUNTIME, build, why_not
 
 MIB = 2**20
 REASON = why_not()
@@ -30,17 +30,18 @@ if LIBRARIES is not None:
     _driver = ctypes.CDLL(str(LIBRARIES / DRIVER), ctypes.RTLD_GLOBAL)
     _runtime = ctypes.CDLL(str(LIBRARIES / RUNTIME), ctypes.RTLD_GLOBAL)
 
-import torch
+import torch  # noqa: E402 (the simulated runtime comes first)
 
 ROOT = Path(__file__).parents[2]
 _MEMORY_MIB = 4096
 # Torch's own code for the device runs here: metadata, allocations and transfers.
 _KEPT = set(
-    'empty.memory_format empty_strided _efficientzerotensor as_strided view view.dtype unfold alias '
-    '_reshape_alias view_as_real view_as_complex set_ set_.source_Tensor set_.source_Storage '
-    'set_.source_Storage_storage_offset set_data is_set_to resize_ resize_as_ record_stream '
-    '_local_scalar_dense _pin_memory is_pinned lift_fresh _has_same_storage_numel copy_ '
-    'native_dropout _fused_rms_norm_backward _fused_sdp_choice'.split()
+    'empty.memory_format empty_strided _efficientzerotensor as_strided view view.dtype unfold '  # noqa: SIM905
+    'alias _reshape_alias view_as_real view_as_complex set_ set_.source_Tensor '
+    'set_.source_Storage set_.source_Storage_storage_offset set_data is_set_to resize_ '
+    'resize_as_ record_stream _local_scalar_dense _pin_memory is_pinned lift_fresh '
+    '_has_same_storage_numel copy_ native_dropout _fused_rms_norm_backward '
+    '_fused_sdp_choice'.split()
 )
 _WITHOUT_CPU_KERNELS = (
     *('sparse', 'nested', 'cudnn', 'miopen', '_cufft', '_flash', '_efficient', 'quantized'),
