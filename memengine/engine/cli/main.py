@@ -57,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
         # Last, so that nothing that is installed is hidden by a file of the user's.
         sys.path += [os.getcwd(), str(Path(args.config or args.file).resolve().parent)]
+    elif args.command in ('probe', 'embed'):
+        sys.path += [os.getcwd(), str(Path(args.config or args.run).resolve().parent)]
     command = _Command(args)
     try:
         with stop_signals_handled_by(raise_interrupted):
@@ -101,6 +103,15 @@ class _Command:
             return
         if self.args.command == 'replay':
             print(commands.replay(self.args), end='\n' if self._rank() in (None, '0') else '')
+            return
+        if self.args.command in ('probe', 'embed'):
+            from memengine.engine.cli.after import read_run, run_after
+
+            self.cfg = read_run(self.args)
+            print(
+                run_after(self.cfg, self.args.command),
+                end='\n' if self._rank() in (None, '0') else '',
+            )
             return
         self.cfg = commands.read_config(self.args)
         if self.args.command == 'train':
