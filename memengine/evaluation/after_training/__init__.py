@@ -4,7 +4,7 @@ Each is a loop of MMEngine's kind, built with the runner and run by a command of
 ``memengine probe`` and ``memengine embed``.
 """
 
-from memengine.after.embed import EmbedLoop
-from memengine.after.probe import ProbeLoop
+from memengine.evaluation.after_training.embed import EmbedLoop
+from memengine.evaluation.after_training.probe import ProbeLoop
 
 __all__ = ['EmbedLoop', 'ProbeLoop']

@@ -10,7 +10,7 @@ import torch
 from memengine.engine.cli.main import main
 from memengine.evaluation.linear_probe import few_shot, linear_probe
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FEW = [
     '--cfg-options',
     'val_dataloader.dataset.bank.indices=60',

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from memengine.after.predictions import collect, one_process
-from memengine.after.results import table, write_results
+from memengine.evaluation.after_training.predictions import collect, one_process
+from memengine.evaluation.after_training.results import table, write_results
 from memengine.evaluation.knn import weighted_knn
 from memengine.evaluation.linear_probe import LinearProbe, few_shot, linear_probe
 from memengine.registry import LOOPS

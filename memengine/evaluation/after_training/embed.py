@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memengine.after.predictions import dataset_of, predictions
+from memengine.evaluation.after_training.predictions import dataset_of, predictions
 from memengine.registry import LOOPS
 
 __all__ = ['EmbedLoop']
