@@ -142,7 +142,11 @@ def rows() -> list[Row]:
     applied = list(in_order(described))
     others = sorted((t for t in described if not t.apply), key=lambda t: t.key)
     return [row_of(t) for t in (*others, *applied) if t.example is not None] + [
-        Row('accumulative_counts', optim(accumulative_counts=2), is_setting=True),
+        Row(
+            'accumulative_counts',
+            optim(accumulative_counts=2, accumulate_coupled=True),
+            is_setting=True,
+        ),
         Row('clipping', optim(clip_grad=dict(max_norm=0.1)), words=('clip_grad',), is_setting=True),
         Row('bf16', optim(precision='bf16'), is_setting=True),
         Row('fp16', optim(precision='fp16', loss_scale=4096.0), is_setting=True),

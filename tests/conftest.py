@@ -121,8 +121,8 @@ def techniques_of_its_own(monkeypatch):
 
 
 @pytest.fixture
-def without_gpus(monkeypatch):
-    """As on a machine that has none: what is counted is counted on the CPU."""
+def beside_a_gpu(monkeypatch):
+    """As on a machine that has one: a model on the CPU is still trained there."""
     import torch
 
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)

@@ -79,8 +79,9 @@ def test_detection(name, tmp_path, monkeypatch):
         'auto_scale_lr.base_batch_size': 2,
         'optim_wrapper.optimizer.lr': 2e-3,
         'param_scheduler.0.end': 16,
-        'train_cfg.max_epochs': 6,
-        'train_cfg.val_interval': 6,
+        'param_scheduler.1.milestones': [5],  # without, the last steps decide the figure
+        'train_cfg.max_epochs': 8,
+        'train_cfg.val_interval': 8,
         'custom_hooks': [dict(type='EvaluateFirstHook')],
     }
     figures = run(name, monkeypatch, tmp_path, settings)

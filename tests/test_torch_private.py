@@ -574,3 +574,13 @@ def test_fake_tensors():
         with pytest.raises(fake.FAKE_REFUSES):
             torch.nonzero(x)
     assert not fake.is_fake(torch.ones(4))
+    seen = []
+
+    class See(ops.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with See():
+        torch.ones(1).item()
+    assert seen[-1] is fake.READS_A_NUMBER

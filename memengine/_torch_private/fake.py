@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import (
 
 __all__ = [
     'FAKE_REFUSES',
+    'READS_A_NUMBER',
     'FakeTensorMode',
     'is_fake',
     'unset_fake_temporarily',
@@ -25,6 +27,9 @@ FAKE_REFUSES = (
     UnsupportedFakeTensorException,
 )
 """What fake tensors raise where shape or control flow depends on values."""
+
+READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default
+"""The operator under ``tensor.item()``."""
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -124,7 +124,8 @@ class ImageFolder:
     Links to folders are followed, but no folder is entered twice: a loop of links ends, and no
     image gets the label of another class.
 
-    Files whose suffix is none of torchvision's (GIFs are not) are left out; a warning counts them.
+    Files whose suffix is none of torchvision's (GIFs are not) are left out, and so are images that
+    lie beside the folders of the classes; warnings count them.
 
     Args:
         root: The folder that holds one folder per class, in whose sorted order the classes are
@@ -147,6 +148,12 @@ class ImageFolder:
             if _identity(str(folder / name)) in entered:
                 raise ValueError(f'{str(folder / name)!r} is a link to another class or to root')
             entered.add(_identity(str(folder / name)))
+        beside = [it.name for it in os.scandir(folder) if it.name.lower().endswith(_SUFFIXES)]
+        if beside := sorted(set(beside) - set(self.classes)):
+            self._warn(
+                f'{len(beside)} images lie beside the folders of the classes and are left out, as '
+                f'they have no label ({str(folder / beside[0])!r})'
+            )
         self._samples: list[tuple[str, int]] = []
         left_out: Counter[str] = Counter()
         for label, name in enumerate(self.classes):
@@ -183,6 +190,11 @@ class ImageFolder:
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         path, label = self._samples[index]
         return load_rgb(path, self._max_pixels), label
+
+    @property
+    def labels(self) -> list[int]:
+        """The label of each sample."""
+        return [label for _, label in self._samples]
 
     def path(self, index: int) -> str:
         """The file that sample ``index`` is read from."""
@@ -239,6 +251,7 @@ class _Cifar:
                 f'({one_line(error)})'
             ) from error
         self.classes: list[str] = self._images.classes
+        self.labels: list[int] = self._images.targets
 
     def __len__(self) -> int:
         return len(self._images)

@@ -12,7 +12,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from memengine.datasets.build import build, one_line
-from memengine.datasets.sources import HasPaths
+from memengine.datasets.sources import HasLabels, HasPaths
 from memengine.datasets.transforms.pipeline import Pipeline
 from memengine.registry import DATASETS, DatasetConfig, TransformConfig
 
@@ -59,6 +59,8 @@ class ImageDataset(Dataset):
         self._path = self.source.path if isinstance(self.source, HasPaths) else None
         self.pipeline = Pipeline(pipeline)
         self.indices = positions(indices, len(self.source))
+        if isinstance(indices, int) and isinstance(self.source, HasLabels):
+            _warn_of_lost_classes(indices, self.indices, self.source.labels)
         self.on_error = on_error
         self.max_skipped = max_skipped
         self.metainfo: dict[str, Any] = {'classes': list(self.source.classes), **(metainfo or {})}
@@ -132,6 +134,18 @@ class ImageDataset(Dataset):
                 f'but returned the keys {sorted(item)}'
             )
         return item
+
+
+def _warn_of_lost_classes(indices: int, chosen: Sequence[int], labels: Sequence[int]) -> None:
+    """Say when the first samples, or the last, are of fewer classes than all are."""
+    kept, there = len({labels[row] for row in chosen}), len(set(labels))
+    if kept < min(there, len(chosen)):
+        print_log(
+            f'indices={indices} takes samples of {kept} of {there} classes, as the source is '
+            'sorted by class; a list of positions takes others',
+            logger='current',
+            level=logging.WARNING,
+        )
 
 
 def positions(indices: int | Sequence[int] | None, size: int) -> Sequence[int]:

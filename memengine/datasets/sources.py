@@ -18,7 +18,7 @@ from PIL import Image
 
 from memengine.registry import DATASETS
 
-__all__ = ['Digits', 'HasPaths', 'Photographs', 'Source']
+__all__ = ['Digits', 'HasLabels', 'HasPaths', 'Photographs', 'Source']
 
 
 class Source(Protocol):
@@ -37,6 +37,13 @@ class HasPaths(Protocol):
 
     def path(self, index: int) -> str:
         """The file that sample ``index`` is read from."""
+
+
+@runtime_checkable
+class HasLabels(Protocol):
+    """A source that knows the labels of its samples without reading them."""
+
+    labels: list[int]
 
 
 def _check_choice(setting: str, value: str, choices: tuple[str, ...]) -> None:
@@ -169,6 +176,7 @@ class Photographs:
             corners = generator.integers(0, np.array(room) + 1, size=(crops_per_image, 2))
             self._halves.append(half)
             self._corners += [(label, left, top) for left, top in corners.tolist()]
+        self.labels: list[int] = [label for label, _, _ in self._corners]
 
     def __len__(self) -> int:
         return len(self._corners)

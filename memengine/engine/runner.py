@@ -47,8 +47,10 @@ from memengine.engine.checkpoint.weights import (
     advise,
     load_from_options,
     load_weights,
+    only_reading,
     select,
 )
+from memengine.engine.cli.console import describe_run, log_environment, set_up_console
 from memengine.engine.config.runner_schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
 from memengine.engine.distributed.launchers import DEFAULT_TIMEOUT_S
@@ -155,6 +157,15 @@ class Runner(_Runner):
         if seed is None:
             self.cfg.randomness = {**self.cfg.get('randomness', {}), 'seed': self.seed}
 
+    def build_logger(self, *args: Any, **kwargs: Any) -> Any:
+        """Build the run's logger; ``console`` in the config says how much it says there."""
+        logger = super().build_logger(*args, **kwargs)
+        set_up_console(logger, self.cfg.get('console', 'normal'))
+        return logger
+
+    def _log_env(self, env_cfg: dict[str, Any]) -> None:
+        log_environment(self)
+
     @staticmethod
     def build_dataloader(
         dataloader: DataLoader | dict[str, Any],
@@ -189,18 +200,21 @@ class Runner(_Runner):
         """Put the model on its device and into its wrapper; nothing is ignored silently."""
         if is_model_wrapper(model):
             return super().wrap_model(model_wrapper_cfg, model)
-        apply_before_wrapping(model, self.cfg)
         config = {'type': 'MMDistributedDataParallel', **(model_wrapper_cfg or {})}
         kind = config['type']
         wrapper = MODEL_WRAPPERS.get(kind) if isinstance(kind, str) else kind
         if wrapper is None:
             raise ValueError(f"model_wrapper_cfg.type: there is no model wrapper '{kind}'")
+        is_sharded = self.distributed and issubclass(wrapper, FullyShardedDataParallel)
+        if not is_sharded:
+            model = model.to(get_device())  # first: what replaces modules asks where they are
+        apply_before_wrapping(model, self.cfg)
         is_ddp = issubclass(wrapper, nn.parallel.DistributedDataParallel)
         if not self.distributed:
             if model_wrapper_cfg is not None:
                 self._warn_unused_wrapper(kind, wrapper, is_ddp, model)
             return super().wrap_model(None, model)
-        if issubclass(wrapper, FullyShardedDataParallel):
+        if is_sharded:
             wrapped = self._shard_model(config, wrapper, model)
         else:
             if is_ddp:
@@ -209,8 +223,7 @@ class Runner(_Runner):
                 config.setdefault('device_ids', local_device_ids())
                 if model_wrapper_cfg is None:
                     config['broadcast_buffers'] = False
-            whole_model = dict(module=model.to(get_device()))
-            wrapped = MODEL_WRAPPERS.build(config, default_args=whole_model)
+            wrapped = MODEL_WRAPPERS.build(config, default_args=dict(module=model))
         self._warn_of_local_losses(unwrap(wrapped))
         return wrapped
 
@@ -322,6 +335,8 @@ class Runner(_Runner):
         self._init_model_weights()
         apply_to_model(unwrap(self.model), self.logger, self.hooks)
         self.load_or_resume()
+        for line in describe_run(self):
+            self.logger.info(line)
         self.optim_wrapper.initialize_count_status(
             self.model, self.train_loop.iter, self.train_loop.max_iters
         )
@@ -482,7 +497,8 @@ class Runner(_Runner):
             strict: Whether names and shapes must match exactly; always so when resuming. Something
                 has to match in any case.
             revise_keys: Pairs of pattern and replacement for names.
-            part: Load this module of the checkpoint only, e.g. ``'teacher.backbone'``.
+            part: Load this module of the checkpoint only, e.g. ``'teacher.backbone'``. Without it
+                training takes the one part that is most of the model, where no name fits as it is.
             into: The module of the model that it is loaded into; by default that of the same name.
 
         Raises:
@@ -503,20 +519,22 @@ class Runner(_Runner):
         checkpoint['meta'].pop('config', None)  # MMEngine would run it as a config, which is code
         if self._resume:
             check_resumable(self, checkpoint, filename)
-        names = list(checkpoint['state_dict'])
+        names, model = list(checkpoint['state_dict']), unwrap(self.model)
+        may_choose = not (self._resume or part or into) and isinstance(self._train_loop, BaseLoop)
+        if may_choose and (reading := only_reading(model, names)):
+            return self.load_checkpoint(filename, map_location, strict, revise_keys, *reading)
         checkpoint['state_dict'] = select(checkpoint['state_dict'], revise_keys, part, into)
         self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
-        model = unwrap(self.model)
         try:
             left = load_weights(
                 model, checkpoint['state_dict'], filename, into, strict or self._resume
             )
         except CheckpointError as error:
-            if self._resume or part or into or not isinstance(self._train_loop, BaseLoop):
+            if not may_choose:
                 raise
             raise CheckpointError(f'{error}{advise(model, names, filename)}') from error
         self._has_loaded = True
-        which = f', its {part or "weights"} into {into}' if into else ''
+        which = f', its {part or "weights"} into {into or "the model"}' if part or into else ''
         self.logger.info(f'Load checkpoint from {filename}{which}')
         if left:
             self.logger.warning(f'{filename}: {left}')

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ['LIBRARIES_BYTES', 'mapped_bytes', 'workspace_bytes']
+__all__ = ['library_bytes', 'mapped_bytes', 'workspace_bytes']
 
-LIBRARIES_BYTES = 8 * 2**20
-"""Packed panels of products of matrices (5 MiB a thread), Python's objects, threads of autograd."""
+_LEAST_OF_LIBRARIES = 2**20
+_SHARE_OF_LIBRARIES = 0.01
 
 _PAGE = 4096
 _SINGLE_BLOCK = 64 * 2**10  # from here on a block is mapped by itself
@@ -89,3 +89,12 @@ def _convolution_backward(
 def _by_blocks_of_channels(weight: Tensor) -> int:
     """A weight of groups [C, C / groups, h, w] as if 16 by 16 channels met; not for 3 by 3."""
     return 256 * _nbytes(weight) if max(weight.shape[2:]) > 3 else 0
+
+
+def library_bytes(tensors_bytes: int) -> int:
+    """What else is taken where tensors take so much at their peak, as measured.
+
+    It is what products of matrices pack their panels into, blocks too small for a page of their
+    own, Python's objects of the graph, the kernel's tables.
+    """
+    return _LEAST_OF_LIBRARIES + int(_SHARE_OF_LIBRARIES * tensors_bytes)

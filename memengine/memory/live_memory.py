@@ -16,10 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from memengine._torch_private.autograd import storage_key
-from memengine._torch_private.fake import (
-    is_fake,
-    unset_fake_temporarily,
-)
+from memengine._torch_private.fake import READS_A_NUMBER, is_fake, unset_fake_temporarily
 from memengine._torch_private.ops import (
     FLOPS_OF,
     OpOverload,
@@ -36,7 +33,6 @@ __all__ = ['SAVED', 'TRANSIENT', 'LiveMemory', 'Piece']
 TRANSIENT, SAVED, WORKSPACE = 'transients', 'saved activations', 'workspaces'
 
 _MOST_BYTES = 4096  # of memory whose numbers are computed
-_READ = torch.ops.aten._local_scalar_dense.default
 _DRAWS = torch.Tag.nondeterministic_seeded
 
 
@@ -143,7 +139,7 @@ class LiveMemory(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _READ:
+        if func is READS_A_NUMBER:
             return self._read(args[0])
         inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         there = {storage_key(t.untyped_storage()) for t in inputs if t.layout == torch.strided}
@@ -176,7 +172,11 @@ class LiveMemory(TorchDispatchMode):
             value = self._value_of(tensor)
             if value is None:
                 self.guessed += 1
-                return torch.ones((), dtype=tensor.dtype).item()
+                piece = self._piece_of(tensor)
+                is_any = piece is not None and piece.op.startswith('aten.any')
+                # Of no number does what is asked for hold, as if all were as they should be:
+                # `trunc_normal_` draws again until it does not.
+                return torch.full((), not is_any, dtype=tensor.dtype).item()
             return value.item()
 
     def _value_of(self, tensor: Tensor) -> Tensor | None:

@@ -57,6 +57,7 @@ def map_blocks_singly() -> None:
     mallopt(_M_MMAP_THRESHOLD, SINGLE_BLOCK)
     mallopt(_M_MMAP_MAX, 2**30)
     mallopt(_M_TRIM_THRESHOLD, 0)
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed before this is the kernel's, too
 
 
 def measure(
@@ -79,8 +80,8 @@ def measure(
     device = torch.device(device)
     if device.type == 'cuda':
         return _measure_on_gpu(build, device, steps)
-    map_blocks_singly()
     gc.collect()
+    map_blocks_singly()
     before = _kib('RssAnon')
     step = build()
     for _ in range(steps - 1):

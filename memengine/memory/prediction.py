@@ -11,7 +11,7 @@ from itertools import accumulate
 from torch import Tensor, nn
 
 from memengine._torch_private.fake import FAKE_REFUSES, FakeTensorMode
-from memengine.memory.cpu_workspaces import LIBRARIES_BYTES, mapped_bytes
+from memengine.memory.cpu_workspaces import library_bytes, mapped_bytes
 from memengine.memory.ledger import tensors_in
 from memengine.memory.live_memory import SAVED, TRANSIENT, LiveMemory, Piece
 from memengine.memory.training_step import TrainingStep
@@ -69,8 +69,9 @@ def predict(build: Callable[[], TrainingStep]) -> Prediction:
         The peak of the second step, as the optimiser has no state in the first.
 
     Raises:
-        UnpredictableError: When the step's course depends on values: a detector's boxes, code that
-            leaves torch for NumPy. Measure it with :func:`memengine.memory.measure`.
+        UnpredictableError: When the step's course depends on values: a detector's boxes, codes of
+            activations, code that leaves torch for NumPy. Measure it with
+            :func:`memengine.memory.measure`.
 
     Cost: the time that Python takes for the operators, about 0.1 ms each.
     """
@@ -85,10 +86,10 @@ def predict(build: Callable[[], TrainingStep]) -> Prediction:
                 _assign(memory, step)
                 memory.start_again()
                 step.run()
-    except FAKE_REFUSES as error:
+    except (*FAKE_REFUSES, RuntimeError, TypeError) as error:  # also what leaves torch
         raise UnpredictableError(
-            f'the step depends on values, which a prediction does not have ({error}); measure it '
-            'instead: memengine measure'
+            'the step cannot be carried out on tensors without values, as a prediction does '
+            f'({error}); measure it instead: memengine measure'
         ) from error
     return _prediction(memory)
 
@@ -134,9 +135,10 @@ def _prediction(memory: LiveMemory) -> Prediction:
         by_category[piece.category] += nbytes
         if piece.category in (SAVED, TRANSIENT):
             by_module[piece.module] += nbytes
-    by_category[ALLOCATOR] = live[last] - sum(there.values()) + LIBRARIES_BYTES
+    peak = live[last] + library_bytes(live[last])
+    by_category[ALLOCATOR] = peak - sum(there.values())
     return Prediction(
-        peak_bytes=live[last] + LIBRARIES_BYTES,
+        peak_bytes=peak,
         by_category=dict(by_category.most_common()),
         by_module=dict(by_module.most_common()),
         at=memory.events[last][1].op,

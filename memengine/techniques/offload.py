@@ -11,6 +11,7 @@ import os
 import tempfile
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,6 +148,7 @@ class _Offloading(saved_tensors_hooks):
         self._stays = owned_by(tensor for tensor in live if is_plain(tensor))
         self._storages: list[weakref.ref[_OffloadedStorage]] = []  # in the order of saving
         self._latest: dict[int, tuple[weakref.ref[Any], int, weakref.ref[_OffloadedStorage]]] = {}
+        self._leaving = _Leaving()
         self._outside: _Offloading | None = None
         super().__init__(self.pack, _unpack)
 
@@ -156,6 +158,7 @@ class _Offloading(saved_tensors_hooks):
 
     def __exit__(self, *exception: object) -> None:
         _state.offloading = self._outside
+        self._leaving.wait()
         super().__exit__(*exception)
 
     def pack(self, tensor: Tensor) -> Any:
@@ -175,7 +178,9 @@ class _Offloading(saved_tensors_hooks):
             stored = known[2]()
             if stored is not None:
                 return stored
-        stored = _OffloadedStorage(self._offload, storage, len(self._storages), self._storages)
+        content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        read = _store(self._offload, content, self._leaving)
+        stored = _OffloadedStorage(self._offload, storage.nbytes(), read, self._storages)
         self._storages.append(weakref.ref(stored))
         self._latest[storage_key(storage)] = (
             weakref.ref(storage),  # an address is used again when its memory is free
@@ -226,44 +231,38 @@ class _OffloadedStorage:
     def __init__(
         self,
         offload: ActivationOffload,
-        storage: Any,
-        index: int,
+        nbytes: int,
+        read: _StartRead,
         storages: list[weakref.ref[_OffloadedStorage]],
     ) -> None:
-        self._offload, self._index, self._storages = offload, index, storages
-        self._nbytes = storage.nbytes()
-        content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        self._read = _store(offload, content)
+        self._offload, self._nbytes, self._read = offload, nbytes, read
+        self._index, self._storages = len(storages), storages
         self.views: set[int] = set()  # that were saved, by id
         self._asked_views: set[int] = set()
-        self._arriving: Callable[[], Tensor] | None = None  # of a storage that is on its way
-        self._bytes: Tensor | None = None  # until backward has asked for all views
+        self._arriving: Callable[[], Tensor] | None = None  # until backward asked for all views
         self._is_done = False  # backward has; there may be another through the same graph
-        offload.count_bytes(stored=self._nbytes, out=self._nbytes)
-        weakref.finalize(self, offload.count_bytes, -self._nbytes).atexit = False
+        offload.count_bytes(stored=nbytes, out=nbytes)
+        weakref.finalize(self, offload.count_bytes, -nbytes).atexit = False
 
     def fetch(self, view: int) -> Tensor:
         """The storage as bytes on its device; those that are asked for next are on their way."""
-        if self._bytes is None:
-            self.start_fetch()
-            assert self._arriving is not None
-            self._bytes, self._arriving = self._arriving(), None
-            first = max(self._index - self._offload.look_ahead, 0)
-            following = reversed(self._storages[first : self._index])
-            for stored in filter(None, (reference() for reference in following)):
-                if not stored._is_done:
-                    stored.start_fetch()
-        here = self._bytes
+        arriving = self.start_fetch()
+        first = max(self._index - self._offload.look_ahead, 0)
+        following = reversed(self._storages[first : self._index])
+        for stored in filter(None, (reference() for reference in following)):
+            if not stored._is_done:
+                stored.start_fetch()
         self._asked_views.add(view)
         if self._asked_views >= self.views:
-            self._bytes, self._asked_views, self._is_done = None, set(), True
-        return here
+            self._arriving, self._asked_views, self._is_done = None, set(), True
+        return arriving()
 
-    def start_fetch(self) -> None:
-        """Start to bring the storage back, unless it is here or on its way."""
-        if self._bytes is None and self._arriving is None:
+    def start_fetch(self) -> Callable[[], Tensor]:
+        """Start to bring the storage back, unless it is here or on its way; what waits for it."""
+        if self._arriving is None:
             self._arriving = self._read()
             self._offload.count_bytes(back=self._nbytes)
+        return self._arriving
 
 
 # A store writes bytes away and returns how to start reading them; what that returns waits for the
@@ -271,11 +270,11 @@ class _OffloadedStorage:
 _StartRead = Callable[[], Callable[[], Tensor]]
 
 
-def _store(offload: ActivationOffload, content: Tensor) -> _StartRead:
+def _store(offload: ActivationOffload, content: Tensor, leaving: _Leaving) -> _StartRead:
     on_cpu = content.device.type == 'cpu'
     if offload.store == 'disk' or (offload.store == 'auto' and on_cpu):
         return _to_disk(content, offload.folder)
-    return _to_memory(content) if on_cpu else _to_pinned_memory(content)
+    return _to_memory(content) if on_cpu else _to_pinned_memory(content, leaving)
 
 
 def _to_memory(content: Tensor) -> _StartRead:
@@ -303,34 +302,68 @@ def _to_disk(content: Tensor, folder: str | Path | None) -> _StartRead:
     return read
 
 
+class _Leaving:
+    """Tensors that are being copied out, held until their own stream waits for the copies.
+
+    With ``record_stream`` the allocator would ask the device whether a copy is done: a host that
+    runs ahead of it finds nothing free, and the device holds as much as without offload.
+    """
+
+    most = 2  # at once
+
+    def __init__(self) -> None:
+        self._copies: deque[tuple[Tensor, Any, Any]] = deque()  # with event, and stream
+
+    def add(self, content: Tensor, copied: Any, stream: Any) -> None:
+        """Hold what was computed on ``stream`` until the event ``copied``."""
+        self._copies.append((content, copied, stream))
+        self.wait(self.most)
+
+    def wait(self, most: int = 0) -> None:
+        """Let all but the last ``most`` go; the device waits for their copies, not the host."""
+        while len(self._copies) > most:
+            _, copied, stream = self._copies.popleft()
+            stream.wait_event(copied)
+
+
 _streams: dict[torch.device, Any] = {}  # one for each device, for copies in both directions
 
 
-def _to_pinned_memory(content: Tensor) -> _StartRead:
+def _to_pinned_memory(content: Tensor, leaving: _Leaving) -> _StartRead:
     device = content.device
     module = torch.get_device_module(device)
-    stream = _streams.setdefault(device, module.Stream(device))
-    copy = torch.empty(content.shape, dtype=torch.uint8, pin_memory=True)
-    stream.wait_stream(module.current_stream(device))
-    with module.stream(stream):
+    copying = _streams.setdefault(device, module.Stream(device))
+    copy = torch.empty(content.shape, dtype=torch.uint8, device='cpu', pin_memory=True)
+    computing = module.current_stream(device)
+    copying.wait_stream(computing)
+    with module.stream(copying):
         copy.copy_(content, non_blocking=True)
-    content.record_stream(stream)  # its memory is not given away before it is copied
+    leaving.add(content, copying.record_event(), computing)
 
     def read() -> Callable[[], Tensor]:
-        with module.stream(stream):
-            back = torch.empty(copy.shape, dtype=torch.uint8, device=device)
+        asking = module.current_stream(device)
+        back = torch.empty_like(copy, device=device)  # memory that this stream has done with
+        copying.wait_stream(asking)
+        with module.stream(copying):
             back.copy_(copy, non_blocking=True)
-            arrived = stream.record_event()
+        arrived = copying.record_event()
 
         def wait() -> Tensor:
-            current = module.current_stream(device)
-            current.wait_event(arrived)
-            back.record_stream(current)
+            using = module.current_stream(device)
+            using.wait_event(arrived)
+            if using != asking:
+                back.record_stream(using)
             return back
 
+        # Nobody may have waited: its memory is still not given away before it has arrived.
+        weakref.finalize(wait, _wait_for, asking, arrived, back).atexit = False
         return wait
 
     return read
+
+
+def _wait_for(stream: Any, event: Any, _held_until_then: Tensor) -> None:
+    stream.wait_event(event)
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,10 @@ class TestImageFolder:
         }
         assert {image.mode for image, _ in found.values()} == {'RGB'}
 
-    @pytest.mark.fault('files of other kinds among the images', 'one warning counts them')
+    @pytest.mark.fault(
+        'GIFs, files of unknown suffixes and without any among the images',
+        'left out; one warning counts them by suffix',
+    )
     def test_files_of_other_kinds_are_counted_in_one_line(self, tmp_path, monkeypatch):
         said = []
         monkeypatch.setattr(folders, 'print_log', lambda text, **options: said.append(text))
@@ -251,3 +254,15 @@ class TestCifar:
         monkeypatch.setattr(torchvision.datasets.CIFAR10, 'download', offline)
         with pytest.raises(ValueError, match='download failed .*no route to host'):
             CIFAR10(str(tmp_path / 'new'), download=True)
+
+
+def test_images_beside_the_folders_are_counted(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(folders, 'print_log', lambda text, **kwargs: said.append(text))
+    for name in ('a/1.png', 'b/1.png', 'lost.png', 'also.JPG', 'notes.txt'):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        save(tmp_path / name, flat(0)) if name.endswith('png') else (tmp_path / name).touch()
+    assert len(ImageFolder(str(tmp_path))) == 2
+    (warning,) = said
+    assert warning.startswith('ImageFolder: 2 images lie beside the folders of the classes')
+    assert 'also.JPG' in warning

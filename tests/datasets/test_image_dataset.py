@@ -229,3 +229,19 @@ def test_it_can_be_pickled_and_still_counts():
     )
     assert dataset[0]['data_samples']['index'] == 1
     assert dataset.skipped == 1
+
+
+@pytest.mark.parametrize(
+    ('indices', 'said'),
+    [(2, '1 of 2 classes'), (-2, '1 of 2 classes'), (3, None), ([0, 1], None), (1, None)],
+)
+def test_first_samples_of_a_sorted_folder_are_said_to_lack_classes(
+    tmp_path, warnings_logged, indices, said
+):
+    write_folder(tmp_path, ('a', 'b'))
+    ImageDataset(
+        source=dict(type='ImageFolder', root=str(tmp_path)), pipeline=TO_TENSOR, indices=indices
+    )
+    found = [text for text in warnings_logged if 'classes' in text]
+    assert len(found) == (said is not None)
+    assert said is None or f'indices={indices} takes samples of {said}' in found[0]

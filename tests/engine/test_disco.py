@@ -40,7 +40,7 @@ WAYS = {
     'gradient in slices': dict(sgd=True, optim=GradCacheOptimWrapper, chunk_size=2, tile_size=2),
     'gradient cache': dict(optim=GradCacheOptimWrapper, chunk_size=1, tile_size=2),
     'gradient cache with graphs': dict(optim=GradCacheOptimWrapper, chunk_size=3, keep_graph=1),
-    'over iterations': dict(optim=OptimWrapper, accumulative_counts=2),
+    'over iterations': dict(optim=OptimWrapper, accumulative_counts=2, accumulate_coupled=True),
 }
 
 

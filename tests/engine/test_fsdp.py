@@ -114,7 +114,7 @@ OTHERS = {  # algorithm, how the model is wrapped, how the step is carried out
         dict(reduce_once=False),
         dict(optim=AccumulationOptimWrapper, micro_batch_size=2),
     ),
-    'over iterations': (CLIP, {}, dict(accumulative_counts=2)),
+    'over iterations': (CLIP, {}, dict(accumulative_counts=2, accumulate_coupled=True)),
     'head by itself': (
         'DINO',
         dict(units=['blocks', '*.last_layer']),

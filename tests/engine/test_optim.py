@@ -7,7 +7,12 @@ import torch
 from mmengine.config import ConfigDict
 from torch import nn
 
-from memengine.engine.optim import CosineWeightDecay, DefaultOptimWrapperConstructor, OptimWrapper
+from memengine.engine.optim import (
+    AmpOptimWrapper,
+    CosineWeightDecay,
+    DefaultOptimWrapperConstructor,
+    OptimWrapper,
+)
 from memengine.registry import OPTIMIZERS
 from memengine.techniques.sharding.clipping import clip_each_grad_norm_
 
@@ -43,6 +48,15 @@ def test_bad_settings_are_named(settings, named):
         OptimWrapper(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), **settings)
 
 
+@pytest.mark.usefixtures('beside_a_gpu')
+def test_precision_is_that_of_the_parameters_device():
+    layer = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    for wrapper in (OptimWrapper(optimizer, precision='bf16'), AmpOptimWrapper(optimizer)):
+        with wrapper.optim_context(layer):
+            assert layer(torch.ones(1, 4)).dtype == torch.bfloat16
+
+
 def network():
     frozen = nn.Linear(3, 3)
     frozen.requires_grad_(False)
@@ -69,6 +83,19 @@ def test_groups_are_merged_by_setting_and_leave_frozen_parameters_out():
         (0.1, 0.0): [(3,), (3,), (3,), (2,)],
         (0.05, 0.04): [(2, 3)],
     }
+
+
+@pytest.mark.parametrize(
+    ('paramwise', 'said'),
+    [
+        (dict(bias_decay_mult=0.0), 'bias_decay_mult'),
+        (dict(custom_keys={'2.weight': dict(decay_mult=0.0)}), 'custom_keys.2.weight.decay_mult'),
+    ],
+)
+def test_a_multiple_of_a_weight_decay_that_is_not_set_is_refused(paramwise, said):
+    config = ConfigDict(optimizer=dict(type='SGD', lr=0.1))
+    with pytest.raises(ValueError, match=rf'optimizer.weight_decay is not set, .*\({said}\)'):
+        DefaultOptimWrapperConstructor(config, paramwise)
 
 
 def test_a_key_that_no_parameter_has_is_refused():

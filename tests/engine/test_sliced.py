@@ -272,3 +272,43 @@ def test_a_fraction_of_an_image_is_for_smaller_crops_only():
     model, data = model_and_batch(SimCLR)
     with pytest.raises(ValueError, match='whole number of at least 1 row, got 1.5'):
         run_step(model, data, wrap(model, GradCacheOptimWrapper, chunk_size=1.5))
+
+
+class OfMMEngine(BaseModel):
+    """A model with MMEngine's own train_step."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+
+    def forward(self, inputs, data_samples=None, mode='loss'):
+        return {'loss': self.net(inputs).square().mean()}
+
+
+@pytest.mark.parametrize(
+    ('kind', 'settings'),
+    [
+        (GradCacheOptimWrapper, dict(chunk_size=2)),
+        (AccumulationOptimWrapper, dict(micro_batch_size=2)),
+    ],
+)
+def test_a_train_step_of_others_is_refused_at_its_first_update(kind, settings):
+    model, ((name, size),) = OfMMEngine(), settings.items()
+    wrapper = wrap(model, kind, **settings)
+    said = f'{kind.__name__}: the step was carried out by a train_step that .* {name}={size} would'
+    with pytest.raises(ValueError, match=said):
+        model.train_step(dict(inputs=torch.ones(4, 2)), wrapper)
+    model, data = model_and_batch(SimCLR if 'Cache' in kind.__name__ else Classifier)
+    model.train_step(data, wrap(model, kind, **settings))  # which says how
+
+
+@pytest.mark.parametrize(
+    ('kind', 'settings'), [(OptimWrapper, {}), (GradCacheOptimWrapper, dict(chunk_size=2))]
+)
+def test_iterations_of_a_coupled_loss_are_accumulated_on_request_only(kind, settings):
+    model, data = model_and_batch(SimCLR)
+    said = 'accumulative_counts=3: samples meet in the loss of SimCLR.*GradCacheOptimWrapper'
+    with pytest.raises(ValueError, match=said):
+        run_step(model, data, wrap(model, kind, accumulative_counts=3, **settings))
+    insisting = wrap(model, kind, accumulative_counts=3, accumulate_coupled=True, **settings)
+    run_step(model, data, insisting)

@@ -62,8 +62,10 @@ def gradients(model, wrapper):
 @pytest.mark.parametrize(('size', 'keep_graph'), SLICES)
 def test_loss_and_gradients_are_the_plain_steps(size, keep_graph):
     expected, model = make(), make()
-    want, _ = gradients(expected, wrap(expected, optimizer='SGD', accumulative_counts=2))
-    settings = dict(optimizer='SGD', accumulative_counts=2)
+    want, _ = gradients(
+        expected, wrap(expected, optimizer='SGD', accumulative_counts=2, accumulate_coupled=True)
+    )
+    settings = dict(optimizer='SGD', accumulative_counts=2, accumulate_coupled=True)
     log, _ = gradients(model, in_slices(model, size, keep_graph, **settings))
     assert_same_step(log, want, tolerance=1e-8)
     signs = {'teacher_entropy', 'feature_std', 'feature_rank'}
@@ -103,7 +105,7 @@ def faulty(fault):
 @pytest.mark.parametrize('fault', ['doubled', 'zero'])
 def test_a_wrong_coupled_gradient_is_seen(fault):
     expected, model = make(), faulty(fault)
-    settings = dict(optimizer='SGD', accumulative_counts=2)
+    settings = dict(optimizer='SGD', accumulative_counts=2, accumulate_coupled=True)
     want, _ = gradients(expected, wrap(expected, **settings))
     log, _ = gradients(model, in_slices(model, 2, **settings))
     assert_same_step(log, want, tolerance=1e-8)  # the value is right
@@ -144,7 +146,7 @@ def test_crops_of_one_size_share_slices():
     generator = torch.Generator().manual_seed(0)
     same = [torch.randn(B, 3, 16, 16, dtype=torch.float64, generator=generator) for _ in range(5)]
     expected, model = make(), make()
-    settings = dict(optimizer='SGD', accumulative_counts=2)
+    settings = dict(optimizer='SGD', accumulative_counts=2, accumulate_coupled=True)
     batch = dict(inputs=same, data_samples=None)
     run_step(expected, batch, wrap(expected, **settings))
     mixed = [piece for piece in model.slices(same, None, 5) if rows_of(piece.inputs).shape[0] == 5]

@@ -69,3 +69,11 @@ def test_a_run_s_own_checkpoint_is_read_by_the_part_that_is_the_model(tmp_path):
         assert torch.equal(value, model.state_dict()[name])
     convert(file, tmp_path / 'run.dcp')
     TimmBackbone(NAME, checkpoint_path=str(tmp_path / 'run.dcp'), checkpoint_part=part, **SMALL)
+
+
+def test_batch_statistics_may_stay_those_of_the_weights():
+    backbone = TimmBackbone('resnet18', in_chans=1, norm_eval=True).train()
+    before = {name: value.clone() for name, value in backbone.named_buffers()}
+    backbone(torch.randn(2, 1, 16, 16))
+    assert backbone.training and len(before) > 0
+    assert all(torch.equal(value, before[name]) for name, value in backbone.named_buffers())

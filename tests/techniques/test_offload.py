@@ -1,9 +1,11 @@
 """Activation offload: the same step, fewer bytes on the device, every byte out and back once."""
 
 import copy
+import gc
 import pickle
 
 import pytest
+import timm
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -271,3 +273,68 @@ def test_offload_ends_with_a_forward_that_raises():
         with pytest.raises(RuntimeError, match=message):
             model(torch.ones(2, 6))
     assert not is_offloading()
+
+
+def reserved_by_a_step(model, images):
+    """Most bytes that the allocator takes from the device for one step, the model beside."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    model(images).square().mean().backward()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_reserved() - before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('look_ahead', [0, 2])
+def test_the_device_holds_less_though_the_host_runs_ahead(look_ahead):
+    torch.manual_seed(0)
+    model = timm.create_model('vit_tiny_patch16_224', num_classes=4, img_size=64, depth=8).cuda()
+    images = torch.randn(64, 3, 64, 64, device='cuda')
+    plain = reserved_by_a_step(model, images)
+    expected = {name: gradient.clone() for name, gradient in gradients(model).items()}
+    model.zero_grad()
+    offload_activations(model, 'host', min_bytes=2**14, look_ahead=look_ahead)
+    assert reserved_by_a_step(model, images) < 0.5 * plain
+    for name, gradient in gradients(model).items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+@pytest.mark.gpu
+def test_memory_of_what_nobody_waited_for_is_not_given_away_before_it_has_arrived():
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).cuda()
+    handle = offload_activations(model, 'host', min_bytes=0)
+    x = torch.randn(4096, 256, device='cuda')
+    loss = model(x).sum()
+    torch.autograd.grad(loss, model[-1].weight)  # what the layers before saved is on its way
+    out, back = handle.moved_bytes
+    assert out == back == 3 * x.nbytes
+    del loss
+    others = [torch.full_like(x, 7) for _ in range(8)]
+    torch.cuda.synchronize()
+    assert all(bool((other == 7).all()) for other in others)
+
+
+@pytest.mark.gpu
+def test_under_a_default_device():
+    class Square(torch.autograd.Function):  # saves outside of torch's functions
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 2 * ctx.saved_tensors[0] * gradient
+
+    class Model(nn.Module):
+        def forward(self, x):
+            return Square.apply(x + 1)
+
+    with torch.device('cuda'):
+        model, x = Model(), torch.ones(2, 64, requires_grad=True)
+        handle = offload_activations(model, 'host', min_bytes=0)
+        model(x).sum().backward()
+    assert handle.moved_bytes == (x.nbytes, x.nbytes)

@@ -1,14 +1,16 @@
 """What looking for NaN and infinity costs in a step in which there is none.
 
 One model takes steps with the guard and without it in turn, in one process, once without clipping
-and once with. Printed are both medians, the median of the ratios of neighbouring steps, and what
-the guard takes by itself, which says more on a machine that others use.
+and once with. Printed are the medians of whole steps, and of the ratios of neighbouring ones, in
+time by the clock and in time of the CPU, which says more on a machine that others use; and what the
+guard takes by itself.
 
     python tools/benchmarks/nonfinite_guard.py --steps 40
     python tools/benchmarks/nonfinite_guard.py --model resnet18   # with buffers: BatchNorm
 """
 
 import argparse
+import os
 import platform
 import statistics
 import time
@@ -43,21 +45,22 @@ def main() -> None:
     for clip_grad in (None, dict(max_norm=1.0)):
         wrapper = OptimWrapper(torch.optim.AdamW(model.parameters(), lr=1e-4), clip_grad=clip_grad)
         seconds = _measure(model, batch, wrapper, args.steps)
-        pairs = zip(seconds['guarded'], seconds['bare'], strict=True)
-        medians = ', '.join(f'{k} {statistics.median(v) * 1e3:.1f} ms' for k, v in seconds.items())
-        ratio = statistics.median(a / b for a, b in pairs)
-        alone = statistics.median(_alone(model, batch, wrapper)) / statistics.median(
-            seconds['bare']
-        )
-        print(
-            f'{"clipped" if clip_grad else "not clipped":12s} {medians}; ratio {ratio:.4f}; '
-            f'by itself {alone:.2%} of a step'
-        )
-    print(f'torch {torch.__version__}, {platform.machine()}, {args.threads} thread(s)')
+        print('clipped' if clip_grad else 'not clipped')
+        for clock, steps in seconds.items():
+            pairs = zip(steps['guarded'], steps['bare'], strict=True)
+            ratio = statistics.median(a / b for a, b in pairs)
+            medians = ', '.join(
+                f'{name} {statistics.median(each) * 1e3:.1f} ms' for name, each in steps.items()
+            )
+            print(f'  by the {clock:6s} {medians}; ratio {ratio:.4f}')
+        alone = statistics.median(_alone(model, batch, wrapper))
+        print(f'  by itself    {alone / statistics.median(seconds["clock"]["bare"]):.2%} of a step')
+    busy = f'load {os.getloadavg()[0]:.1f}' if hasattr(os, 'getloadavg') else 'load unknown'
+    print(f'torch {torch.__version__}, {platform.machine()}, {args.threads} thread(s), {busy}')
 
 
 def _measure(model, batch, wrapper, pairs):
-    """Seconds of each step, with the guard and without."""
+    """Seconds of each step, by the clock and of the CPU, with the guard and without."""
     start, guard = StepStart(model), StepGuard()
 
     def guarded() -> None:
@@ -69,14 +72,16 @@ def _measure(model, batch, wrapper, pairs):
         wrapper.guard = None
         run_step(model, batch, wrapper)['loss'].item()  # a loop that looks at its loss
 
-    seconds = {'guarded': [], 'bare': []}
+    clocks = dict(clock=time.perf_counter, CPU=time.process_time)
+    seconds = {clock: {'guarded': [], 'bare': []} for clock in clocks}
     for step in range(pairs + 2):
         order = [('guarded', guarded), ('bare', bare)]
         for name, carry_out in order if step % 2 else order[::-1]:
-            begun = time.perf_counter()
+            begun = {clock: read() for clock, read in clocks.items()}
             carry_out()
             if step >= 2:
-                seconds[name].append(time.perf_counter() - begun)
+                for clock, read in clocks.items():
+                    seconds[clock][name].append(read() - begun[clock])
     return seconds
 
 

@@ -32,12 +32,13 @@ def newest_first(
 
     The one that ``last_checkpoint`` names comes first, wherever the work dir is now. Others in the
     work dir (in that one's folder, if checkpoints lie elsewhere) follow by their iterations;
-    without an optimiser's state they are left out.
+    without an optimiser's state they are left out. What cannot be read comes last: nothing is begun
+    from scratch beside it.
 
     Args:
         work_dir: Where the run was.
         trusted: See :func:`memengine.engine.checkpoint.files.safe_loading`.
-        warn: Is told what is wrong, and which checkpoint cannot be read at all.
+        warn: Is told what is wrong, and which checkpoint cannot be read.
 
     Raises:
         CheckpointError: When ``last_checkpoint`` is there, but no checkpoint, or names one to be
@@ -84,7 +85,7 @@ def _by_iteration(folder: Path, trusted: Iterable[str], warn: Callable[[str], No
                 iteration = _iteration(path, trusted)
             except (CheckpointError, OSError) as error:
                 warn(f'passed over: {error}')
-                continue
+                iteration = -1
             if iteration is not None:
                 found.append((iteration, path))
     return [path for _, path in sorted(found, reverse=True)]
@@ -101,4 +102,6 @@ def _iteration(path: Path, trusted: Iterable[str]) -> int | None:
     checkpoint = read_pickle(file, trusted, mapped=True)
     if not isinstance(checkpoint, dict) or 'optimizer' not in checkpoint:
         return None
-    return checkpoint.get('meta', {}).get('iter')
+    meta = checkpoint.get('meta')
+    iteration = meta.get('iter') if isinstance(meta, dict) else None
+    return iteration if isinstance(iteration, int) else None

@@ -21,6 +21,7 @@ __all__ = [
     'advise',
     'load_from_options',
     'load_weights',
+    'only_reading',
     'parts_that_fit',
     'read_file',
     'read_weights',
@@ -185,18 +186,42 @@ def parts_that_fit(names: Iterable[str], wanted: Iterable[str]) -> list[str]:
     return [part for part in parts if all(_join(part, name) in there for name in needed)]
 
 
-def advise(model: nn.Module, names: Iterable[str], path: str) -> str:
-    """Which setting loads the module that most of a model is, if a file holds it whole; else ''."""
+def _readings(model: nn.Module, names: Iterable[str]) -> tuple[list[str], str]:
+    """Parts of a file that hold the module that most of a model is; that module."""
     names, held = list(names), list(model.state_dict())
     for into in ('', *(name for name, _ in model.named_children())):
         wanted = list(select(dict.fromkeys(held), (), into, ''))
         parts = [part for part in parts_that_fit(names, wanted) if part or into]
         if parts and 2 * len(wanted) > len(held):
-            settings = f"path='{path}', part='{parts[-1]}'"
-            if into != parts[-1]:
-                settings += f", into='{into}'"
-            return (
-                f'; it holds all of {into or "the model"} as {" and as ".join(parts)}: set '
-                f'load_from=dict({settings}) to load that'
-            )
-    return ''
+            return parts, into
+    return [], ''
+
+
+def only_reading(model: nn.Module, names: Sequence[str]) -> tuple[str, str] | None:
+    """The part of a file that is most of a model, and where it goes, if there is no other way.
+
+    Args:
+        model: The model, not wrapped.
+        names: All names in the file.
+
+    Returns:
+        ``part`` and ``into``; None where a name fits as it is, and where no or several parts do.
+    """
+    if not model.state_dict().keys().isdisjoint(names):
+        return None
+    parts, into = _readings(model, names)
+    return (parts[0], into) if len(parts) == 1 else None
+
+
+def advise(model: nn.Module, names: Iterable[str], path: str) -> str:
+    """Which setting loads the module that most of a model is, if a file holds it whole; else ''."""
+    parts, into = _readings(model, names)
+    if not parts:
+        return ''
+    settings = f"path='{path}', part='{parts[-1]}'"
+    if into != parts[-1]:
+        settings += f", into='{into}'"
+    return (
+        f'; it holds all of {into or "the model"} as {" and as ".join(parts)}: set '
+        f'load_from=dict({settings}) to load that'
+    )

@@ -15,6 +15,7 @@ from memengine.engine.checkpoint.checksums import verify as compare_checksums
 from memengine.engine.checkpoint.files import DamagedError
 from memengine.engine.checkpoint.latest import find_latest
 from memengine.engine.checkpoint.sharded import SUFFIX, is_sharded
+from memengine.engine.cli.tracking import track
 from memengine.engine.config.check import ConfigError, check_config
 from memengine.engine.config.file import load_config, similar_files
 from memengine.engine.config.types import arguments_of, find_type
@@ -44,6 +45,8 @@ def read_config(args: argparse.Namespace) -> Config:
         cfg.work_dir = args.work_dir
     elif cfg.get('work_dir') is None:
         cfg.work_dir = str(Path('work_dirs') / Path(args.config).stem)
+    if getattr(args, 'console', None) is not None:
+        cfg.console = args.console
     if args.command == 'train':
         _set_train_options(cfg, args)
     elif args.command == 'test':
@@ -159,6 +162,8 @@ def _set_train_options(cfg: Config, args: argparse.Namespace) -> None:
             cfg.train_cfg.stop_at_iter = args.max_iters
     if args.amp is not None:
         _set_amp(cfg, args.amp)
+    if args.track:
+        track(cfg, args.track)
     if args.resume in (True, 'auto'):
         _resume_latest(cfg)
     elif args.resume is not None:

@@ -44,12 +44,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         that asked to stop 130 (Ctrl-C), 143 (SIGTERM), 129 (SIGHUP) or 75 (SIGUSR1, SIGUSR2).
         Wrong usage exits with 2.
     """
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    if '_ARGCOMPLETE' in os.environ:  # set by the shell when it completes a line
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
     if args.command in ('train', 'test', 'replay', *_OF_MEMORY):
         if args.local_rank is not None:
             os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
         # Last, so that nothing that is installed is hidden by a file of the user's.
         sys.path += [os.getcwd(), str(Path(args.config or args.file).resolve().parent)]
+    elif args.command in ('probe', 'embed'):
+        sys.path += [os.getcwd(), str(Path(args.config or args.run).resolve().parent)]
     command = _Command(args)
     try:
         with stop_signals_handled_by(raise_interrupted):
@@ -94,6 +104,15 @@ class _Command:
             return
         if self.args.command == 'replay':
             print(commands.replay(self.args), end='\n' if self._rank() in (None, '0') else '')
+            return
+        if self.args.command in ('probe', 'embed'):
+            from memengine.engine.cli.after import read_run, run_after
+
+            self.cfg = read_run(self.args)
+            print(
+                run_after(self.cfg, self.args.command),
+                end='\n' if self._rank() in (None, '0') else '',
+            )
             return
         self.cfg = commands.read_config(self.args)
         if self.args.command in _OF_MEMORY:
@@ -176,18 +195,14 @@ def _limit_thread_spinning() -> None:
         os.environ['GOMP_SPINCOUNT'] = '10000'
 
 
-def _log_traceback(error: Exception) -> str | None:
+def _log_traceback(error: Exception) -> Path | None:
     """Write the traceback to the run's log file, if there is one already."""
     from mmengine.logging import MMLogger
 
     if not MMLogger._instance_dict:
         return None
-    logger = MMLogger.get_current_instance()
-    for handler in logger.handlers:
-        if isinstance(handler, logging.FileHandler):
-            text = ''.join(traceback.format_exception(error))
-            handler.handle(logger.makeRecord(logger.name, logging.ERROR, '', 0, text, (), None))
-            path = Path(handler.baseFilename)
-            inside = path.is_relative_to(Path.cwd())
-            return str(path.relative_to(Path.cwd()) if inside else path)
-    return None
+    from memengine.engine.cli.console import shortened, to_log_file
+
+    text = ''.join(traceback.format_exception(error))
+    path = to_log_file(MMLogger.get_current_instance(), text, logging.ERROR)
+    return path and shortened(path)

@@ -12,7 +12,7 @@ from mmengine.device import get_device
 from mmengine.logging import MMLogger
 
 from memengine.engine.config.training_step import first_batch, step_of
-from memengine.memory import Prediction, UnpredictableError, measure, predict
+from memengine.memory import Prediction, UnpredictableError, map_blocks_singly, measure, predict
 
 __all__ = ['measure_step', 'predict_step']
 
@@ -26,6 +26,8 @@ def measure_step(cfg: Config, as_json: bool = False) -> str:
     To be called in a process of its own: the kernel counts all of it.
     """
     step = step_of(cfg, _quietly_loaded(cfg))
+    if get_device() == 'cpu':
+        map_blocks_singly()
     try:
         predicted: Prediction | None = predict(step)  # which also imports all that a step needs
     except UnpredictableError:

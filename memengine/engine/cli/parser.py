@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import difflib
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any, NoReturn
 
 import memengine
+from memengine.engine.cli.values import ValueSyntaxError, parse_value
 
 __all__ = ['make_parser']
 
+FIRST_STEPS = """\
+first steps:
+  memengine train configs/dino_vit.py   a small ViT on images that come along, in two minutes
+  memengine techniques                  the ways to save memory, and what to type for each
+  memengine train --help                options of a command, with examples
+"""
 TRAIN_EXAMPLES = """\
 examples:
   memengine train configs/dino_vit.py
@@ -78,30 +83,8 @@ def _hint(word: str, words: Iterable[str]) -> str:
     return f': did you mean {" or ".join(found)}?' if found else ''
 
 
-def _value(text: str) -> Any:
-    """A value as MMEngine reads it, or one with dicts in it as Python does."""
-    from mmengine.config import DictAction
-
-    if 'dict(' in text or '{' in text:
-        with suppress(SyntaxError, ValueError):
-            return _with_dicts(ast.parse(text.strip(), mode='eval').body)
-    return DictAction._parse_iterable(text)
-
-
-def _with_dicts(node: ast.expr) -> Any:
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == 'dict' and not node.args:
-        return {str(entry.arg): _with_dicts(entry.value) for entry in node.keywords}
-    if isinstance(node, ast.Dict):
-        keys = [ast.literal_eval(key) for key in node.keys if key is not None]
-        return dict(zip(keys, map(_with_dicts, node.values), strict=True))
-    if isinstance(node, (ast.List, ast.Tuple)):
-        entries = [_with_dicts(entry) for entry in node.elts]
-        return entries if isinstance(node, ast.List) else tuple(entries)
-    return ast.literal_eval(node)
-
-
 class _ParseOptions(argparse.Action):
-    """``KEY=VALUE ...``, as numbers, True, None, [a,b], (a,b), dict(a=1); all else is text."""
+    """``KEY=VALUE ...``; see :mod:`memengine.engine.cli.values`."""
 
     def __call__(
         self,
@@ -116,15 +99,13 @@ class _ParseOptions(argparse.Action):
             if not equals or not key:
                 where = '; CONFIG goes before it' if os.path.exists(pair) else ''
                 parser.error(f'--cfg-options wants KEY=VALUE, got {pair!r}{where}')
-            for pair_of in ('()', '[]'):
-                if text.count(pair_of[0]) != text.count(pair_of[1]):
-                    parser.error(f'--cfg-options {key}: {text!r} has unbalanced {pair_of}')
             try:
-                value = _value(text)
-            except RecursionError:  # MMEngine's reading of what it cannot take apart
-                parser.error(f'--cfg-options {key}: {text!r} is no value that can be read')
-            # MMEngine's reading drops the blanks of a plain text.
-            options[key] = text.strip('\'"') if isinstance(value, str) else value
+                options[key] = parse_value(text)
+            except ValueSyntaxError as error:
+                parser.error(
+                    f'--cfg-options {key}: {text!r} is no value: {error}; a list is [a,b], a tuple '
+                    '(a,b), a dict dict(a=1), and text with brackets stands in quotes: "\'a)\'"'
+                )
         setattr(namespace, self.dest, options)
 
 
@@ -133,10 +114,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog='memengine',
         description='Train and test models whose memory is a config option.',
+        epilog=FIRST_STEPS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument('--version', action='version', version=f'memengine {memengine.__version__}')
-    commands = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
+    commands = parser.add_subparsers(dest='command', metavar='COMMAND')
     train = _add_command(commands, 'train', 'train a model from a config', TRAIN_EXAMPLES)
     train.add_argument(
         '--resume',
@@ -156,11 +139,19 @@ def make_parser() -> argparse.ArgumentParser:
         metavar='N',
         help="save and stop after iteration N; schedules still aim at the config's end",
     )
+    train.add_argument(
+        '--track',
+        action='append',
+        choices=['tensorboard', 'wandb', 'mlflow'],
+        help='send the curves there, too; wandb stays offline unless WANDB_MODE=online',
+    )
     _add_common(train)
     test = _add_command(commands, 'test', 'test a checkpoint', TEST_EXAMPLES)
     test.add_argument('checkpoint', metavar='CHECKPOINT', help='the checkpoint to test')
     _add_common(test)
     _add_memory_commands(commands)
+    _add_after(commands, 'probe', 'measure features: linear probe, k-NN, few-shot')
+    _add_after(commands, 'embed', 'write features to files')
     _add_convert(commands)
     _add_verify(commands)
     _add_replay(commands)
@@ -188,6 +179,20 @@ def _add_techniques(commands: Any) -> None:
     listing.set_defaults(parser=listing)
     listing.add_argument('name', metavar='NAME', nargs='?', help='a technique, such as dropit')
     listing.add_argument('--debug', action='store_true', help='show the traceback of an error')
+
+
+def _add_after(commands: Any, name: str, does: str) -> None:
+    parser = commands.add_parser(
+        name,
+        help=does,
+        description=f'{does.capitalize()}. Settings are keys of the config: {name}.KEY=VALUE.',
+        allow_abbrev=False,
+    )
+    parser.set_defaults(parser=parser)
+    parser.add_argument('run', metavar='RUN', help='the folder of a run, or a checkpoint in it')
+    parser.add_argument('--config', metavar='CONFIG', help="the run's config (in its folder)")
+    parser.add_argument('--work-dir', metavar='DIR', help=f'for results (RUN/report/{name})')
+    _add_options(parser)
 
 
 def _add_convert(commands: Any) -> None:
@@ -254,6 +259,14 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         metavar='DIR',
         help='for logs and checkpoints (work_dirs/<name of the config>)',
     )
+    amount = parser.add_mutually_exclusive_group()
+    for console, says in (
+        ('quiet', 'say nothing on the console but warnings and errors'),
+        ('verbose', 'say on the console, too, what goes to the log file only'),
+    ):
+        amount.add_argument(
+            f'--{console}', dest='console', action='store_const', const=console, help=says
+        )
     _add_options(parser)
 
 

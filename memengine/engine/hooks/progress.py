@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import sys
 import time
@@ -24,6 +25,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from memengine.engine.cli.console import writes_to_terminal
 from memengine.engine.hooks.next_call import wrap_next_call
 from memengine.registry import HOOKS
 
@@ -33,11 +35,11 @@ _REFRESH_S = 0.25
 
 
 def _terminal() -> Console | None:
-    """The terminal that standard output goes to, if it is one on which a line can be redrawn."""
-    if not sys.stdout.isatty():
-        return None
+    """The terminal or notebook that is watched, if it is one on which a line can be redrawn."""
     console = Console()
-    return None if console.is_dumb_terminal else console
+    if console.is_jupyter:
+        return console if importlib.util.find_spec('ipywidgets') else None
+    return console if sys.stdout.isatty() and not console.is_dumb_terminal else None
 
 
 class _LogAboveBar(logging.Handler):
@@ -64,10 +66,12 @@ class _LogAboveBar(logging.Handler):
 class ProgressHook(Hook):
     """Shows where training stands, in place of a line of text every few iterations.
 
+    On a terminal, and in notebooks where ipywidgets is installed.
+
     Epoch, time left, loss, learning rate, the last k-NN accuracy, images per second and memory,
     as far as they are logged (see ``MemoryHook`` and ``KNNMetric``). Warnings, validation results
     and whatever else is printed appear above the bar. The log file stays as it is. Does nothing
-    where standard output is no terminal, and on all ranks but the first.
+    elsewhere, with ``console='quiet'`` and on all ranks but the first.
     """
 
     priority = 'LOW'  # after what it shows has been logged
@@ -89,7 +93,8 @@ class ProgressHook(Hook):
 
     def before_train(self, runner: Any) -> None:
         """Show the bar."""
-        console = _terminal() if runner.rank == 0 else None
+        is_watched = runner.rank == 0 and runner.cfg.get('console') != 'quiet'
+        console = _terminal() if is_watched else None
         if console is None:
             return
         self._bar = Progress(
@@ -126,7 +131,7 @@ class ProgressHook(Hook):
         for logger in loggers:
             self._replaced.append((logger, list(logger.handlers)))
             logger.handlers[:] = [
-                _LogAboveBar(handler, console) if _writes_to_terminal(handler) else handler
+                _LogAboveBar(handler, console) if writes_to_terminal(handler) else handler
                 for handler in logger.handlers
             ]
 
@@ -182,12 +187,6 @@ class ProgressHook(Hook):
         if isinstance(runner.train_loop, EpochBasedTrainLoop):
             return f'epoch {min(runner.epoch + 1, runner.max_epochs)}/{runner.max_epochs}'
         return f'iteration {runner.iter}/{runner.max_iters}'
-
-
-def _writes_to_terminal(handler: logging.Handler) -> bool:
-    return isinstance(handler, logging.StreamHandler) and not isinstance(
-        handler, logging.FileHandler
-    )
 
 
 def _formatted_scalars(scalars: Mapping[str, HistoryBuffer]) -> list[str]:

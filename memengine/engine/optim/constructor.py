@@ -34,6 +34,18 @@ class DefaultOptimWrapperConstructor(_DefaultOptimWrapperConstructor):
     parameter.
     """
 
+    def _validate_cfg(self) -> None:
+        """Check ``paramwise_cfg``, as MMEngine does; what it multiplies must be there."""
+        multiples = [key for key in self.paramwise_cfg if key.endswith('decay_mult')]
+        for name, settings in (self.paramwise_cfg.get('custom_keys') or {}).items():
+            multiples += [f'custom_keys.{name}.decay_mult'] if 'decay_mult' in settings else []
+        if self.base_wd is None and multiples:
+            raise ValueError(
+                'optim_wrapper.optimizer.weight_decay is not set, but optim_wrapper.paramwise_cfg '
+                f'multiplies it ({", ".join(multiples)}): set it, to 0 for no weight decay'
+            )
+        super()._validate_cfg()
+
     def add_params(
         self,
         params: list[dict[str, Any]],

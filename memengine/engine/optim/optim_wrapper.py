@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 
 from memengine._torch_private.ops import do_not_compile
 from memengine.engine.faults.guard import OnNonFinite, StepGuard
-from memengine.engine.step import plain_step
+from memengine.engine.step import SlicedModel, plain_step, unwrap
 from memengine.registry import OPTIM_WRAPPERS
 from memengine.techniques.sharding.clipping import (
     clip_each_grad_norm_,
     clip_grad_norm_,
     clip_grad_value_,
+    computing_device_type,
     grad_norms,
 )
 
@@ -46,6 +47,7 @@ class Precision:
     """What a step computes in.
 
     Args:
+        optimizer: Holds the parameters, on whose device it is.
         name: ``'fp32'`` (no autocast), ``'bf16'`` or ``'fp16'`` (or torch's names for them).
         loss_scale: For fp16: ``'dynamic'``, a fixed number, or arguments of ``GradScaler``.
 
@@ -56,11 +58,16 @@ class Precision:
         scaler: The gradient scaler in fp16, else None.
     """
 
-    def __init__(self, name: str, loss_scale: str | float | dict[str, Any] = 'dynamic') -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        name: str,
+        loss_scale: str | float | dict[str, Any] = 'dynamic',
+    ) -> None:
         if name not in _DTYPES:
             raise ValueError(f'precision must be fp32, bf16 or fp16, got {name!r}')
         self.dtype = _DTYPES[name]
-        self.device = 'cuda' if torch.cuda.is_available() else 'cpu'
+        self._optimizer = optimizer
         self.scaler: torch.amp.GradScaler | None = None
         self.fixed_scale: float | None = None
         if isinstance(loss_scale, (int, float)):
@@ -73,13 +80,30 @@ class Precision:
             options = loss_scale if isinstance(loss_scale, dict) else {}
             if self.fixed_scale is not None:
                 options = dict(init_scale=self.fixed_scale)
-            self.scaler = torch.amp.GradScaler(self.device, **options)
+            self.scaler = torch.amp.GradScaler(_device_type(optimizer), **options)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context in which the model and the loss run."""
         if self.dtype is torch.float32:
             return nullcontext()
-        return torch.autocast(self.device, dtype=self.dtype)
+        return torch.autocast(_device_type(self._optimizer), dtype=self.dtype)
+
+
+def _device_type(optimizer: Optimizer) -> str:
+    """Where the parameters are computed with now; they may have moved since."""
+    return computing_device_type(optimizer.param_groups[0]['params'][0])
+
+
+def _refuse_coupled(module: nn.Module, counts: int) -> None:
+    if isinstance(module, SlicedModel) and module.coupled:
+        raise ValueError(
+            f'optim_wrapper.accumulative_counts={counts}: samples meet in the loss of '
+            f'{type(module).__name__}, but those of different iterations do not, so this would '
+            f'train another objective than a batch that is {counts} times as large. For that one, '
+            f'multiply train_dataloader.batch_size by {counts} and set optim_wrapper.type='
+            "'GradCacheOptimWrapper' with chunk_size, the images that fit; to train this one, set "
+            'optim_wrapper.accumulate_coupled=True'
+        )
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -89,6 +113,8 @@ class OptimWrapper(_OptimWrapper):
     Args:
         optimizer: The optimiser.
         accumulative_counts: Iterations whose gradients are averaged before an update.
+        accumulate_coupled: Do so also where samples meet in the loss. Those of different iterations
+            do not, so that is another objective than the loss of all of them.
         clip_grad: ``dict(max_norm=...)`` clips the norm of all gradients together,
             ``dict(type='value', clip_value=...)`` each entry, ``dict(type='each_norm',
             max_norm=...)`` each parameter's norm on its own, as DINO does.
@@ -100,7 +126,8 @@ class OptimWrapper(_OptimWrapper):
         nonfinite_limit: Most such steps between two checkpoints; at one more training ends.
 
     Raises:
-        ValueError: For a setting out of range.
+        ValueError: For a setting out of range; in a step, when samples meet in the loss of a model
+            whose gradients are to be accumulated, unless ``accumulate_coupled``.
 
     In fp16 a step whose gradient overflowed is skipped and the scale is lowered, as always; only
     what does not end so is a step that is not finite.
@@ -121,6 +148,7 @@ class OptimWrapper(_OptimWrapper):
         loss_scale: str | float | dict[str, Any] = 'dynamic',
         on_nonfinite: OnNonFinite = 'stop',
         nonfinite_limit: int = 10,
+        accumulate_coupled: bool = False,
     ) -> None:
         if accumulative_counts < 1:
             raise ValueError(f'accumulative_counts must be at least 1, got {accumulative_counts}')
@@ -136,9 +164,10 @@ class OptimWrapper(_OptimWrapper):
             del clip_grad['type']
         super().__init__(optimizer, accumulative_counts, clip_grad)
         self.clip_func: Any = _CLIP_FUNCTIONS[kind]
-        self.precision = Precision(precision, loss_scale)
+        self.precision = Precision(optimizer, precision, loss_scale)
         self.on_nonfinite: OnNonFinite = on_nonfinite
         self.nonfinite_limit = nonfinite_limit
+        self.accumulate_coupled = accumulate_coupled
         self.guard: StepGuard | None = None
         self._loss: Tensor | None = None
         self._is_spoilt = False  # by an iteration of those whose gradients are accumulated
@@ -150,6 +179,8 @@ class OptimWrapper(_OptimWrapper):
 
     def train_step(self, model: nn.Module, data: Any) -> dict[str, Tensor]:
         """Carry out one training step; see :func:`memengine.engine.step.run_step`."""
+        if self._accumulative_counts > 1 and not self.accumulate_coupled:
+            _refuse_coupled(unwrap(model), self._accumulative_counts)
         log_vars = self._carry_out(model, data)
         return log_vars if self.guard is None else self.guard.to_log(log_vars)
 
@@ -296,6 +327,7 @@ def AmpOptimWrapper(  # noqa: N802 (a type name of MMEngine's config language)
     clip_grad: dict[str, Any] | None = None,
     on_nonfinite: OnNonFinite = 'stop',
     nonfinite_limit: int = 10,
+    accumulate_coupled: bool = False,
 ) -> OptimWrapper:
     """MMEngine's name for an :class:`OptimWrapper` in half precision.
 
@@ -307,9 +339,10 @@ def AmpOptimWrapper(  # noqa: N802 (a type name of MMEngine's config language)
         clip_grad: See :class:`OptimWrapper`.
         on_nonfinite: See :class:`OptimWrapper`.
         nonfinite_limit: See :class:`OptimWrapper`.
+        accumulate_coupled: See :class:`OptimWrapper`.
     """
     if dtype is None:
-        dtype = 'fp16' if torch.cuda.is_available() else 'bf16'
+        dtype = 'bf16' if _device_type(optimizer) == 'cpu' else 'fp16'
     precision: Any = str(dtype).removeprefix('torch.')
     return OptimWrapper(
         optimizer,
@@ -319,4 +352,5 @@ def AmpOptimWrapper(  # noqa: N802 (a type name of MMEngine's config language)
         loss_scale,
         on_nonfinite,
         nonfinite_limit,
+        accumulate_coupled,
     )

@@ -108,6 +108,20 @@ class _SlicedOptimWrapper(OptimWrapper):
         self.finish_step(loss)
         return log_vars
 
+    def update_params(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Refuse a loss of the whole batch, whose graph is in memory already.
+
+        Raises:
+            ValueError: Always. What carries out slices is :meth:`train_step`.
+        """
+        raise ValueError(
+            f'{type(self).__name__}: the step was carried out by a train_step that is not '
+            f"memengine's, on the whole batch at once, so {self.setting}={self.size} would do "
+            'nothing. Derive the model from memengine.models.Algorithm, or have its train_step '
+            'call memengine.engine.run_step, and keep it out of wrappers of other libraries; else '
+            "use optim_wrapper.type='OptimWrapper'"
+        )
+
     def _check(self, module: SlicedModel) -> None:
         """Refuse a model whose loss is of another kind."""
         raise NotImplementedError

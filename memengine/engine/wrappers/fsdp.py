@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from mmengine.device import get_device
 from mmengine.logging import print_log
 from mmengine.model import BaseDataPreprocessor
 from mmengine.optim import OptimWrapper
@@ -103,6 +104,7 @@ class FullyShardedDataParallel(nn.Module):
         self._sharded = shard_model(
             module,
             units,
+            device=get_device(),
             offload=offload,
             free_after=free_after,
             reduce_once=reduce_once,
@@ -113,10 +115,9 @@ class FullyShardedDataParallel(nn.Module):
             init_fn=_function(init_fn, 'init_fn'),
         )
         self.module = module
-        device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
         for part in module.modules():
             if isinstance(part, BaseDataPreprocessor):
-                part.to(device)
+                part.to(self._sharded.device)
         if global_losses:
             for loss in losses_with_a_group(module).values():
                 loss.process_group = dist.group.WORLD

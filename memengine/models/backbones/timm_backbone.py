@@ -12,6 +12,7 @@ import timm
 from timm.models import clean_state_dict
 from torch import Tensor, nn
 
+from memengine._torch_private.modules import BatchNorm
 from memengine.engine.checkpoint.files import safe_loading
 from memengine.engine.checkpoint.weights import parts_that_fit, read_weights, select
 from memengine.registry import MODELS
@@ -31,6 +32,8 @@ class TimmBackbone(nn.Sequential):
             this model, or a checkpoint of a run. A classifier in it is left out.
         checkpoint_part: Name of the module in that file that is this model, e.g.
             ``'teacher.backbone.model'``; by default the file is the model.
+        norm_eval: Keep BatchNorm layers in eval mode while training, so that their statistics stay
+            those of the pretrained weights.
         **kwargs: Passed on to ``timm.create_model``, e.g. ``img_size``, ``patch_size``,
             ``drop_path_rate``, ``in_chans``, ``dynamic_img_size=True`` for multi-crop with a ViT
             (position embeddings are interpolated to the crop).
@@ -51,9 +54,11 @@ class TimmBackbone(nn.Sequential):
         pretrained: bool = False,
         checkpoint_path: str = '',
         checkpoint_part: str = '',
+        norm_eval: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__()
+        self.norm_eval = norm_eval
         if problem := self.config_problem({'model_name': model_name, **kwargs}):
             raise ValueError(f'TimmBackbone: {problem[0]}: {problem[1]}')
         try:
@@ -69,6 +74,14 @@ class TimmBackbone(nn.Sequential):
             _load(self.model, checkpoint_path, checkpoint_part)
         features: Any = self.model
         self.num_features: int = getattr(features, 'head_hidden_size', features.num_features)
+
+    def train(self, mode: bool = True) -> TimmBackbone:
+        """Switch training mode; with ``norm_eval`` BatchNorm layers stay out of it."""
+        super().train(mode)
+        for module in self.modules() if self.norm_eval else ():
+            if isinstance(module, BatchNorm):
+                module.eval()
+        return self
 
     @staticmethod
     def further_arguments(config: Mapping[str, Any]) -> list[Callable[..., Any]]:

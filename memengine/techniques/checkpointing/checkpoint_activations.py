@@ -101,6 +101,7 @@ class Checkpointing(Handle):
     ) -> None:
         self.ops, self.budget = ops, budget
         self._traces: dict[tuple[str, bool], Trace] = {}  # by name and training mode
+        # Replaced, never changed: another thread that uses the model may be reading it.
         self._plans: dict[tuple[str, bool], Kept] = {}
         self._forwards = {
             name: CheckpointedForward(name, module, self) for name, module in modules.items()
@@ -152,26 +153,30 @@ class Checkpointing(Handle):
         key = (name, training)
         if key not in self._traces:
             self._traces[key] = trace()
-            self._plans.clear()
+            self._plans = {}
             if self.budget is not None:
                 return _RECOMPUTE_ALL  # until all are measured, so that the first step fits, too
             return plan_by_ops(self._traces[key], self.ops)
-        if not self._plans:
-            self._plan()
-        return self._plans[key]
+        plans = self._plans
+        if key not in plans:
+            plans = self._plans = self._planned(dict(self._traces))
+        return plans[key]
 
-    def _plan(self) -> None:
+    def _planned(self, traces: dict[tuple[str, bool], Trace]) -> dict[tuple[str, bool], Kept]:
         if self.budget is not None:
+            plans: dict[tuple[str, bool], Kept] = {}
             for mode in (True, False):
-                some = {key: trace for key, trace in self._traces.items() if key[1] is mode}
-                plans = plan_by_budget(list(some.values()), self.budget)
-                self._plans.update(zip(some, plans, strict=True))
-            return
-        self._plans = {key: plan_by_ops(trace, self.ops) for key, trace in self._traces.items()}
-        if not any(self._plans.values()):
+                some = {key: trace for key, trace in traces.items() if key[1] is mode}
+                plans.update(
+                    zip(some, plan_by_budget(list(some.values()), self.budget), strict=True)
+                )
+            return plans
+        plans = {key: plan_by_ops(trace, self.ops) for key, trace in traces.items()}
+        all_are_measured = {name for name, _ in traces}.issuperset(self.names)
+        if all_are_measured and not any(plans.values()):
             there = Counter(
                 op.call[0].rpartition('.')[0]
-                for trace in self._traces.values()
+                for trace in traces.values()
                 for op in trace.may_be_kept
             )
             raise ValueError(
@@ -179,6 +184,7 @@ class Checkpointing(Handle):
                 f'{", ".join(self.names[:3])} that backward waits for and that can be kept; there '
                 f'are {", ".join(sorted(there)) or "none"}'
             )
+        return plans
 
 
 @dataclass(frozen=True)

@@ -74,8 +74,8 @@ class SyncBatchNorm(BatchNorm):
 def convert_sync_batchnorm(model: nn.Module) -> int:
     """Turn every BatchNorm below ``model`` into one over all ranks, in place.
 
-    On a GPU it is torch's own SyncBatchNorm, elsewhere :class:`SyncBatchNorm`. Parameters and
-    buffers are kept, so names and state do not change.
+    Of a model on a GPU it is torch's own SyncBatchNorm, which runs only there, of one on a CPU
+    :class:`SyncBatchNorm`. Parameters and buffers are kept, so names and state do not change.
 
     Returns:
         How many layers were converted.
@@ -104,7 +104,8 @@ class SyncedBatchNorm(Handle):
             for name, child in parent.named_children()
             if isinstance(child, BatchNorm) and type(child) in _PLAIN
         ]
-        layer_class: Any = nn.SyncBatchNorm if torch.cuda.is_available() else SyncBatchNorm
+        on_gpu = any(parameter.is_cuda for parameter in model.parameters())
+        layer_class: Any = nn.SyncBatchNorm if on_gpu else SyncBatchNorm
         if kind == 'mmcv':
             layer_class = importlib.import_module('mmcv.ops').SyncBatchNorm
         for parent, name, plain in self.replaced:

@@ -10,7 +10,7 @@ from torch import nn
 from memengine._torch_private.autograd import version_of
 from memengine._torch_private.modules import BatchNorm, InstanceNorm, own_buffers
 
-__all__ = ['frozen_statistics', 'layers_with_batch_statistics']
+__all__ = ['frozen_statistics', 'layers_with_batch_statistics', 'unrepeatable']
 
 
 def layers_with_batch_statistics(module: nn.Module) -> list[str]:
@@ -27,15 +27,20 @@ def frozen_statistics(module: nn.Module) -> Iterator[None]:
     """Run forward passes of slices whose statistics are counted already.
 
     Normalisation layers in training mode use the batch's statistics as always and leave
-    ``running_mean``, ``running_var`` and ``num_batches_tracked`` alone.
+    ``running_mean``, ``running_var`` and ``num_batches_tracked`` alone. Other buffers that a
+    forward replaces by new ones are put back.
 
     Raises:
-        RuntimeError: When another buffer changes, as the pass that changed it before cannot be
+        RuntimeError: When another buffer is written to, as the pass that did so before cannot be
             repeated.
     """
     training = [layer for layer in module.modules() if layer.training]
     layers = [x for x in training if isinstance(x, BatchNorm) and x.track_running_stats]
-    before = {name: (buffer, version_of(buffer)) for name, buffer in module.named_buffers()}
+    before = [
+        (own_buffers(layer), name, buffer, version_of(buffer), f'{path}.{name}'.lstrip('.'))
+        for path, layer in module.named_modules()
+        for name, buffer in layer.named_buffers(recurse=False)
+    ]
     hidden = [  # InstanceNorm updates whatever statistics it has
         (layer, name, own_buffers(layer)[name])
         for layer in training
@@ -53,11 +58,16 @@ def frozen_statistics(module: nn.Module) -> Iterator[None]:
             layer.track_running_stats = True
         for instance_norm, name, buffer in hidden:
             own_buffers(instance_norm)[name] = buffer
-    for name, buffer in module.named_buffers():
-        kept, version = before.get(name, (None, 0))
-        if buffer is not kept or version_of(buffer) != version:
-            raise RuntimeError(
-                f'the buffer {name} of {type(module).__name__} changes in every forward pass, so '
-                'the pass cannot be repeated for its graph; keep the graph of all slices '
-                '(keep_graph) or put the layer into eval mode'
-            )
+    for table, name, buffer, version, path in before:
+        table[name] = buffer
+        if version_of(buffer) != version:
+            raise unrepeatable(module, path)
+
+
+def unrepeatable(module: nn.Module, name: str) -> RuntimeError:
+    """The error of a forward pass that writes into what ``module`` keeps under this name."""
+    return RuntimeError(
+        f'{name} of {type(module).__name__} changes in every forward pass, so the pass cannot be '
+        'repeated for its graph; keep the graph of all slices (keep_graph) or put the layer into '
+        'eval mode'
+    )

@@ -23,6 +23,7 @@ __all__ = [
     'clip_each_grad_norm_',
     'clip_grad_norm_',
     'clip_grad_value_',
+    'computing_device_type',
     'grad_norms',
     'local_part',
 ]
@@ -36,6 +37,12 @@ def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def computing_device_type(parameter: Tensor) -> str:
+    """Where a parameter is computed with: its device, or the ranks' if shards are offloaded."""
+    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+    return parameter.device.type if mesh is None else mesh.device_type
 
 
 @torch.no_grad()

@@ -44,14 +44,19 @@ __all__ = ['ShardedModel', 'shard_model']
 FREE_AFTER = ('forward', 'backward', 'step')
 
 
-def _mesh(replicas: int) -> DeviceMesh:
+def _device_type(model: nn.Module) -> str:
+    """Where the parameters are; from the CPU to GPUs if the ranks' group is for them."""
+    found = {parameter.device.type for parameter in model.parameters()} - {'cpu', 'meta'}
+    return found.pop() if found else 'cuda' if 'nccl' in dist.get_backend_config() else 'cpu'
+
+
+def _mesh(device: str, replicas: int) -> DeviceMesh:
     """All ranks in one row, or in ``replicas`` rows that each hold the whole model."""
     ranks = dist.get_world_size()
     if not isinstance(replicas, int) or replicas < 1 or ranks % replicas:
         raise ValueError(
             f'replicas must divide the number of ranks, got replicas={replicas} for {ranks} ranks'
         )
-    device = 'cuda' if torch.cuda.is_available() else 'cpu'
     if device == 'cpu' and not CAN_SHARD_ON_CPU:
         raise ValueError(
             f'torch {torch.__version__} shards on GPUs only; install a newer one to shard on CPUs'
@@ -109,6 +114,7 @@ def shard_model(
     model: nn.Module,
     units: Units = None,
     *,
+    device: str | None = None,
     offload: bool = False,
     free_after: str = 'forward',
     reduce_once: bool | None = None,
@@ -124,6 +130,8 @@ def shard_model(
         model: On any device, or partly or wholly on ``meta``. Rank 0's values become all ranks'.
         units: What is gathered and freed by itself; by default the blocks, and with ``offload``
             their parts; see :func:`~memengine.techniques.sharding.units.choose_units`.
+        device: Type of the device that units are gathered on and computed on. By default where the
+            parameters are; from the CPU and ``meta`` they go to the GPUs under NCCL.
         offload: Shards, their gradients and so the optimiser's state live in host memory; a
             unit is copied to the device to be gathered, and the update runs on the CPU.
         free_after: When gathered parameters are freed: after each ``'forward'``; after the next
@@ -169,19 +177,19 @@ def shard_model(
         )
     if free_after not in FREE_AFTER:
         raise ValueError(f'free_after must be one of {FREE_AFTER}, got {free_after!r}')
-    mesh = _mesh(replicas)
-    device = _device_of(mesh)
+    mesh = _mesh(device or _device_type(model), replicas)
+    on = _device_of(mesh)
     options: dict[str, Any] = dict(
         mesh=mesh,
         mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype),
         shard_placement_fn=_placement(dist.get_world_size() // replicas),
-        offload_policy=CPUOffloadPolicy(device.type == 'cuda') if offload else OffloadPolicy(),
+        offload_policy=CPUOffloadPolicy(on.type == 'cuda') if offload else OffloadPolicy(),
     )
     names = choose_units(model, units, fine=offload)
     ready: set[Tensor] = set()
 
     def shard(module: nn.Module, reshard_after_forward: bool) -> None:
-        materialize(module, device, init_fn, ready, model)
+        materialize(module, on, init_fn, ready, model)
         with _without_scalars(module):
             fully_shard(module, reshard_after_forward=reshard_after_forward, **options)
         ready.update(module.parameters(), module.buffers())
@@ -194,7 +202,7 @@ def shard_model(
     if reduce_once is None:
         reduce_once = not offload
     scalars = [p for p in model.parameters() if p.ndim == 0]
-    return ShardedModel(model, names, scalars, free_after, reduce_once)
+    return ShardedModel(model, on, names, scalars, free_after, reduce_once)
 
 
 class ShardedModel:
@@ -212,18 +220,20 @@ class ShardedModel:
 
     Attributes:
         model: The model; its parameters are DTensors outside of :meth:`gathered`.
+        device: Where units are gathered.
         units: Names of the modules that are gathered and freed by themselves.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        device: torch.device,
         units: Sequence[str],
         scalars: Sequence[nn.Parameter],
         free_after: str,
         reduce_once: bool,
     ) -> None:
-        self.model = model
+        self.model, self.device = model, device
         self.units = tuple(units)
         self._scalars = [p for p in scalars if p.requires_grad]
         self._free_after = free_after

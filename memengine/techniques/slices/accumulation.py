@@ -102,6 +102,9 @@ class AccumulationOverIterationsSettings(Settings):
     """Settings of accumulation over iterations, as ``optim_wrapper`` takes them."""
 
     accumulative_counts: int = setting(1, help='between updates', unit='iterations', low=1)
+    accumulate_coupled: bool = setting(
+        False, help='also where samples meet in the loss, which is another objective'
+    )
 
 
 OVER_ITERATIONS = Technique(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from memengine.suggest import did_you_mean
 from memengine.techniques.slices.grad_cache import Tower, cached_step
@@ -49,12 +50,17 @@ class GradCache:
         get_rep_fn: Picks the representation out of what a model returns.
         keep_graph: Chunks whose graph is kept and not built again; see ``cached_step``.
         forward_chunk_size: Samples per chunk of the graph-free pass, a multiple of the chunk size.
+        backward: Called with the loss, and with a scalar for each chunk, in the place of
+            ``loss.backward()``: Lightning's ``self.manual_backward``, accelerate's
+            ``accelerator.backward``. It scales by itself, so that it goes without ``scaler``.
 
     Raises:
         TypeError: When neither or both of ``model`` and ``models`` are given, or no chunk size or
             loss; or arguments of the other form.
         ValueError: For a chunk size below 1, an unknown ``loss_type``, ``fp16`` without scaler, or
-            a scaler (unless disabled) without ``fp16``.
+            a scaler (unless disabled) without ``fp16`` or beside ``backward``; in a step, for a
+            model on several ranks that is not in DDP and no ``backward``, as its gradients would
+            stay each rank's own, or be reduced by somebody who does not know of chunks.
 
     Cost, precision, random state, BatchNorm, DDP: see
     :func:`memengine.techniques.slices.grad_cache.cached_step`.
@@ -78,6 +84,7 @@ class GradCache:
         get_rep_fn: Callable[[Any], Any] | None = None,
         keep_graph: int = 0,
         forward_chunk_size: int | None = None,
+        backward: Callable[[Tensor], Any] | None = None,
     ) -> None:
         if (model is None) == (models is None):
             raise TypeError('GradCache: give either model= (one encoder) or models= (a list)')
@@ -85,8 +92,10 @@ class GradCache:
             raise TypeError('GradCache: give either chunk_size= or chunk_sizes=')
         if loss_fn is None:
             raise TypeError('GradCache: loss_fn is missing')
-        if fp16 and scaler is None:
+        if fp16 and scaler is None and backward is None:
             raise ValueError('GradCache: fp16=True needs a scaler= (torch.amp.GradScaler)')
+        if scaler is not None and scaler.is_enabled() and backward is not None:
+            raise ValueError('GradCache: backward= scales the loss by itself; leave out scaler=')
         if scaler is not None and scaler.is_enabled() and not fp16:
             raise ValueError('GradCache: scaler= would not be used, as it is for fp16=True')
         if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
@@ -95,7 +104,9 @@ class GradCache:
         self.chunk_sizes = _as_sizes(chunk_sizes if chunk_size is None else chunk_size, self.models)
         self.loss_fn = loss_fn
         self.loss_type = _loss_type(loss_type, one_model=model is not None)
+        self.fp16 = fp16
         self.scaler = scaler if fp16 else None
+        self.backward = backward
         self.split_input_fn = split_input_fn or split_batch
         self.get_rep_fn = get_rep_fn
         self.keep_graph = keep_graph
@@ -124,10 +135,11 @@ class GradCache:
         Raises:
             TypeError: For another number of inputs.
             ValueError: For labels that the loss type does not take or lacks, images that are not
-                two views, ``no_sync_except_last`` without DDP, and what ``cached_step`` refuses.
+                two views, models on several ranks without DDP, and what ``cached_step`` refuses.
         """
-        if no_sync_except_last:
-            self._check_no_sync()
+        on_ranks = dist.is_initialized() and dist.get_world_size() > 1
+        if no_sync_except_last or (on_ranks and self.backward is None):
+            self._check_synchronised(no_sync_except_last)
         if self.loss_type is None:
             loss_fn = self.loss_fn
         else:
@@ -157,22 +169,37 @@ class GradCache:
         return outputs if self.get_rep_fn is None else self.get_rep_fn(outputs)
 
     def _context(self) -> AbstractContextManager[Any]:
-        if self.scaler is None:
+        if not self.fp16:
             return nullcontext()
         parameters = (parameter for model in self.models for parameter in model.parameters())
         return torch.autocast(next(parameters).device.type, torch.float16)
 
     def _backward(self, loss: Tensor) -> None:
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        if self.backward is not None:
+            self.backward(loss)
+        else:
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
-    def _check_no_sync(self) -> None:
+    def _check_synchronised(self, no_sync_except_last: bool) -> None:
+        from torch.distributed.tensor import DTensor  # which FSDP reduces chunk by chunk
+
         for model in self.models:
-            trained = any(parameter.requires_grad for parameter in model.parameters())
-            if trained and not synchronising(model):
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            is_sharded = any(isinstance(parameter, DTensor) for parameter in trained)
+            if not trained or synchronising(model) or (is_sharded and not no_sync_except_last):
+                continue
+            kind = type(model).__name__
+            if no_sync_except_last:
                 raise ValueError(
-                    f'GradCache: no_sync_except_last=True needs models wrapped in '
-                    f'DistributedDataParallel, got {type(model).__name__}; wrap it, or leave it out'
+                    'GradCache: no_sync_except_last=True needs models wrapped in '
+                    f'DistributedDataParallel, got {kind}; wrap it, or leave it out'
                 )
+            raise ValueError(
+                f'GradCache: {kind} is on several ranks and not in DistributedDataParallel, so '
+                'nobody would reduce its gradients once, after the last chunk. Wrap it; or, where '
+                "a trainer has wrapped what it is in, give that trainer's backward=: Lightning's "
+                "self.manual_backward, accelerate's accelerator.backward"
+            )
 
     def _one_model_form(
         self, model_input: Any, labels: Tensor | None = None, **loss_kwargs: Any

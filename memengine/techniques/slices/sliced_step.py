@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memengine._torch_private.ops import pytree
 from memengine.techniques.layers.weight_norm import shared_weights
-from memengine.techniques.modules.random_state import RandomState
 from memengine.techniques.modules.running_statistics import frozen_statistics
+from memengine.techniques.slices.first_forwards import Replay
 from memengine.techniques.slices.tower import Tower, TowerRun
 
 __all__ = [
@@ -79,7 +79,8 @@ def sliced_step(
         context: Makes the context of each forward pass and of the losses, e.g.
             ``lambda: torch.autocast('cuda', torch.float16)``.
         backward: Runs backward from a loss, e.g. ``lambda loss: scaler.scale(loss).backward()``.
-            Cached gradients then carry the scale and are not scaled again.
+            Cached gradients then carry the scale and are not scaled again. A repeated slice
+            without an additive loss hands it a zero, through which its gradient flows.
         exchange: Makes the context of the blocks in which ranks may exchange data: the coupled
             loss, and the slices whose backward reduces gradients. See
             :func:`~memengine.techniques.slices.out_of_memory.run_until_it_fits`.
@@ -172,14 +173,14 @@ class _Step:
         sharing = [] if self._slice_loss is None else [run.module for run in self._runs]
         done = []
         with shared_weights(sharing) as before_the_last:
-            for number, (run, piece, state) in enumerate(later, start=1):
+            for number, (run, piece, replay) in enumerate(later, start=1):
                 is_last = number == len(later)
                 if is_last:
                     before_the_last()
                 with self._sync.next_graph(run.module) as synchronises:
                     zeros = _zero_gradients(run.module) if synchronises and coupled else []
                     exchange = self._exchange if synchronises or is_last else nullcontext
-                    losses = self._second_pass_of(run, piece, state, zeros, exchange)
+                    losses = self._second_pass_of(run, piece, replay, zeros, exchange)
                 if losses is not None:
                     done.append(losses)
         return done
@@ -188,17 +189,17 @@ class _Step:
         self,
         run: TowerRun,
         piece: Any,
-        state: RandomState | None,
+        replay: Replay | None,
         zeros: list[tuple[Tensor, Tensor]],
         exchange: Context,
     ) -> Any:
         # A repeated slice counts once, in backward too where layers are checkpointed.
-        with nullcontext() if state is None else frozen_statistics(run.module):
-            with nullcontext() if state is None else state.replay(), self._context():
-                outputs = run.encode(piece) if state is None else run.encode_again(piece)
+        with nullcontext() if replay is None else frozen_statistics(run.module):
+            with nullcontext() if replay is None else replay(), self._context():
+                outputs = run.encode(piece) if replay is None else run.encode_again(piece)
                 losses = None if self._slice_loss is None else self._slice_loss(outputs, piece)
             with exchange():
-                cached = [] if state is None else run.cached_gradients(outputs, piece)
+                cached = [] if replay is None else run.cached_gradients(outputs, piece)
                 loss = None if losses is None else total_loss(losses)
                 _run_backward([*cached, *zeros], loss, self._backward)
         return None if losses is None else _detached(losses)
@@ -314,15 +315,13 @@ def _run_backward(
     pairs: Sequence[tuple[Tensor, Tensor]], loss: Tensor | None, backward: Callable[[Tensor], Any]
 ) -> None:
     """One backward from a slice's loss, if it has one, and with given gradients from tensors."""
-    roots, gradients = [root for root, _ in pairs], [gradient for _, gradient in pairs]
+    if pairs:  # by the caller's own backward, too, which may tell DDP that one begins
+        roots, gradients = [root for root, _ in pairs], [gradient for _, gradient in pairs]
+        loss = torch.zeros((), device=roots[0].device) if loss is None else loss
+        loss = _WithCachedGradients.apply(loss, gradients, *roots)
     if loss is not None:
-        if roots:
-            loss = _WithCachedGradients.apply(loss, gradients, *roots)
         with _without_autocast(loss):
             backward(loss)
-    elif roots:
-        with _without_autocast(roots[0]):
-            torch.autograd.backward(roots, gradients)
 
 
 def _plan_runs(

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from memengine._torch_private.autograd import base_of
 from memengine._torch_private.ops import pytree
-from memengine.techniques.modules.random_state import RandomState, accelerators_of
+from memengine.techniques.modules.random_state import accelerators_of
 from memengine.techniques.modules.running_statistics import layers_with_batch_statistics
+from memengine.techniques.slices.first_forwards import FirstForwards, Replay
 from memengine.techniques.slices.frozen_part import FrozenPart
 from memengine.techniques.slices.slicing import join_slices
 
@@ -101,12 +102,12 @@ class TowerRun:
         self._graph_free = read[: len(read) - len(self.kept)]
         self.repeated = self._graph_free if self.trained else []
         self._second_pass = [*self.repeated, *(once if additive else [])]
-        self._states: list[RandomState] = []  # of the repeated slices
         self._frozen = None
         inputs_trained = any(tensor.requires_grad for tensor in tensors)
         if tower.frozen is not None and self.repeated and not inputs_trained:
             self._frozen = FrozenPart(tower.frozen)
-        self._devices = accelerators_of(self.module, tensors) if read else ()
+        devices = accelerators_of(self.module, tensors) if read else ()
+        self._first_forwards = FirstForwards(self.module, devices)
         self._graphs: list[list[Tensor]] = []  # embeddings of the kept slices
         self._chunks: list[list[Tensor]] = []  # embeddings of the graph-free slices
         self._leaves: list[Tensor] = []  # the same as leaves of the loss's graph
@@ -124,29 +125,27 @@ class TowerRun:
         """Graphs that the step builds of this tower."""
         return len(self.kept) + len(self._second_pass)
 
-    def second_pass_slices(self) -> Iterator[tuple[Any, RandomState | None]]:
-        """Slices that get a graph one by one, with the random state of those that are repeated."""
-        yield from zip_longest(self._second_pass, self._states if self.trained else [])
+    def second_pass_slices(self) -> Iterator[tuple[Any, Replay | None]]:
+        """Slices that get a graph one by one; for those that are repeated, what to do so in."""
+        yield from zip_longest(self._second_pass, self._first_forwards.replays)
 
     def embed_without_graph(self, group: Sequence[Any]) -> None:
         """First pass of slices that are embedded again later, if trained."""
-        state = RandomState(self._devices)
         piece = group[0] if len(group) == 1 else self._tower.join(group)
-        with self._frozen.first_pass() if self._frozen else nullcontext():
-            self._chunks.append(self._coupled_tensors(self.encode(piece), piece))
+        with self._first_forwards.next(len(group) if self.trained else 0) as state:
+            with self._frozen.first_pass() if self._frozen else nullcontext():
+                self._chunks.append(self._coupled_tensors(self.encode(piece), piece))
         torch.clear_autocast_cache()  # else weights cast without graph reach the second pass
-        if not self.trained:
-            return
-        if len(group) > 1 and not state.unchanged():
+        if self.trained and len(group) > 1 and not state.unchanged():
             raise ValueError(
                 f'{type(self.module).__name__} draws random numbers (dropout, drop-path), and one '
                 'larger chunk draws others than its slices do; leave out forward_chunk_size '
                 '(slices_per_forward), or switch the randomness off'
             )
-        self._states += [state] * len(group)
 
     def embed_and_keep(self, piece: Any) -> Any:
         """First pass of a slice that keeps its graph."""
+        self._first_forwards.keep_others()
         outputs = self.encode(piece)
         self._graphs.append(self._coupled_tensors(outputs, piece))
         return outputs
@@ -184,6 +183,7 @@ class TowerRun:
 
     def embeddings(self) -> Any:
         """Embeddings of the whole batch; those without graph are leaves, which get gradients."""
+        self._first_forwards.finish()
         for chunks in zip(*self._chunks, strict=True):
             leaf = torch.cat(chunks) if len(chunks) > 1 else chunks[0].detach()
             differentiable = leaf.is_floating_point() or leaf.is_complex()

@@ -103,8 +103,27 @@ def test_neither_the_best_nor_what_cannot_be_read_is_gone_on_from(run):
     (folder / 'epoch_4.pth').write_bytes(b'no checkpoint')
     warned = []
     names = [path.name for path in newest_first(folder, warn=warned.append)]
-    assert names == [f'epoch_{i}{suffix}' for i in (3, 2, 1)]
+    assert names == [*(f'epoch_{i}{suffix}' for i in (3, 2, 1)), 'epoch_4.pth']
     assert len(warned) == 1 and 'epoch_4.pth' in warned[0]
+
+
+@pytest.mark.fault(
+    'none of the checkpoints in a work dir can be read, with `last_checkpoint` or without',
+    '`--resume` ends with an error that says how many there are; nothing begins from scratch',
+)
+@pytest.mark.parametrize('pointer', ['there', 'missing'])
+def test_a_run_whose_checkpoints_none_can_be_read_does_not_begin_again(run, pointer):
+    folder, suffix = run
+    for number in (1, 2, 3):
+        checkpoint = folder / f'epoch_{number}{suffix}'
+        file = checkpoint if checkpoint.is_file() else checkpoint / 'run.pth'
+        content = bytearray(file.read_bytes())
+        content[content.index(b'optimizer')] ^= 1  # in its pickle: no state of that name is left
+        file.write_bytes(content)
+    if pointer == 'missing':
+        (folder / 'last_checkpoint').unlink()
+    with pytest.raises(CheckpointError, match=r'none of the 3 checkpoint.*--resume PATH'):
+        resume(folder, suffix)
 
 
 def test_one_that_the_user_names_is_that_one_or_none(run):

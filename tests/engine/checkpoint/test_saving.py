@@ -4,6 +4,8 @@ import errno
 import functools
 import itertools
 import resource
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,30 +29,53 @@ def checkpoint(request):
     return HOOKS[request.param]
 
 
+@contextmanager
+def small_files():
+    """No file grows beyond 4 KiB, with the system's own error."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@contextmanager
+def unwritable(folder):
+    """A folder in which not even root may write stands in its place."""
+    aside = folder.rename(folder.with_name('aside'))
+    folder.symlink_to('/sys')
+    try:
+        yield
+    finally:
+        folder.unlink()
+        aside.rename(folder)
+
+
 @pytest.fixture
-def full_disk(monkeypatch):
-    """While the checkpoints of these numbers are written, no file grows beyond 4 KiB: the system's
-    own error, on its way through torch's own writers."""
-    start, limits = CheckpointWriter.start, resource.getrlimit(resource.RLIMIT_FSIZE)
+def in_saves(monkeypatch):
+    """Something is wrong while the checkpoints of some numbers are written."""
+    start = CheckpointWriter.start
 
-    def on_full_disk(write):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-        try:
-            write()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-    def during(*numbers):
+    def during(trouble, *numbers):
         count = itertools.count(1)
 
         def begin(self, write, asynchronous):
-            full = next(count) in numbers
-            write = functools.partial(on_full_disk, write) if full else write
-            return start(self, write, asynchronous)
+            def in_trouble():
+                with trouble():
+                    write()
+
+            return start(self, in_trouble if next(count) in numbers else write, asynchronous)
 
         monkeypatch.setattr(CheckpointWriter, 'start', begin)
 
     return during
+
+
+@pytest.fixture
+def full_disk(in_saves):
+    """The disk is full while the checkpoints of these numbers are written."""
+    return functools.partial(in_saves, small_files)
 
 
 def run(folder, checkpoint, epochs=3, hooks=(), **kwargs):
@@ -67,7 +92,7 @@ def run(folder, checkpoint, epochs=3, hooks=(), **kwargs):
 
 
 @pytest.mark.fault(
-    'the disk is full when a checkpoint is written',
+    'the disk is full when a checkpoint is written, one file or shards, in the background or not',
     'training goes on, what to do is said, the unfinished file is removed, the next save succeeds',
 )
 def test_training_goes_on_when_the_disk_is_full(tmp_path, checkpoint, full_disk):
@@ -82,6 +107,21 @@ def test_training_goes_on_when_the_disk_is_full(tmp_path, checkpoint, full_disk)
     assert left == {f'epoch_3{suffix}'}
     for name, value in params(runner).items():
         assert torch.equal(value, params(whole)[name]), name
+
+
+@pytest.mark.skipif(not Path('/sys/kernel').is_dir(), reason='needs a folder of the system')
+@pytest.mark.fault(
+    'the work dir is read-only when a checkpoint is written, one file or shards',
+    'training goes on, what to do is said, the next save succeeds',
+)
+@pytest.mark.parametrize('kind', ['file', 'sharded'])
+def test_training_goes_on_when_the_work_dir_is_read_only(tmp_path, kind, in_saves):
+    in_saves(functools.partial(unwritable, tmp_path / 'run'), 2)
+    runner, seen, said = run(tmp_path / 'run', HOOKS[kind])
+    assert len(seen) == 15
+    assert 'epoch_2' in said and 'is read-only: make it writable again' in said
+    left = {path.stem for path in (tmp_path / 'run').glob(f'*{runner.checkpoint_suffix}')}
+    assert left == {'epoch_1', 'epoch_3'}
 
 
 @pytest.mark.fault(
@@ -119,7 +159,7 @@ def test_a_stop_that_cannot_save_says_so(tmp_path, checkpoint, full_disk):
 
 
 @pytest.mark.fault(
-    'the work dir is moved while a run writes into it',
+    'the work dir is moved while a run writes into it, files or shards',
     'it is made again, with an error that says so; training goes on',
 )
 def test_training_goes_on_when_the_work_dir_is_moved(tmp_path, checkpoint):

@@ -81,6 +81,19 @@ def test_the_part_that_the_message_names_is_loaded(tmp_path):
             assert torch.equal(value, ema.ema_model.module.state_dict()[name]), 'the average, too'
 
 
+@pytest.mark.parametrize('part', ['encoder', ''])
+def test_the_only_part_that_fits_is_found(tmp_path, part):
+    path = str(tmp_path / 'one.pth')
+    torch.manual_seed(1)
+    net = ToyModel().net.state_dict()
+    torch.save({f'{part}.{k}'.lstrip('.'): v for k, v in net.items()}, path)
+    runner = load(tmp_path, path)
+    for name, value in net.items():
+        assert torch.equal(params(runner)[f'backbone.{name}'], value)
+    with pytest.raises(CheckpointError, match='no weight fits'):  # of which all is wanted
+        toy_runner(tmp_path, model=Probe(), load_from=path, **EVALUATE).test()
+
+
 def test_a_new_head_is_asked_for_by_naming_what_is_not_new(tmp_path):
     path = tmp_path / 'run.pth'
     torch.save({'state_dict': {**Probe().state_dict(), 'head.weight': torch.ones(7, 1)}}, path)

@@ -473,7 +473,7 @@ def test_a_rank_says_which_it_is(cli, monkeypatch):
         (['train', '--cfg-options', 'config.py'], "got 'config.py'; CONFIG goes before it"),
         (
             ['train', 'config.py', '--cfg-options', 'a=[1'],
-            "--cfg-options a: '[1' has unbalanced []",
+            "--cfg-options a: '[1' is no value: its [ is not closed; a list is [a,b]",
         ),
         (['test', 'config.py'], 'required: CHECKPOINT'),
         (['train', 'config.py', '--max-iters', 'x'], "invalid int value: 'x'"),

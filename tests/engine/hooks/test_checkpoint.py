@@ -68,9 +68,14 @@ def left(folder):
     return sorted(path.stem for path in folder.iterdir() if path.suffix in suffixes)
 
 
+@pytest.mark.fault(
+    'checkpoints would fill the disk',
+    '`max_keep_ckpts` keeps the newest, `interval` writes every n-th; what is kept is whole',
+)
 def test_the_newest_are_kept_and_every_nth_is_written(tmp_path, kind):
     train(tmp_path / 'a', max_keep_ckpts=2, **kind)
     assert left(tmp_path / 'a') == ['epoch_4', 'epoch_5']
+    assert all(verify(path) for path in (tmp_path / 'a').glob('epoch_*'))
     train(tmp_path / 'b', interval=2, save_last=False, **kind)
     assert left(tmp_path / 'b') == ['epoch_2', 'epoch_4']
 
@@ -82,6 +87,9 @@ def test_the_best_is_kept_beside_the_newest(tmp_path, kind):
         assert verify(path)
 
 
+@pytest.mark.fault(
+    'the best checkpoint cannot be written', 'the best before it is kept until a new one is whole'
+)
 def test_the_best_before_is_removed_only_once_the_new_one_is_whole(tmp_path, kind, monkeypatch):
     real, failed = CheckpointWriter.start, []
 

@@ -63,6 +63,11 @@ def test_no_warning_in_good_training(tmp_path):
     assert warnings_of(tmp_path, lambda i: HEALTHY) == []
 
 
+@pytest.mark.fault(
+    'what is learned collapses, while the loss falls',
+    'a warning names the figure, its bound and what helps; training may end (`stop=True`)',
+    'teacher’s information, spread and rank of the features',
+)
 @pytest.mark.parametrize(
     ('bad', 'text'),
     [

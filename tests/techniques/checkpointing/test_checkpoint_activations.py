@@ -2,8 +2,10 @@
 
 import copy
 import functools
+import itertools
 import pickle
 import random
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -17,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from memengine._torch_private.ops import CHECKPOINT_HEEDS_HOOKS
 from memengine.memory import SavedBytes
+from memengine.techniques.checkpointing import checkpoint_activations as planning
 from memengine.techniques.checkpointing.checkpoint_activations import checkpoint_activations
 from memengine.testing import assert_same_step, saved_bytes
 
@@ -474,6 +477,46 @@ def test_ops_that_occur_in_some_of_the_modules():
     checkpoint_activations(model, ['patch_embed', 'blocks'], keep='attention')
     for _ in range(2):
         step_of(model, torch.randn(1, 3, 32, 32))()
+
+
+def in_thread(work):
+    """Have another thread do something, to the end."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(work).result()
+
+
+@pytest.mark.parametrize('call', range(2))
+def test_another_thread_measures_while_one_plans(monkeypatch, call):
+    """Whichever moment of planning it is, both go on with plans of their own."""
+    model, images = vit().double(), torch.randn(2, 3, 32, 32).double()
+    plain, calls = copy.deepcopy(model), itertools.count()
+    checkpoint_activations(model, budget=0.5)
+    tokens = torch.randn(2, 5, model.embed_dim).double()
+    model.blocks[0](tokens)  # measured
+    real = planning.plan_by_budget
+
+    def interrupted(*args):
+        if next(calls) == call:
+            in_thread(lambda: model.blocks[1](tokens))  # measures, too
+        return real(*args)
+
+    monkeypatch.setattr(planning, 'plan_by_budget', interrupted)
+    model.blocks[0](tokens)
+    model.blocks[1](tokens)
+    assert next(calls) > call
+    for each in (model, plain):
+        step_of(each, images)()
+    assert_same_step(*({k: p.grad for k, p in each.named_parameters()} for each in (model, plain)))
+
+
+def test_threads_that_begin_together_are_not_told_of_ops_that_come_later():
+    """One has measured the first module, which has none of them, when another comes to it."""
+    model = nn.Sequential(nn.GELU(), nn.Sequential(nn.Linear(4, 4), nn.GELU()))
+    checkpoint_activations(model, ['0', '1'], keep='matmuls')
+    x = torch.ones(2, 4, requires_grad=True)
+    hidden = model[0](x)
+    in_thread(lambda: model(x))
+    model[1](hidden).sum().backward()
 
 
 @pytest.mark.parametrize('options', [dict(), dict(keep=['matmuls', 'attention']), dict(budget=0.5)])

@@ -124,6 +124,28 @@ def test_a_buffer_that_is_written_to_is_refused_in_whichever_call(warm_up):
             gradients(model.train())
 
 
+class KeepingResults(nn.Module):
+    """Computes something of its weights once, and notes each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.kept, self.sizes = nn.Linear(6, 6).double(), {}, []
+
+    def forward(self, x):
+        self.sizes.append(len(x))
+        if not hasattr(self, 'scale'):
+            self.scale = self.layer.bias.exp()
+        self.kept.setdefault('weight', self.layer.weight.tanh())
+        return torch.tanh(x @ self.kept['weight'] * self.scale)
+
+
+def test_results_that_are_kept_are_computed_again_where_they_were_computed():
+    torch.manual_seed(0)
+    model = KeepingResults()
+    assert_exact(model, calls=2)
+    assert model.sizes == [4, 4] and set(model.kept) == {'weight'} and model.scale.requires_grad
+
+
 def test_spectral_norm_is_exact_in_eval_mode_and_refused_where_it_iterates():
     torch.manual_seed(0)
     model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), nn.Tanh())

@@ -62,6 +62,13 @@ def test_conversion_keeps_state_and_counts():
     assert model.state_dict().keys() == state.keys()
 
 
+@pytest.mark.usefixtures('beside_a_gpu')
+def test_a_model_on_the_cpu_takes_layers_that_run_there():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    convert_sync_batchnorm(model)
+    assert type(model[1]) is SyncBatchNorm
+
+
 def test_one_process_is_plain_batchnorm():
     x, layer, plain = data(), SyncBatchNorm(3).double(), nn.BatchNorm2d(3).double()
     assert torch.equal(layer(x), plain(x))

@@ -79,7 +79,6 @@ def test_timms_vits_need_no_function(build):
         assert_drawn_alike(model, expected)
 
 
-@pytest.mark.usefixtures('without_gpus')
 @NEEDS_SHARDING
 @pytest.mark.parametrize('build', [vit, pytest.param(eva, marks=RESETTABLE)])
 def test_one_unit_after_the_other_is_the_same(build):
@@ -93,7 +92,6 @@ def test_one_unit_after_the_other_is_the_same(build):
         dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures('without_gpus')
 @NEEDS_SHARDING
 def test_a_process_never_holds_more_than_its_shards_and_a_unit():
     def build():

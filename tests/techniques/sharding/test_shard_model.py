@@ -306,7 +306,7 @@ def size_of(module):
     return sum(p.nbytes for p in module.parameters())
 
 
-@pytest.mark.usefixtures('without_gpus')
+@pytest.mark.usefixtures('beside_a_gpu')
 @pytest.mark.parametrize('world_size', [1, 2, 4])
 def test_with_offload_a_step_holds_less_than_two_blocks_on_the_device(world_size):
     """All that is allocated in a step, the transport's buffers and activations too.

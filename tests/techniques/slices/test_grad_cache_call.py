@@ -486,3 +486,44 @@ def test_errors_of_the_constructor(arguments, error, message):
 def test_errors_of_the_call(arguments, call, error, message):
     with pytest.raises(error, match=message):
         call(GradCache(chunk_size=2, loss_fn=LOSS, **arguments))
+
+
+def test_somebody_elses_backward_is_called_for_each_chunk():
+    encoder, x = Encoder().double(), torch.randn(8, 12, dtype=torch.float64)
+    called = []
+
+    def manual_backward(loss):
+        called.append(loss.ndim)
+        (2 * loss).backward()  # as one that scales
+
+    def gradient(**settings):
+        encoder.zero_grad()
+        GradCache(encoder, 2, SupConLoss(), 'SimCLR', **settings)(x)
+        return {name: p.grad.clone() for name, p in encoder.named_parameters()}
+
+    expected = gradient()
+    doubled = gradient(backward=manual_backward)
+    assert called == [0] * 5, 'the loss, and each of four chunks'
+    assert_same_step(doubled, {name: 2 * value for name, value in expected.items()})
+
+
+def test_a_backward_that_scales_goes_without_scaler():
+    with pytest.raises(ValueError, match='backward= scales the loss by itself; leave out scaler='):
+        GradCache(
+            Encoder(),
+            2,
+            SupConLoss(),
+            fp16=True,
+            scaler=torch.amp.GradScaler('cpu'),
+            backward=torch.Tensor.backward,
+        )
+
+
+def test_several_ranks_without_ddp_are_refused_unless_backward_is_given(monkeypatch):
+    monkeypatch.setattr('torch.distributed.is_initialized', lambda: True)
+    monkeypatch.setattr('torch.distributed.get_world_size', lambda *group: 2)
+    x = torch.randn(8, 12)
+    with pytest.raises(ValueError, match="Encoder is on several ranks.*Lightning's self.manual"):
+        GradCache(Encoder(), 2, SupConLoss(), 'SimCLR')(x)
+    GradCache(Encoder(), 2, SupConLoss(), 'SimCLR', backward=torch.Tensor.backward)(x)
+    GradCache(CanWait(), 2, SupConLoss(), 'SimCLR')(x)

@@ -59,8 +59,65 @@ class Counting(nn.Module):
 
 
 def test_another_buffer_that_changes_is_refused():
-    with pytest.raises(RuntimeError, match='the buffer steps of Counting changes'):
+    with pytest.raises(RuntimeError, match='steps of Counting changes'):
         cached([Counting()], [torch.randn(8, 12)], torch.Tensor.sum)
+
+
+class Keeping(nn.Module):
+    """Keeps something beside its parameters, in one way or another."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.linear = nn.Linear(12, 6)
+        self.scale = nn.Parameter(torch.ones(6))
+        self.way, self.calls, self.ready, self.kept = way, 0, False, {}
+        self.register_buffer('grid', torch.zeros(1))
+
+    def forward(self, x):
+        self.calls += 1
+        if self.way == 'a result':
+            self.kept.setdefault('scale', self.scale.exp())
+            return self.linear(x) * self.kept['scale']
+        if self.way == 'a result and a flag':
+            if not self.ready:
+                self.grid, self.ready = self.scale.exp(), True
+            return self.linear(x) * self.grid
+        if self.way == 'a random constant':
+            if not self.kept:
+                self.kept['mask'] = torch.rand(6, dtype=x.dtype)
+            return F.dropout(self.linear(x) * self.kept['mask'] * self.scale, 0.3)
+        if self.way == 'a buffer for each size':
+            if len(self.grid) != len(x):
+                self.grid = torch.ones(len(x), dtype=x.dtype)
+            return self.linear(x) * self.scale * self.grid[:, None]
+        self.last = self.linear(x) * self.scale * self.calls  # how often it was called
+        return self.last
+
+
+RESULTS = ['a result', 'a result and a flag']
+OTHERS = ['a random constant', 'a buffer for each size', 'how often it was called']
+
+
+@pytest.mark.parametrize('way', RESULTS)
+def test_a_result_that_is_kept_has_no_graph_in_slices_that_keep_theirs(way):
+    with pytest.raises(RuntimeError, match=r'computed from parameters in one .* set keep_graph=0'):
+        cached([Keeping(way)], [torch.randn(10, 12)], lambda z: z.square().sum(), keep_graph=1)
+
+
+@pytest.mark.parametrize(
+    ('way', 'keep_graph'), [*((way, 0) for way in RESULTS + OTHERS), *((way, 1) for way in OTHERS)]
+)
+def test_what_a_forward_keeps_on_its_module_is_as_it_was_in_the_second(way, keep_graph):
+    torch.manual_seed(0)
+    model, x = Keeping(way).double(), torch.randn(10, 12, dtype=torch.float64)
+    expected = copy.deepcopy(model)
+    for module, step in ((expected, plain), (model, lambda *a: cached(*a, keep_graph=keep_graph))):
+        torch.manual_seed(1)
+        step([module], [x], lambda z: (z.sum(0) ** 3).sum())
+    assert_same_step(gradients(model), gradients(expected))
+    assert model.calls == expected.calls == 3
+    assert model.ready == expected.ready and model.grid.equal(expected.grid)
+    assert model.kept.keys() == expected.kept.keys()
 
 
 class OtherRandomness(nn.Module):
