@@ -137,11 +137,10 @@ class CocoDetection(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         """The item at ``index``."""
         image_id = self._ids[index]
-        file = self._root / self._coco.loadImgs(image_id)[0]['file_name']
         try:
-            image = load_rgb(str(file), self._max_pixels)
+            image = load_rgb(self._file(image_id), self._max_pixels)
         except OSError as error:
-            raise ValueError(f'cannot read image {image_id}, {str(file)!r}: {error}') from error
+            raise ValueError(f'cannot read {self.sample_name(index)}: {error}') from error
         objects = self._objects(image_id)
         size = (image.height, image.width)
         corners = torch.tensor([each['bbox'] for each in objects]).reshape(-1, 4)
@@ -161,6 +160,13 @@ class CocoDetection(Dataset):
             'inputs': image.as_subclass(torch.Tensor),
             'data_samples': {**plain, 'image_id': image_id, 'index': index},
         }
+
+    def sample_name(self, index: int) -> str:
+        """What the sample is called in messages, with its file."""
+        return f'image {self._ids[index]}, {self._file(self._ids[index])!r}'
+
+    def _file(self, image_id: int) -> str:
+        return str(self._root / self._coco.loadImgs(image_id)[0]['file_name'])
 
     def _objects(self, image_id: int) -> list[dict[str, Any]]:
         every = self._coco.loadAnns(self._coco.getAnnIds(imgIds=image_id, iscrowd=False))

@@ -62,6 +62,7 @@ class TextBlocks(Dataset):
             )
         self._blocks = np.array(tokens[: count * block_size], np.int32).reshape(count, block_size)
         self._positions = positions(indices, count)
+        self._file = file
         self.metainfo: dict[str, Any] = {'block_size': block_size}
 
     def __len__(self) -> int:
@@ -71,6 +72,10 @@ class TextBlocks(Dataset):
         """The block at ``index``."""
         tokens = torch.from_numpy(self._blocks[self._positions[index]]).long()
         return {'inputs': tokens, 'data_samples': {'index': index}}
+
+    def sample_name(self, index: int) -> str:
+        """What the sample is called in messages, with its file."""
+        return f'block {self._positions[index]} of {self._file!r}'
 
 
 def _tokenize(text: str, name: str) -> list[int]:

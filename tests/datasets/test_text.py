@@ -28,6 +28,7 @@ def test_bytes_in_blocks_one_behind_the_other(file):
     assert batch['data_samples']['index'].tolist() == [0, 1, 2]
     last = TextBlocks(file, block_size=6, indices=-1)
     assert len(last) == 1 and torch.equal(last[0]['inputs'], items[2]['inputs'])
+    assert last.sample_name(0) == f'block 2 of {file!r}'
 
 
 def test_a_tokenizer_by_its_folder(file, tmp_path):

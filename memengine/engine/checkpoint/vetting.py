@@ -16,10 +16,15 @@ import zipfile
 from collections.abc import Mapping
 from typing import IO, Any
 
-import torch
-
 __all__ = ['check_memo', 'vet']
 
+# Of torch's storages, whose own word for it is deprecated.
+_ITEM_BYTES = {
+    **dict.fromkeys(('Untyped', 'Bool', 'Byte', 'Char', 'QInt8', 'QUInt8', 'QUInt4x2'), 1),
+    **dict(QUInt2x4=1, Half=2, BFloat16=2, Short=2, Float=4, Int=4, QInt32=4),
+    **dict(Double=8, Long=8, ComplexFloat=8, ComplexDouble=16),
+}
+_MOST_ITEM_BYTES = 16  # what is taken for those of any other
 _LEGACY_PICKLES = 4  # magic number, protocol, system, and then what was saved
 
 
@@ -135,7 +140,7 @@ class _Unpickler(pickle.Unpickler):
         """Look at a storage that is named: (``'storage'``, its type, key, place, length)."""
         if self._held is not None:
             _, kind, key, _, length = pid
-            dtype = getattr(getattr(torch, kind.__name__, None), 'dtype', torch.uint8)
-            if not 0 <= length * dtype.itemsize <= self._held.get(str(key), 0):
+            item_bytes = _ITEM_BYTES.get(kind.__name__.removesuffix('Storage'), _MOST_ITEM_BYTES)
+            if not 0 <= length * item_bytes <= self._held.get(str(key), 0):
                 raise pickle.UnpicklingError(f'damaged: storage {key} is not of {length} values')
         return _Inert()

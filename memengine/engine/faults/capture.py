@@ -157,11 +157,14 @@ def plain(log_vars: Mapping[str, Any]) -> dict[str, float]:
 
 def _samples(runner: Any, batch: Any) -> list[str]:
     """What the batch's samples are called, if it says which they are."""
-    data_samples = batch.get('data_samples') if isinstance(batch, Mapping) else None
-    if not isinstance(data_samples, Mapping) or 'index' not in data_samples:
+    found = batch.get('data_samples') if isinstance(batch, Mapping) else None
+    if isinstance(found, Mapping) and 'index' in found:
+        indices = [int(index) for index in found['index']]
+    elif isinstance(found, list) and all(isinstance(x, Mapping) and 'index' in x for x in found):
+        indices = [int(sample['index']) for sample in found]
+    else:
         return []
     dataset = runner.train_dataloader.dataset
-    indices = [int(index) for index in data_samples['index']]
     if isinstance(dataset, NamesSamples):
         return [dataset.sample_name(index) for index in indices]
     return [f'sample {index}' for index in indices]

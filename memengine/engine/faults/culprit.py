@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -42,30 +42,47 @@ class Culprit:
     samples: list[int] = field(default_factory=list)
 
 
+@runtime_checkable
+class Embeds(Protocol):
+    """A model whose loss is built on embeddings, row by row those of its samples."""
+
+    def embed(self, inputs: Any, data_samples: Any = None) -> Any:
+        """See :class:`memengine.models.Algorithm`."""
+
+
 @contextmanager
-def watched(model: nn.Module, batch_size: int) -> Iterator[Culprit]:
+def watched(model: nn.Module, batch: Any) -> Iterator[Culprit]:
     """Look at every output and gradient of a step.
 
     Args:
         model: The bare model.
-        batch_size: Samples of this rank's batch.
+        batch: This rank's.
 
     Cost: a synchronisation for each module and parameter.
     """
-    watch = _Watch(model, batch_size)
+    watch = _Watch(model, batch)
     handles = [*watch.attach()]
     try:
         yield watch.culprit
     finally:
         for handle in handles:
             handle.remove()
-        vars(model).pop('slices', None)
+        for name in ('slices', 'embed'):
+            vars(model).pop(name, None)
 
 
 class _Watch:
-    def __init__(self, model: nn.Module, batch_size: int) -> None:
+    def __init__(self, model: nn.Module, batch: Any) -> None:
         self.model = model
-        self.batch_size = batch_size
+        data_samples = batch.get('data_samples') if isinstance(batch, Mapping) else None
+        inputs = batch.get('inputs', batch) if isinstance(batch, Mapping) else batch
+        first = next((x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)), None)
+        self.one_by_one = isinstance(data_samples, list)  # images of their own sizes
+        if isinstance(data_samples, list):
+            self.batch_size, self.views = len(data_samples), 1
+        else:
+            self.batch_size = 0 if first is None or not first.ndim else len(first)
+            self.views = len(inputs) if isinstance(inputs, (list, tuple)) else 1
         self.culprit = Culprit()
         self._pieces: list[Any] = []
         self._current: int | None = None  # slice
@@ -80,6 +97,15 @@ class _Watch:
                 return self._pieces
 
             vars(self.model)['slices'] = slices
+        if isinstance(self.model, Embeds):
+            embed = self.model.embed
+
+            def embed_and_look(*args: Any, **kwargs: Any) -> Any:
+                embeddings = embed(*args, **kwargs)
+                self._look_at_embeddings(embeddings)
+                return embeddings
+
+            vars(self.model)['embed'] = embed_and_look
         yield self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
         for name, module in self.model.named_modules():
             if name.partition('.')[0] == 'data_preprocessor':
@@ -95,10 +121,21 @@ class _Watch:
         start = _start_of(inputs)
         found = [i for i, piece in enumerate(self._pieces) if _start_of(piece.inputs) == start]
         self._current = found[0] if found and start is not None else None
-        bad = [tensor for tensor in _tensors(inputs) if not _is_finite(tensor)]
+        tensors = _tensors(inputs)
+        bad = [index for index, tensor in enumerate(tensors) if not _is_finite(tensor)]
         if bad and self.culprit.module is None:
             self.culprit.in_data, self.culprit.slice = True, self._current
-            self._note_samples(bad[0], self._current)
+            if self.one_by_one:
+                samples, _ = self._samples_of_rows(self._current)
+                self.culprit.samples = [samples[index] for index in bad]
+            else:
+                self._note_samples(tensors[bad[0]], self._current)
+
+    def _look_at_embeddings(self, embeddings: Any) -> None:
+        """Where modules see samples one by one, or windows of them, these tell whose is bad."""
+        for tensor in _tensors(embeddings):
+            if not _is_finite(tensor) and self._current == self.culprit.slice:
+                self._note_samples(tensor, self._current)
 
     def _look_at_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         for tensor in _tensors(output):
@@ -128,24 +165,23 @@ class _Watch:
 
     def _note_samples(self, tensor: Tensor, number: int | None) -> None:
         """The samples of the rows that are not finite, where rows are those of samples."""
-        samples = self._samples_of_rows(number)
+        samples, views = self._samples_of_rows(number)
         if self.culprit.samples or not tensor.ndim or not samples or len(tensor) % len(samples):
             return
-        bad = (
-            (~tensor.detach().flatten(1).isfinite()).any(1)
-            if tensor.ndim > 1
-            else (~tensor.detach().isfinite())
-        )
+        if len(tensor) > views * len(samples):  # rows of windows, or of proposals
+            return
+        bad = ~tensor.detach().reshape(len(tensor), -1).isfinite().all(1)
         rows = bad.nonzero().flatten().tolist()
         self.culprit.samples = sorted({samples[row % len(samples)] for row in rows})
 
-    def _samples_of_rows(self, number: int | None) -> Sequence[int]:
+    def _samples_of_rows(self, number: int | None) -> tuple[Sequence[int], int]:
+        """Which samples the rows of a slice are of, over and over, and how often at most."""
         if number is None:
-            return range(self.batch_size)
+            return range(self.batch_size), self.views
         rows = self._pieces[number].rows
         if isinstance(rows, CropSlice):
-            return rows.samples
-        return [row % self.batch_size for row in rows]
+            return rows.samples, max(len(rows.crops), 1)
+        return [row % self.batch_size for row in rows], 1
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -21,7 +21,6 @@ from mmengine.runner import BaseLoop
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from memengine._torch_private.ops import pytree
 from memengine.engine.apply import apply_to_model
 from memengine.engine.checkpoint.files import CheckpointError, safe_loading
 from memengine.engine.distributed.processes import cpu_group
@@ -201,7 +200,7 @@ def _from_state(runner: Any, capture: dict[str, Any]) -> Findings:
     random_state.restore()
     restart_private_generators()
     wrapper.guard = StepGuard(most_overflows=0)
-    with watched(model, _batch_size(batch)) as culprit:
+    with watched(model, batch) as culprit:
         runner.model.train_step(batch, optim_wrapper=wrapper)
     return _findings(wrapper.guard, capture, culprit)
 
@@ -219,7 +218,7 @@ class _WatchIteration(Hook):
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Begin."""
         if runner.iter == self.iteration:
-            context = watched(unwrap(runner.model), _batch_size(data_batch))
+            context = watched(unwrap(runner.model), data_batch)
             self.culprit = self.watch.enter_context(context)
 
 
@@ -274,12 +273,6 @@ def _load(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
         raise ValueError(
             f'the captured step is of another model than the config: {error}'
         ) from error
-
-
-def _batch_size(batch: Any) -> int:
-    inputs = batch.get('inputs', batch) if isinstance(batch, Mapping) else batch
-    first = next((x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)), None)
-    return 0 if first is None or not first.ndim else len(first)
 
 
 def _close_logs(runner: Any) -> None:

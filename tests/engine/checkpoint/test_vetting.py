@@ -10,7 +10,7 @@ from mmengine.logging import HistoryBuffer
 from torch import nn
 
 from memengine.engine.checkpoint.files import CheckpointError, safe_loading
-from memengine.engine.checkpoint.vetting import vet
+from memengine.engine.checkpoint.vetting import _ITEM_BYTES, vet
 
 
 def rewrite(path, old, new):
@@ -49,6 +49,17 @@ def test_what_writes_over_memory_is_refused(tmp_path, old, new):
         torch.load(path)
 
 
+@pytest.mark.filterwarnings('ignore:TypedStorage is deprecated')
+def test_items_have_the_bytes_that_torch_gives_them():
+    abstract = ('Storage', 'TypedStorage')
+    kinds = [name for name in dir(torch) if name.endswith('Storage') and name not in abstract]
+    assert len(kinds) > 10
+    for name in kinds:
+        item_bytes = getattr(getattr(torch, name), 'dtype', torch.uint8).itemsize
+        assert _ITEM_BYTES[name.removesuffix('Storage')] == item_bytes, name
+
+
+@pytest.mark.filterwarnings('error:TypedStorage is deprecated')
 @pytest.mark.parametrize('archive', [True, False])
 def test_what_is_all_right_is_let_pass(tmp_path, archive):
     state = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).state_dict()

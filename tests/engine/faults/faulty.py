@@ -9,6 +9,7 @@ from torch.utils.data import Dataset
 
 from memengine.engine import Runner
 from memengine.models import Classifier, SimCLR
+from memengine.models.algorithms.by_sample import LossBySample
 from memengine.registry import DATASETS, MODELS
 
 BAD, SIZE, BATCH = 5, 16, 4
@@ -103,6 +104,19 @@ class FaultyClassifier(_FaultyLoss, Classifier):
     pass
 
 
+@MODELS.register_module()
+class OneByOne(LossBySample):
+    """Runs its network image by image, as detectors do."""
+
+    def __init__(self, backbone):
+        super().__init__()
+        self.backbone = MODELS.build(backbone)
+
+    def embed(self, inputs, data_samples=()):
+        every = [self.backbone(image[None]).square().sum() for image in inputs]
+        return {'loss': torch.stack(every)}
+
+
 @DATASETS.register_module()
 class MarkedImages(Dataset):
     """Noise; sample 5 is marked, or not finite itself.
@@ -136,11 +150,12 @@ class MarkedImages(Dataset):
 HEADS = {
     'SimCLR': dict(head=dict(type='ProjectionHead', out_dim=8)),
     'Classifier': dict(num_classes=3),
+    'OneByOne': dict(),
     'DINO': dict(
         head=dict(type='DINOHead', out_dim=8, hidden_dim=8, bottleneck_dim=4), local_crops=1
     ),
 }
-VIEWS = {'SimCLR': 2, 'Classifier': None, 'DINO': 3}
+VIEWS = {'SimCLR': 2, 'Classifier': None, 'OneByOne': None, 'DINO': 3}
 
 
 def config(work_dir, model='Classifier', fault=None, data=None, **cfg):
@@ -157,7 +172,7 @@ def config(work_dir, model='Classifier', fault=None, data=None, **cfg):
             sampler=dict(type='DefaultSampler', shuffle=True),
             batch_size=BATCH,
             num_workers=0,
-            collate_fn=dict(type='default_collate'),
+            collate_fn=dict(type='list_samples' if kind == 'OneByOne' else 'default_collate'),
         ),
         train_cfg=dict(by_epoch=True, max_epochs=3),
         optim_wrapper={**optim, **cfg.pop('optim_wrapper', {})},

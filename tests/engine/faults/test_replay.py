@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from mmengine.config import Config
+from torch import nn
 
 from memengine.engine.checkpoint.files import CheckpointError
+from memengine.engine.faults.culprit import watched
 from memengine.engine.faults.finite_state import NonFiniteError
 from memengine.engine.faults.replay import replay
 from memengine.testing import run_ranks
@@ -25,6 +27,8 @@ CHEAP = {
     'loss': dict(model='FaultySimCLR'),
 }
 DEAR = {
+    'one by one': dict(model='OneByOne', fault='output', batch_norm=False),
+    'one by one, image': dict(model='OneByOne', data=dict(not_finite=True), batch_norm=False),
     'parameter': dict(fault='parameter'),
     'image': dict(data=dict(not_finite=True), batch_norm=False),
     'loss of a sum': dict(model='FaultyClassifier', optim_wrapper=dict(accumulative_counts=2)),
@@ -109,7 +113,7 @@ def check(found, case):
 @pytest.mark.fault(
     'A NaN in a loss, a gradient, an image, a slice, a rank',
     'the step is captured; memengine replay repeats it bit for bit and names where it begins',
-    '25 of 25 injected faults',
+    '27 of 27 injected faults',
 )
 @pytest.mark.parametrize('case', EACH)
 def test_a_fault_is_replayed_and_named(tmp_path, case):
@@ -154,8 +158,33 @@ def test_a_step_of_two_ranks_is_not_replayed_by_one(tmp_path, monkeypatch):
         replay(path, cfg)
 
 
+class Windows(nn.Module):
+    """Runs a layer on windows: twice as many rows as samples, those of a sample together."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(2, 2), nn.Linear(4, 1)
+
+    def forward(self, inputs, data_samples=None, mode='loss'):
+        return {'loss': self.outer(self.inner(inputs.reshape(-1, 2)).reshape(-1, 4))}
+
+
+def test_rows_of_windows_are_not_taken_for_samples():
+    inputs = torch.zeros(4, 4)
+    inputs[2, 3] = torch.finfo(torch.float32).max  # finite; what comes of it is not
+    model = Windows()
+    model.inner.weight.data.fill_(8)
+    with watched(model, dict(inputs=inputs)) as culprit:
+        model(inputs)
+    assert culprit.module == 'inner'
+    assert culprit.samples == [2]
+    with watched(model, dict(inputs=[inputs, inputs])) as culprit:  # two views, so twice the rows
+        model.inner(torch.cat([inputs, inputs])[:, 2:])
+    assert culprit.samples == [2]
+
+
 def test_as_many_faults_as_are_told_of():
-    assert len(CHEAP) + len(DEAR) + sum(map(len, RANKS.values())) == 25
+    assert len(CHEAP) + len(DEAR) + sum(map(len, RANKS.values())) == 27
 
 
 def test_a_file_that_is_no_capture_is_refused(tmp_path):
