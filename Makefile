@@ -1,6 +1,6 @@
-.PHONY: check lint types docs test slow matrix format
+.PHONY: check lint types docs test slow gpu-sim matrix format
 
-check: lint types docs test slow  ## what CI runs, in the current environment
+check: lint types docs test slow gpu-sim  ## what CI runs, in the current environment
 
 lint:
 	ruff check .
@@ -17,6 +17,9 @@ test:
 
 slow:
 	python -m pytest -m slow
+
+gpu-sim:  ## the tests that need a GPU, on a simulated one
+	python -m pytest -p tests.simulated_gpu.device -m gpu
 
 matrix:  ## the tests that depend on versions, on every torch and Python that is promised
 	python tools/matrix.py

@@ -54,6 +54,13 @@ def test_ground_floor_imports_no_room():
                 assert not ours, f'{path}:{line} imports {module}'
 
 
+def test_folders_have_at_most_thirteen_entries():
+    """Beside what Python itself asks for: __init__.py, __main__.py, py.typed."""
+    for folder in (PACKAGE, *(path.parent for path in PACKAGE.rglob('__init__.py'))):
+        entries = [path.name for path in folder.iterdir() if not path.name.startswith('__')]
+        assert len({*entries} - {'py.typed'}) <= 13, f'{folder} has {len(entries)} entries'
+
+
 def is_private(dotted):
     return any(part.startswith('_') and not part.endswith('__') for part in dotted.split('.'))
 

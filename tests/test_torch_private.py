@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import sdpa_flop_count
 
-from memengine._torch_private import autograd, data_loading, distributed, modules, ops
+from memengine._torch_private import autograd, data_loading, distributed, fake, modules, ops
 from memengine.techniques.compression.backward_needs import _NEEDS, IN_PLACE_FORMS, operation_name
 
 
@@ -559,3 +559,28 @@ def test_end_workers():
         data_loading.end_workers(loader)
         assert process.exitcode == 0, 'told, not killed'
     data_loading.end_workers(loader)
+
+
+# ------------------------------------------------------------------ fake tensors
+
+
+@relies_on('has tensors without memory, below which modes see every operator')
+def test_fake_tensors():
+    with fake.FakeTensorMode():
+        x = torch.ones(4)
+        assert fake.is_fake(x)
+        with fake.unset_fake_temporarily():
+            assert not fake.is_fake(torch.ones(4))
+        with pytest.raises(fake.FAKE_REFUSES):
+            torch.nonzero(x)
+    assert not fake.is_fake(torch.ones(4))
+    seen = []
+
+    class See(ops.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with See():
+        torch.ones(1).item()
+    assert seen[-1] is fake.READS_A_NUMBER

@@ -1,15 +1,25 @@
 """What a step costs in memory; plain torch."""
 
 from memengine.memory.headroom import headroom_bytes
+from memengine.memory.measuring import Measured, map_blocks_singly, measure
 from memengine.memory.meter import SavedBytes, hidden_bytes, saved_bytes
+from memengine.memory.prediction import Prediction, UnpredictableError, predict
 from memengine.memory.process import cuda_peak_mib, peak_rss_mib, rss_mib
+from memengine.memory.training_step import TrainingStep
 
 __all__ = [
+    'Measured',
+    'UnpredictableError',
+    'Prediction',
     'SavedBytes',
+    'TrainingStep',
     'cuda_peak_mib',
     'headroom_bytes',
     'hidden_bytes',
+    'map_blocks_singly',
+    'measure',
     'peak_rss_mib',
+    'predict',
     'rss_mib',
     'saved_bytes',
 ]

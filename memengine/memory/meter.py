@@ -164,6 +164,7 @@ class SavedBytes:
     Args:
         *exclude: Modules whose parameters and buffers, and tensors whose memory, are not counted:
             usually the model, and the batch where a function of its size is wanted.
+        ledger: Books of another kind, which are told what is saved.
 
     Raises:
         TypeError: For anything else in ``exclude``.
@@ -176,9 +177,9 @@ class SavedBytes:
         >>> saved.peak_bytes
     """
 
-    def __init__(self, *exclude: nn.Module | Tensor) -> None:
+    def __init__(self, *exclude: nn.Module | Tensor, ledger: Ledger | None = None) -> None:
         self._exclude = exclude
-        self._ledger = Ledger()
+        self._ledger = ledger or Ledger()
         self._entered: list[saved_tensors_hooks] = []
         owned_by(exclude)  # complains here, where the mistake is
 

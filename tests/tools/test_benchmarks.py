@@ -20,6 +20,7 @@ PAGES = {
     'recomputed_activations': ROOT / 'docs/techniques/recomputed_activations.md',
     'dropit_selection': ROOT / 'docs/techniques/compressed_activations.md',
     'sharding_memory': ROOT / 'docs/techniques/fsdp.md',
+    'memory_prediction': ROOT / 'docs/memory.md',
 }
 
 
@@ -161,6 +162,15 @@ def test_a_peer_comes_from_its_folder_and_not_from_the_script_of_its_name(script
     finally:
         del sys.modules['grad_cache']
     assert all(parameter.grad is not None for parameter in task.model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='asks the kernel')
+def test_memory_prediction(script, tmp_path):
+    benchmark = script('memory_prediction')
+    benchmark.run('--out', tmp_path, '--quick')
+    (row,) = results_of(tmp_path, 'memory_prediction')['rows']
+    assert row['config'] == 'classify_vit' and abs(benchmark.error(row)) < 0.25
 
 
 @pytest.mark.parametrize('name', PAGES)

@@ -41,23 +41,23 @@ def read_config(args: argparse.Namespace) -> Config:
     cfg = load_config(args.config, args.cfg_options)
     cfg.setdefault('default_scope', 'memengine')
     _set_launcher(cfg, args.launcher)
-    if args.work_dir is not None:
+    if getattr(args, 'work_dir', None) is not None:
         cfg.work_dir = args.work_dir
     elif cfg.get('work_dir') is None:
         cfg.work_dir = str(Path('work_dirs') / Path(args.config).stem)
-    if args.console is not None:
+    if getattr(args, 'console', None) is not None:
         cfg.console = args.console
     if args.command == 'train':
         _set_train_options(cfg, args)
-    else:
+    elif args.command == 'test':
         cfg.load_from, cfg.resume = args.checkpoint, False
     check_config(cfg)
-    needed = 'train_cfg' if args.command == 'train' else 'test_cfg'
-    if cfg.get(needed) is None:
-        parts = 'optim_wrapper' if args.command == 'train' else 'test_evaluator'
+    done = 'test' if args.command == 'test' else 'train'
+    if cfg.get(f'{done}_cfg') is None:
+        parts = 'optim_wrapper' if done == 'train' else 'test_evaluator'
         raise ConfigError(
-            f'{args.config} has no {args.command}_dataloader, {needed} and {parts}, so there is '
-            f'nothing to {args.command}'
+            f'{args.config} has no {done}_dataloader, {done}_cfg and {parts}, so there is '
+            f'nothing to {done}'
         )
     return cfg
 

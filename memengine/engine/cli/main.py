@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ['main']
 
+_OF_MEMORY = {'predict': 'predict_step', 'measure': 'measure_step'}
 _RANK_VARIABLES = ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK', 'PMI_RANK')
 
 
@@ -52,11 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 0
-    if args.command in ('train', 'test', 'replay'):
+    if args.command in ('train', 'test', 'replay', *_OF_MEMORY):
         if args.local_rank is not None:
             os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
         # Last, so that nothing that is installed is hidden by a file of the user's.
         sys.path += [os.getcwd(), str(Path(args.config or args.file).resolve().parent)]
+    elif args.command in ('probe', 'embed'):
+        sys.path += [os.getcwd(), str(Path(args.config or args.run).resolve().parent)]
     command = _Command(args)
     try:
         with stop_signals_handled_by(raise_interrupted):
@@ -102,8 +105,21 @@ class _Command:
         if self.args.command == 'replay':
             print(commands.replay(self.args), end='\n' if self._rank() in (None, '0') else '')
             return
+        if self.args.command in ('probe', 'embed'):
+            from memengine.engine.cli.after import read_run, run_after
+
+            self.cfg = read_run(self.args)
+            print(
+                run_after(self.cfg, self.args.command),
+                end='\n' if self._rank() in (None, '0') else '',
+            )
+            return
         self.cfg = commands.read_config(self.args)
-        if self.args.command == 'train':
+        if self.args.command in _OF_MEMORY:
+            from memengine.engine.cli import memory
+
+            print(getattr(memory, _OF_MEMORY[self.args.command])(self.cfg, self.args.json))
+        elif self.args.command == 'train':
             commands.train(self.cfg)
         else:
             commands.test(self.cfg)

@@ -149,11 +149,26 @@ def make_parser() -> argparse.ArgumentParser:
     test = _add_command(commands, 'test', 'test a checkpoint', TEST_EXAMPLES)
     test.add_argument('checkpoint', metavar='CHECKPOINT', help='the checkpoint to test')
     _add_common(test)
+    _add_memory_commands(commands)
+    _add_after(commands, 'probe', 'measure features: linear probe, k-NN, few-shot')
+    _add_after(commands, 'embed', 'write features to files')
     _add_convert(commands)
     _add_verify(commands)
     _add_replay(commands)
     _add_techniques(commands)
     return parser
+
+
+def _add_memory_commands(commands: Any) -> None:
+    for name, does in (
+        ('predict', 'predict the memory of a training step, without taking it'),
+        ('measure', 'measure the memory of real training steps'),
+    ):
+        command = _add_command(
+            commands, name, does, f'example:\n  memengine {name} configs/dino_vit.py'
+        )
+        command.add_argument('--json', action='store_true', help='print figures in bytes')
+        _add_options(command)
 
 
 def _add_techniques(commands: Any) -> None:
@@ -164,6 +179,20 @@ def _add_techniques(commands: Any) -> None:
     listing.set_defaults(parser=listing)
     listing.add_argument('name', metavar='NAME', nargs='?', help='a technique, such as dropit')
     listing.add_argument('--debug', action='store_true', help='show the traceback of an error')
+
+
+def _add_after(commands: Any, name: str, does: str) -> None:
+    parser = commands.add_parser(
+        name,
+        help=does,
+        description=f'{does.capitalize()}. Settings are keys of the config: {name}.KEY=VALUE.',
+        allow_abbrev=False,
+    )
+    parser.set_defaults(parser=parser)
+    parser.add_argument('run', metavar='RUN', help='the folder of a run, or a checkpoint in it')
+    parser.add_argument('--config', metavar='CONFIG', help="the run's config (in its folder)")
+    parser.add_argument('--work-dir', metavar='DIR', help=f'for results (RUN/report/{name})')
+    _add_options(parser)
 
 
 def _add_convert(commands: Any) -> None:

@@ -284,6 +284,9 @@ def _names_weights(value: Any) -> bool:
     )
 
 
+# The loops of commands that are run after training, by command, which is their key in a config.
+AFTER_TRAINING: Mapping[str, str] = {'probe': 'ProbeLoop', 'embed': 'EmbedLoop'}
+
 TOP_SCHEMAS: Mapping[str, SchemaChoice] = {
     'model': MODEL,
     'data_preprocessor': PART,
@@ -321,6 +324,10 @@ TOP_SCHEMAS: Mapping[str, SchemaChoice] = {
     'runner_type': Schema('RUNNERS', bare_type=True),
     'tta_model': Schema('MODELS', supplied=('module',)),
     'tta_pipeline': TRANSFORM,
+    **{
+        command: Schema('LOOPS', default=loop, supplied=('runner',))
+        for command, loop in AFTER_TRAINING.items()
+    },
 }
 
 _DICT = Constraint('a dict', lambda value: isinstance(value, Mapping))

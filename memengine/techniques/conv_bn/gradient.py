@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ['ConvOutput', 'Geometry', 'conv_bn_eval', 'frozen_bn']
+__all__ = ['ConvOutput', 'Geometry', 'conv_bn_eval', 'frozen_bn', 'lean_convolution']
 
 
 def _per_axis(value: int | Sequence[int], axes: int) -> list[int]:
@@ -86,10 +86,60 @@ class ConvOutput(NamedTuple):
     versions: tuple[int, ...] = ()
 
 
+class _LeanConvolution(torch.autograd.Function):
+    """A convolution that keeps an activation's input in place of its own, or none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        preactivation: Tensor | None,
+        activation: Callable[[Tensor], Tensor] | None,
+        geometry: Geometry,
+        convolve: Callable[[], Tensor],
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        kept = x if preactivation is None else preactivation
+        ctx.save_for_backward(kept if ctx.needs_input_grad[1] else None, weight)
+        ctx.geometry, ctx.activation = geometry, activation
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        return convolve()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        if grad is None:  # BatchNorm's went past it
+            return (None,) * 7
+        kept, weight = ctx.saved_tensors
+        grad = grad.to(ctx.x_dtype)
+        if kept is None:
+            x = grad.new_empty(1).expand(ctx.x_shape)
+        else:
+            x = kept if ctx.activation is None else ctx.activation(kept)
+        sizes = None if not ctx.needs_input_grad[2] else [grad.shape[1]]
+        needs = list(ctx.needs_input_grad[:3])
+        found = torch.ops.aten.convolution_backward(
+            grad, x, weight.to(x.dtype), sizes, *ctx.geometry, needs
+        )
+        return (*found, None, None, None, None)
+
+
+def lean_convolution(source: ConvOutput, convolve: Callable[[], Tensor]) -> Tensor:
+    """What ``convolve()`` gives; kept is what ``source`` says, no input of a frozen weight."""
+    _, x, weight, bias, geometry, activation, preactivation, _ = source
+    assert x is not None and weight is not None and geometry is not None
+    output: Tensor = _LeanConvolution.apply(
+        x, weight, bias, preactivation, activation, geometry, convolve
+    )
+    return output
+
+
 class _ConvBNEval(torch.autograd.Function):
     """BatchNorm of a convolution's output, whose gradient goes past that output.
 
-    The output comes without its graph, so the convolution's own backward is not run.
+    Unless somebody looks at the output's gradient: then it goes there, and on from there.
     """
 
     @staticmethod
@@ -107,17 +157,21 @@ class _ConvBNEval(torch.autograd.Function):
         eps: float,
         geometry: Geometry,
         activation: Callable[[Tensor], Tensor] | None,
+        is_looked_at: Callable[[], bool],
     ) -> Tensor:
         needs_x = ctx.needs_input_grad[1] or ctx.needs_input_grad[3]
         ctx.save_for_backward(preactivation if needs_x else None, weight, bias, gamma, mean, var)
         ctx.eps, ctx.geometry, ctx.activation = eps, geometry, activation
-        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.x_shape, ctx.x_dtype, ctx.is_looked_at = x.shape, x.dtype, is_looked_at
         return F.batch_norm(output, mean, var, gamma, beta, eps=eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         preactivation, weight, bias, gamma, mean, var = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_gamma, needs_beta = ctx.needs_input_grad[:5]
+        is_looked_at = ctx.is_looked_at()
+        if is_looked_at:
+            needs_x = needs_weight = needs_bias = False
         geometry, grad = ctx.geometry, grads[0].to(ctx.x_dtype)
         if preactivation is None:
             x = grad.new_empty(1).expand(ctx.x_shape)  # backward of the input asks for its shape
@@ -130,7 +184,7 @@ class _ConvBNEval(torch.autograd.Function):
         grad_x, grad_fused, _ = torch.ops.aten.convolution_backward(
             grad, x, fused, None, *geometry, [needs_x, needs_weight or needs_gamma, False]
         )
-        grad_weight = grad_bias = grad_gamma = None
+        grad_weight = grad_bias = grad_gamma = grad_output = None
         axes = [axis for axis in range(grad.dim()) if axis != 1]
         total = grad.sum(axes, dtype=torch.promote_types(grad.dtype, torch.float32))  # [K]
         if needs_bias:
@@ -141,8 +195,11 @@ class _ConvBNEval(torch.autograd.Function):
             grad_gamma = inv_std * (along + offset * total)
         if needs_weight:
             grad_weight = geometry.scaled_weight(grad_fused.to(weight.dtype), scale)
+        if is_looked_at:
+            grad_output = grad * scale.to(grad.dtype).view(-1, *[1] * (grad.dim() - 2))
         grad_beta = total if needs_beta else None
-        return grad_x, grad_weight, grad_bias, grad_gamma, grad_beta, *[None] * 7
+        parameters = (grad_x, grad_weight, grad_bias, grad_gamma, grad_beta)
+        return *parameters, None, None, None, grad_output, *[None] * 4
 
 
 def conv_bn_eval(
@@ -151,15 +208,18 @@ def conv_bn_eval(
     statistics: tuple[Tensor, Tensor],
     affine: tuple[Tensor | None, Tensor | None],
     eps: float,
+    is_looked_at: Callable[[], bool],
 ) -> Tensor:
     """BatchNorm in eval mode of a convolution's output.
 
     Args:
         source: Where the output is from; a gradient goes there.
-        output: [N, K, ...]; its values are used, its graph is not.
+        output: [N, K, ...]; it is not kept.
         statistics: Running mean and variance, [K].
         affine: BatchNorm's weight and bias, [K].
         eps: BatchNorm's.
+        is_looked_at: Asked in backward whether somebody looks at the output's gradient, which is
+            computed then, and goes on from there.
 
     Returns:
         [N, K, ...], what ``F.batch_norm`` gives.
@@ -172,8 +232,8 @@ def conv_bn_eval(
     _, x, weight, bias, geometry, activation, preactivation, _ = source
     kept = x if preactivation is None else preactivation
     return _ConvBNEval.apply(
-        *(x, weight, bias, *affine, kept, *statistics, output.detach()),
-        *(eps, geometry, activation),
+        *(x, weight, bias, *affine, kept, *statistics, output),
+        *(eps, geometry, activation, is_looked_at),
     )
 
 

@@ -8,6 +8,7 @@ difference, and whatever is not such a pair is carried out as if this were not h
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,7 +22,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from memengine._torch_private.autograd import current_backward, gradient_hooks_of, version_of
 from memengine._torch_private.modules import forward_hooks_of, forward_pre_hooks_of
 from memengine._torch_private.ops import do_not_compile, is_traceable_wrapper_subclass
-from memengine.techniques.conv_bn.gradient import ConvOutput, Geometry, conv_bn_eval, frozen_bn
+from memengine.techniques.conv_bn.gradient import (
+    ConvOutput,
+    Geometry,
+    conv_bn_eval,
+    frozen_bn,
+    lean_convolution,
+)
 
 __all__ = ['ConvBNPairs', 'EnterLayer', 'LeaveLayer', 'OwnHook', 'Pair']
 
@@ -84,15 +91,20 @@ class ConvBNPairs:
         activation, preactivation, versions = self._activated.get(x, (None, None, None))
         if versions != _versions(x, preactivation):
             activation = preactivation = None
-        output = function(**arguments)
-        if not output.requires_grad:
-            self._outputs[output] = ConvOutput(mode.name)
+        source = ConvOutput(
+            *(mode.name, x, weight, bias),
+            Geometry.of(arguments, 'output_padding' in _CONVOLUTIONS[function]),
+            *(activation, preactivation),
+        )
+        plain = partial(function, **arguments)
+        # Its graph goes on living beside BatchNorm's: it must not keep what that does not.
+        is_lean = activation is not None or not weight.requires_grad
+        output = lean_convolution(source, plain) if is_lean else plain()
+        if output.requires_grad:
+            versions = _versions(output, x, weight, bias, preactivation)
+            self._outputs[output] = source._replace(versions=versions)
         else:
-            self._outputs[output] = ConvOutput(
-                *(mode.name, x, weight, bias),
-                Geometry.of(arguments, 'output_padding' in _CONVOLUTIONS[function]),
-                *(activation, preactivation, _versions(output, x, weight, bias, preactivation)),
-            )
+            self._outputs[output] = ConvOutput(mode.name)
         return output
 
     def normalise(
@@ -124,9 +136,12 @@ class ConvBNPairs:
         if reason is not None:
             return normalise(input, *plain)
         assert running_mean is not None and running_var is not None
-        output = conv_bn_eval(source, input, (running_mean, running_var), (weight, bias), eps)
-        # No gradient comes this way, unless something else has used the convolution's output.
+        # No gradient comes this way, unless something else has used the convolution's output, or
+        # somebody who has it could ask for its gradient.
         input.register_hook(partial(self._see_other_user, pair))
+        is_looked_at = partial(_is_looked_at, weakref.ref(input), gradient_hooks_of(input))
+        statistics, affine = (running_mean, running_var), (weight, bias)
+        output = conv_bn_eval(source, input, statistics, affine, eps, is_looked_at)
         mode.normalised = output
         return output
 
@@ -158,8 +173,9 @@ class ConvBNPairs:
             return 'a tensor was changed in place between the two'
         return None
 
-    def _see_other_user(self, pair: Pair, grad: Tensor) -> None:
-        self._has_other_user.setdefault(pair, current_backward())
+    def _see_other_user(self, pair: Pair, grad: Tensor | None) -> None:
+        if grad is not None:
+            self._has_other_user.setdefault(pair, current_backward())
 
 
 class _LayerMode(TorchFunctionMode):
@@ -211,6 +227,11 @@ class LeaveLayer(OwnHook):
         """Watch no longer."""
         if _modes() and _modes()[-1].layer is layer:
             _modes().pop().__exit__(None, None, None)
+
+
+def _is_looked_at(output: weakref.ref[Tensor], hooks: dict[int, Any]) -> bool:
+    """Whether somebody still has a tensor, or a hook of another one waits for its gradient."""
+    return output() is not None or len(hooks) > 1
 
 
 def _needs_gradient(tensor: Tensor | None) -> bool:

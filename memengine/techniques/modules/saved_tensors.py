@@ -12,6 +12,7 @@ from memengine._torch_private.autograd import (
     is_functorch_tensor,
     version_of,
 )
+from memengine._torch_private.fake import is_fake
 
 __all__ = ['KeptAsIs', 'is_in_backward', 'is_parameter', 'is_plain']
 
@@ -47,9 +48,12 @@ class KeptAsIs:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is its storage, seen through a shape: no subclass, not sparse, not lazy."""
+    """Whether a tensor is its storage, seen through a shape: no subclass, not sparse, not lazy.
+
+    A fake one counts as what it stands for.
+    """
     return (
-        type(tensor) in (Tensor, nn.Parameter)
+        (type(tensor) in (Tensor, nn.Parameter) or is_fake(tensor))
         and tensor.layout == torch.strided
         and tensor.device.type != 'meta'
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)

@@ -35,7 +35,7 @@ class FirstForwards:
             before the first one, and its random numbers. Afterwards all is as the first forwards
             have left it, but for tensors with a graph, which are as in the plain step.
 
-    Cost: a random state, and some 10 microseconds for each module inside, by forward. What each
+    Cost: a random state, and some 25 microseconds for each module inside, by forward. What each
     forward leaves on its modules is held until the end of the step.
     """
 

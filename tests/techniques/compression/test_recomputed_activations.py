@@ -95,11 +95,16 @@ def step(model, x, amp=False):
     model.zero_grad()
     with torch.autocast(x.device.type, torch.bfloat16, enabled=amp):
         output = model(x)
-    weights = torch.linspace(0.5, 2, output.numel(), dtype=output.dtype).view_as(output)
-    (output * weights).sum().backward()
+    weights = torch.linspace(0.5, 2, output.numel(), dtype=output.dtype, device=x.device)
+    (output * weights.view_as(output)).sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     buffers = {f'buffer {name}': b.clone() for name, b in model.named_buffers()}
-    return {'output': output.detach(), **gradients, **buffers, 'next random': torch.rand(3)}
+    return {
+        'output': output.detach(),
+        **gradients,
+        **buffers,
+        'next random': torch.rand(3, device=x.device),
+    }
 
 
 def assert_bitwise(found, expected):

@@ -224,9 +224,12 @@ def test_changes_in_place():
     efficient_conv_bn_eval(model, strict=False)
     with pytest.raises(RuntimeError, match='modified by an inplace operation'):  # as without
         step(model, images())
-    model.conv.requires_grad_(False)  # torch keeps the input anyway, so it complains here, too
-    with pytest.raises(RuntimeError, match='modified by an inplace operation'):
-        step(model, images())
+    model.conv.requires_grad_(False)  # torch keeps the input anyway, and complains; here it is not
+    model.zero_grad()  # of the backward that was broken off
+    x = images()
+    unchanged = step(nn.Sequential(model.conv, model.bn), x)[0]
+    found = dict(zip(unchanged, step(model, x)[0].values(), strict=True))
+    assert_same_step(found, unchanged, 1e-10)
 
 
 def test_modes_may_change_at_any_time():
@@ -280,6 +283,61 @@ def test_hooks_see_what_they_always_see(kind):
         if kind == 'retain_grad':
             got, want = got.grad, want.grad
         torch.testing.assert_close(got, want)
+
+
+class Features(nn.Module):
+    """Returns what its convolutions gave as well, as feature extractors do."""
+
+    def __init__(self, act=nn.ReLU):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 4, 3), BatchNormAct2d(4, act_layer=act)
+        self.conv2, self.bn2 = nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        y1 = self.conv1(x)
+        y2 = self.conv2(self.bn1(y1))
+        return [y1, y2], self.bn2(y2).square().mean() + y1.square().mean()
+
+
+def _by_grad(model, x):
+    outputs, loss = model(x)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.autograd.grad(loss, [*outputs, *trained], allow_unused=True)
+
+
+def _by_retain_grad(model, x):
+    outputs, loss = model(x)
+    for one in outputs:
+        one.retain_grad()
+    loss.backward()
+    return [one.grad for one in [*outputs, *model.parameters()]]
+
+
+def _by_hooks_put_on_afterwards(model, x):
+    seen = {}
+    outputs, loss = model(x)
+    for name, one in enumerate(outputs):
+        one.register_hook(lambda grad, name=name: seen.update({name: grad}))
+    del outputs, one  # only the hooks are left
+    loss.backward()
+    return [seen[0], seen[1], *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize('ask', [_by_grad, _by_retain_grad, _by_hooks_put_on_afterwards])
+@pytest.mark.parametrize('frozen_weight', [False, True])
+@pytest.mark.parametrize('act', [nn.ReLU, nn.SiLU])
+def test_the_gradient_of_an_output_that_is_returned_is_whole(ask, frozen_weight, act):
+    model, x = frozen(Features(act)), images()
+    model.conv2.weight.requires_grad_(not frozen_weight)
+    plain = copy.deepcopy(model)
+    efficient_conv_bn_eval(model)
+    for _ in range(2):
+        want = ask(plain, x)
+        for actual, value in zip(ask(model, x), want, strict=True):
+            assert (actual is None) == (value is None)
+            if value is not None:
+                torch.testing.assert_close(actual, value, rtol=1e-10, atol=1e-14)
+        model.zero_grad(), plain.zero_grad()
 
 
 def test_hooks_of_the_result_fire():

@@ -1,0 +1,90 @@
+"""``memengine measure`` and ``memengine predict``: what a training step of a config takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from mmengine.config import Config
+from mmengine.device import get_device
+from mmengine.logging import MMLogger
+
+from memengine.engine.config.training_step import first_batch, step_of
+from memengine.memory import Prediction, UnpredictableError, map_blocks_singly, measure, predict
+
+__all__ = ['measure_step', 'predict_step']
+
+_MIB = 2**20
+_MOST_MODULES = 5
+
+
+def measure_step(cfg: Config, as_json: bool = False) -> str:
+    """What real steps of a config take, beside what was predicted where that can be.
+
+    To be called in a process of its own: the kernel counts all of it.
+    """
+    step = step_of(cfg, _quietly_loaded(cfg))
+    if get_device() == 'cpu':
+        map_blocks_singly()
+    try:
+        predicted: Prediction | None = predict(step)  # which also imports all that a step needs
+    except UnpredictableError:
+        predicted = None
+        step().run()
+    measured = measure(step, get_device())
+    figures = asdict(measured) | {'predicted_bytes': predicted and predicted.peak_bytes}
+    if as_json:
+        return json.dumps(figures)
+    how = "the kernel's high-water mark" if measured.reserved_bytes is None else 'the allocator'
+    lines = [
+        f'{_mib(measured.peak_bytes)} at the peak of a training step, by {how}',
+        f'{_mib(measured.held_bytes)} between steps',
+    ]
+    if measured.reserved_bytes is not None:
+        lines.append(f'{_mib(measured.reserved_bytes)} reserved')
+    if predicted is not None:
+        error = predicted.peak_bytes / measured.peak_bytes - 1
+        lines.append(f'{_mib(predicted.peak_bytes)} predicted for a CPU ({error:+.1%})')
+    return '\n'.join(lines)
+
+
+def predict_step(cfg: Config, as_json: bool = False) -> str:
+    """The predicted peak of a config's training step, by category and module."""
+    predicted = predict(step_of(cfg, _quietly_loaded(cfg)))
+    if as_json:
+        return json.dumps(asdict(predicted))
+    modules = {
+        name or '(outside of modules)': nbytes for name, nbytes in predicted.by_module.items()
+    }
+    largest = dict(list(modules.items())[:_MOST_MODULES])
+    lines = [
+        f'{_mib(predicted.peak_bytes)} at the peak of a training step, predicted for one process '
+        f'on a CPU; reached in {predicted.at}',
+        '',
+        *_table(predicted.by_category),
+        '',
+        f'activations and transients of the peak by module, the largest of {len(modules)}:',
+        *_table(largest),
+        '',
+        f'{predicted.flops / 1e9:.2f} GFLOP a step',
+    ]
+    if predicted.guessed:
+        lines.append(
+            f'{predicted.guessed} number(s) that the step reads are not known before; taken for 1'
+        )
+    return '\n'.join(lines)
+
+
+def _quietly_loaded(cfg: Config) -> Any:
+    MMLogger.get_current_instance().setLevel('WARNING')
+    return first_batch(cfg)
+
+
+def _mib(nbytes: int) -> str:
+    return f'{nbytes / _MIB:9.1f} MiB'
+
+
+def _table(rows: Mapping[str, int]) -> Iterable[str]:
+    return (f'{_mib(nbytes)}  {name}' for name, nbytes in rows.items())

@@ -1,0 +1,98 @@
+"""One training step of a config by itself, to measure or predict its memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from mmengine.config import Config
+from mmengine.device import get_device
+from mmengine.logging import MMLogger
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import DefaultScope
+from torch import Tensor
+
+from memengine._torch_private.ops import pytree
+from memengine.engine.apply import apply_before_wrapping, apply_to_model, hooks_of_keys, refuse
+from memengine.engine.hooks import AlgorithmHook
+from memengine.engine.hooks.technique import TechniqueHook
+from memengine.engine.step import run_step
+from memengine.memory import TrainingStep
+from memengine.registry import HOOKS, MODELS
+
+__all__ = ['first_batch', 'step_of']
+
+
+def first_batch(cfg: Config) -> Any:
+    """The first batch that training sees, loaded in this process."""
+    from memengine.engine.runner import Runner
+
+    loader = dict(cfg.train_dataloader, num_workers=0, persistent_workers=False)
+    for option in ('prefetch_factor', 'multiprocessing_context', 'timeout'):
+        loader.pop(option, None)
+    with _scope(cfg):
+        return next(iter(Runner.build_dataloader(loader, seed=0)))
+
+
+def step_of(cfg: Config, batch: Any) -> Callable[[], TrainingStep]:
+    """What builds model, techniques and optimiser of a config, and gives their training step.
+
+    It is the step of one process: what ranks exchange, evaluation and checkpoints are not in it.
+
+    Args:
+        cfg: A checked config of training.
+        batch: Of its data loader; the step has a copy of its own.
+
+    Returns:
+        A function that builds anew each time it is called.
+
+    Raises:
+        ValueError: By what is returned, when settings do not go together or nothing comes of them.
+    """
+    return functools.partial(_build, cfg, batch)
+
+
+def _scope(cfg: Mapping[str, Any]) -> Any:
+    return DefaultScope.overwrite_default_scope(cfg.get('default_scope', 'memengine'))
+
+
+def _build(cfg: Config, batch: Any) -> TrainingStep:
+    with _scope(cfg):
+        model = MODELS.build(cfg.model)
+        apply_before_wrapping(model, cfg)
+        if get_device() != 'cpu':  # fake parameters cannot be moved, not even to where they are
+            model = model.to(get_device())
+        custom = [
+            HOOKS.build(hook) for hook in cfg.get('custom_hooks') or [] if _is_technique(hook)
+        ]
+        hooks = [*hooks_of_keys(cfg).values(), *custom]
+        refuse(cfg, hooks)
+        logger = MMLogger.get_current_instance()
+        apply_to_model(model, logger, hooks)
+        wrapper = build_optim_wrapper(model, cfg.optim_wrapper)
+    wrapper.initialize_count_status(model, 0, 1)
+    # What hooks ask of a Runner.
+    place = SimpleNamespace(
+        model=model, optim_wrapper=wrapper, hooks=hooks, logger=logger, iter=0, max_iters=1
+    )
+    place.epoch, place.max_epochs = 0, 1
+    every = [AlgorithmHook(), *hooks]
+    every[0].before_train(place)
+    model.train()
+    copy = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+
+    def run() -> None:
+        for hook in every:
+            hook.before_train_iter(place, 0, copy)
+        run_step(model, copy, wrapper)
+        for hook in hooks:
+            hook.after_train_iter(place, 0, copy)
+
+    return TrainingStep(run, model, getattr(wrapper, 'optimizer', None), copy)
+
+
+def _is_technique(hook: Any) -> bool:
+    kind = HOOKS.get(hook['type']) if isinstance(hook['type'], str) else hook['type']
+    return isinstance(kind, type) and issubclass(kind, TechniqueHook)

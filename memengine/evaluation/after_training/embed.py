@@ -1,0 +1,178 @@
+"""``memengine embed``: features of images into files, in shards that are resumed.
+
+Shapes: n samples of a shard, D width of the features.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memengine.evaluation.after_training.predictions import dataset_of, predictions
+from memengine.registry import LOOPS
+
+__all__ = ['EmbedLoop']
+
+
+def _npz(path: Path, columns: dict[str, Tensor]) -> None:
+    arrays: dict[str, Any] = {name: value.numpy() for name, value in columns.items()}
+    with open(path, 'wb') as file:
+        np.savez(file, **arrays)
+
+
+def _safetensors(path: Path, columns: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    save_file({name: value.contiguous() for name, value in columns.items()}, path)
+
+
+def _parquet(path: Path, columns: dict[str, Tensor]) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    arrays = {
+        name: pyarrow.FixedSizeListArray.from_arrays(value.flatten().numpy(), value.shape[1])
+        if value.ndim == 2
+        else pyarrow.array(value.numpy())
+        for name, value in columns.items()
+    }
+    parquet.write_table(pyarrow.table(arrays), path)
+
+
+_WRITERS: dict[str, Callable[[Path, dict[str, Tensor]], None]] = {
+    'npz': _npz,
+    'parquet': _parquet,
+    'safetensors': _safetensors,
+}
+
+
+@LOOPS.register_module()
+class EmbedLoop:
+    """Writes the features of the validation data, a file for each ``shard_size`` images.
+
+    A shard holds ``feature`` [n, D] and what else the model gives of a sample, and ``label``,
+    ``index`` and ``bank`` where the data have them. It is written whole or not at all, so that the
+    command goes on where it was broken off; ranks share the shards. ``embed.json`` says what the
+    features are of; others are refused in the same folder.
+
+    Args:
+        runner: With the model, and ``val_dataloader`` in its config.
+        format: ``'npz'``, ``'parquet'`` (needs pyarrow) or ``'safetensors'``.
+        shard_size: Images in a file.
+        dtype: Of the features: ``'float32'`` or ``'float16'``.
+
+    Raises:
+        ImportError: When pyarrow is missing.
+        ValueError: For another setting, or when the folder holds other features.
+
+    Cost: the forward passes, and one shard in memory.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        format: Literal['npz', 'parquet', 'safetensors'] = 'npz',
+        shard_size: int = 10_000,
+        dtype: Literal['float32', 'float16'] = 'float32',
+    ) -> None:
+        if format not in _WRITERS:
+            raise ValueError(f'embed.format must be one of {", ".join(_WRITERS)}, got {format!r}')
+        if shard_size < 1:
+            raise ValueError(f'embed.shard_size must be at least 1, got {shard_size}')
+        if format == 'parquet':
+            try:
+                import pyarrow  # noqa: F401
+            except ImportError as error:
+                raise ImportError(
+                    "embed.format='parquet' needs pyarrow: pip install pyarrow; "
+                    "'npz' and 'safetensors' need nothing"
+                ) from error
+        self.runner, self.format, self.shard_size = runner, format, shard_size
+        self.dtype: torch.dtype = getattr(torch, dtype)
+
+    def run(self) -> str:
+        """Write what is not there yet; returns what was written, and where."""
+        runner, folder = self.runner, Path(self.runner.work_dir)
+        dataset = dataset_of(runner)
+        size = len(dataset)
+        count = -(-size // self.shard_size)
+        self._check_manifest(folder / 'embed.json', size)
+        missing = [
+            shard
+            for shard in range(runner.rank, count, runner.world_size)
+            if not self._path(folder, shard).exists()
+        ]
+        rows = [
+            row
+            for shard in missing
+            for row in range(shard * self.shard_size, min((shard + 1) * self.shard_size, size))
+        ]
+        held: list[dict[str, Tensor]] = []
+        shards = iter(missing)
+        for batch, outputs in predictions(runner, dataset, rows) if rows else ():
+            held.append(self._columns(batch, outputs))
+            held = self._write_full(folder, held, shards)
+        if held:
+            self._write(folder, next(shards), _joined(held))
+        return (
+            f'{len(rows)} of {size} images in {len(missing)} file(s) of {count}: '
+            f'{self._path(folder, 0).with_name(f"features_*.{self.format}")}'
+        )
+
+    def _check_manifest(self, path: Path, size: int) -> None:
+        said = dict(
+            checkpoint=os.path.abspath(self.runner.cfg.load_from),
+            images=size,
+            format=self.format,
+            shard_size=self.shard_size,
+            dtype=str(self.dtype).removeprefix('torch.'),
+        )
+        if path.exists():
+            if (there := json.loads(path.read_text())) != said:
+                differing = ', '.join(name for name in said if there.get(name) != said[name])
+                raise ValueError(
+                    f'{path.parent} holds features of another {differing}: remove them, or choose '
+                    'another folder with --work-dir'
+                )
+        elif self.runner.rank == 0:
+            path.write_text(json.dumps(said, indent=2) + '\n')
+
+    def _path(self, folder: Path, shard: int) -> Path:
+        return folder / f'features_{shard:05}.{self.format}'
+
+    def _columns(self, batch: Any, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        samples = batch['data_samples']
+        known = {
+            name: torch.as_tensor(samples[name])
+            for name in ('label', 'index', 'bank')
+            if name in samples
+        }
+        return {
+            **{name: value.flatten(1).to(self.dtype) for name, value in outputs.items()},
+            **known,
+        }
+
+    def _write_full(self, folder: Path, held: list[dict[str, Tensor]], shards: Any) -> Any:
+        """Write the shards that are full; returns what is left."""
+        while sum(len(part['feature']) for part in held) >= self.shard_size:
+            joined = _joined(held)
+            self._write(folder, next(shards), {n: v[: self.shard_size] for n, v in joined.items()})
+            held = [{n: v[self.shard_size :] for n, v in joined.items()}]
+        return held if held and len(held[0]['feature']) else []
+
+    def _write(self, folder: Path, shard: int, columns: dict[str, Tensor]) -> None:
+        path = self._path(folder, shard)
+        partial = path.with_name(f'.{path.name}.partial')
+        _WRITERS[self.format](partial, columns)
+        partial.replace(path)
+
+
+def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -1,0 +1,100 @@
+"""What kernels of the CPU, and the allocator, take beside the tensors that a program sees.
+
+Measured by the kernel's high-water mark on x86 with AVX-512 (torch 2.15, one thread): oneDNN
+convolutions reorder images, gradients and weights into blocks of channels; products of matrices
+keep a buffer of packed panels for good. Other operators (attention, norms, losses) take nothing
+that counts beside their results.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ['library_bytes', 'mapped_bytes', 'workspace_bytes']
+
+_LEAST_OF_LIBRARIES = 2**20
+_SHARE_OF_LIBRARIES = 0.01
+
+_PAGE = 4096
+_SINGLE_BLOCK = 64 * 2**10  # from here on a block is mapped by itself
+_FEWEST_CHANNELS = 8  # that are put into blocks
+
+
+def mapped_bytes(nbytes: int) -> int:
+    """What a block takes of the system: whole pages, and the allocator's own line before it."""
+    if nbytes < _SINGLE_BLOCK:
+        return nbytes
+    return math.ceil((nbytes + 128) / _PAGE) * _PAGE
+
+
+def workspace_bytes(func: Any, args: Sequence[Any], out: Any) -> int:
+    """Bytes that an operator takes while it runs, beside its inputs and results."""
+    aten = torch.ops.aten
+    if func is aten.convolution.default:
+        image, weight, _, stride, *_, groups = args
+        return _convolution(image, weight, out, max(stride), groups)
+    if func is aten.convolution_backward.default:
+        gradient, image, weight, _, stride, *_, groups, wanted = args
+        return _convolution_backward(gradient, image, weight, max(stride), groups, wanted[0])
+    return 0
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _in_blocks(image: Tensor) -> int:
+    """Of an image [B, C, ...] in blocks of channels; few channels are left as they are."""
+    return _nbytes(image) if image.shape[1] >= _FEWEST_CHANNELS else 0
+
+
+def _is_pointwise(weight: Tensor, stride: int) -> bool:
+    return stride == 1 and all(side == 1 for side in weight.shape[2:])
+
+
+def _is_channels_last(image: Tensor) -> bool:
+    last = image.dim() == 4 and image.is_contiguous(memory_format=torch.channels_last)
+    return last and not image.is_contiguous()
+
+
+def _convolution(image: Tensor, weight: Tensor, out: Tensor, stride: int, groups: int) -> int:
+    if _is_pointwise(weight, stride):
+        return 0
+    copied_weight = _nbytes(weight) if groups == 1 else 0
+    if _is_channels_last(image):
+        return 2 * copied_weight
+    return max(_in_blocks(image), _nbytes(out)) + copied_weight
+
+
+def _convolution_backward(
+    gradient: Tensor, image: Tensor, weight: Tensor, stride: int, groups: int, of_image: bool
+) -> int:
+    if _is_pointwise(weight, stride):
+        return 0
+    x, y, w = _in_blocks(image), _nbytes(gradient), _nbytes(weight)
+    if _is_channels_last(image):
+        reordered = 0 if _is_channels_last(gradient) else y
+        return reordered + (3 * w if groups == 1 else _by_blocks_of_channels(weight))
+    if groups > 1:
+        return max(x, y) if of_image else 0
+    strided = 2 * _nbytes(image) if of_image and stride > 1 else 0
+    return max(x + y, max(x, y) + w, strided)
+
+
+def _by_blocks_of_channels(weight: Tensor) -> int:
+    """A weight of groups [C, C / groups, h, w] as if 16 by 16 channels met; not for 3 by 3."""
+    return 256 * _nbytes(weight) if max(weight.shape[2:]) > 3 else 0
+
+
+def library_bytes(tensors_bytes: int) -> int:
+    """What else is taken where tensors take so much at their peak, as measured.
+
+    It is what products of matrices pack their panels into, blocks too small for a page of their
+    own, Python's objects of the graph, the kernel's tables.
+    """
+    return _LEAST_OF_LIBRARIES + int(_SHARE_OF_LIBRARIES * tensors_bytes)

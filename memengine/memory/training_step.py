@@ -1,0 +1,29 @@
+"""A training step as prediction and measurement take it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+__all__ = ['TrainingStep']
+
+
+@dataclass
+class TrainingStep:
+    """One step of training: forward, backward and update.
+
+    Attributes:
+        run: Carries it out; called several times, as the optimiser has its state after the first.
+        model: What is trained. Its parts that are not trained, such as a teacher, belong to it.
+        optimizer: What updates it.
+        batch: What ``run`` is about: tensors in containers.
+    """
+
+    run: Callable[[], Any]
+    model: nn.Module
+    optimizer: Optimizer | None = None
+    batch: Any = None

@@ -1,0 +1,95 @@
+"""The commands that are run after training, on the folder of a run."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from memengine.engine.cli.main import main
+from memengine.evaluation.linear_probe import few_shot, linear_probe
+
+ROOT = Path(__file__).parents[3]
+FEW = [
+    '--cfg-options',
+    'val_dataloader.dataset.bank.indices=60',
+    'val_dataloader.dataset.queries.indices=20',
+    'val_dataloader.num_workers=0',
+    'val_dataloader.persistent_workers=False',
+    'val_dataloader.batch_size=32',
+]
+
+
+def blobs(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % 3
+    noise = torch.randn(count, 4, generator=generator)
+    return torch.eye(3, 4)[labels] * 20 + noise, labels
+
+
+def test_probes_learn_what_is_separable_and_the_queries_choose_nothing():
+    features, queries = blobs(90, 0), blobs(30, 1)
+    probe = linear_probe(*features, *queries, learning_rates=[0.0, 0.1], epochs=20)
+    assert probe.queries.shape == (20, 2) and probe.best == 1
+    assert probe.queries[-1, 1] == 100 > probe.queries[-1, 0], 'a rate of zero learns nothing'
+    wrong = (queries[0], (queries[1] + 1) % 3)
+    assert linear_probe(*features, *wrong, learning_rates=[0.0, 0.1], epochs=20).best == 1
+    assert few_shot(*features, *queries, shots=5).eq(100).all()
+    with pytest.raises(ValueError, match='shots=31, but a class has 30'):
+        few_shot(*features, *queries, shots=31)
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    """The folder of a run: the quick start's model as it starts."""
+    from memengine.engine.config.file import load_config
+    from memengine.registry import MODELS
+
+    folder = tmp_path_factory.mktemp('run')
+    cfg = load_config(ROOT / 'configs/dino_vit.py')
+    cfg.dump(folder / 'dino_vit.py')
+    torch.manual_seed(0)
+    model = MODELS.build(dict(cfg.model, _scope_='memengine'))
+    torch.save({'meta': {}, 'state_dict': model.state_dict()}, folder / 'epoch_1.pth')
+    return folder
+
+
+def test_probe(trained, capsys):
+    run = str(trained / 'epoch_1.pth')
+    options = ['experiment_name=probe', 'probe.shots=[1]', 'probe.epochs=5', 'probe.k=[1, 20]']
+    assert main(['probe', run, *FEW, *options]) == 0, capsys.readouterr().err
+    assert '| 20-NN |' in capsys.readouterr().out
+    folder = trained / 'report' / 'probe'
+    found = json.loads((folder / 'probe.json').read_text())
+    assert found['samples'] == dict(bank=60, queries=20)
+    assert len(found['linear']) == 9 and set(found['knn_top1']) == {'1', '20'}
+    assert found['linear_top1'] == found['linear'][str(found['learning_rate'])]['top1']
+    assert (folder / 'probe.png').stat().st_size > 0
+
+
+def test_embed_goes_on_where_it_was_broken_off(trained, capsys):
+    run, options = str(trained / 'epoch_1.pth'), ['embed.shard_size=30']
+    assert main(['embed', run, *FEW, *options, 'experiment_name=embed1']) == 0
+    folder = trained / 'report' / 'embed'
+    files = sorted(folder.glob('features_*.npz'))
+    shards = [dict(np.load(file)) for file in files]
+    assert [len(shard['feature']) for shard in shards] == [30, 30, 20]
+    index = np.concatenate([shard['index'] for shard in shards])
+    assert index.tolist() == list(range(80)), 'of the bank, then of the queries'
+    kept = files[0].stat().st_mtime_ns
+    files[1].unlink()
+    assert main(['embed', run, *FEW, *options, 'experiment_name=embed2']) == 0
+    assert '30 of 80 images in 1 file(s) of 3' in capsys.readouterr().out
+    assert files[0].stat().st_mtime_ns == kept
+    np.testing.assert_allclose(np.load(files[1])['feature'], shards[1]['feature'], atol=1e-5)
+    other = ['embed.shard_size=40', 'experiment_name=embed3']
+    assert main(['embed', run, *FEW, *other]) == 1
+    assert 'holds features of another shard_size' in capsys.readouterr().err
+
+
+def test_what_is_not_there_is_said(trained, capsys):
+    assert main(['probe', str(trained / 'none')]) == 1
+    assert 'RUN: there is no' in capsys.readouterr().err
+    assert main(['probe', str(trained / 'epoch_1.pth'), '--cfg-options', 'probe.shot=[1]']) == 1
+    assert "did you mean 'shots'" in capsys.readouterr().err

@@ -1,0 +1,68 @@
+"""The predicted peak of a training step, against sums that follow from its shapes."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from memengine.memory import TrainingStep, UnpredictableError, measure, predict
+
+MIB = 2**20
+
+
+def perceptron(width=1024, rows=2048, loss=lambda out: out.square().mean()):
+    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+    model.teacher = nn.Linear(width, width).requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randn(rows, width)
+
+    def run():
+        loss(model[:3](batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return TrainingStep(run, model, optimizer, batch)
+
+
+def test_categories():
+    predicted = predict(perceptron)
+    layer = 4 * (1024 * 1024 + 1024)
+    found = predicted.by_category
+    assert found['parameters'] == 2 * layer
+    assert found['teacher'] == layer
+    assert found['optimiser state'] == 4 * layer + 4 * 4  # and the counts of steps
+    assert found['batch'] == 8 * MIB
+    assert found['saved activations'] >= 8 * MIB  # the output of ReLU
+    assert sum(found.values()) == predicted.peak_bytes
+    assert predicted.flops == 5 * 2 * 2048 * 1024 * 1024  # no gradient of the batch
+    assert predicted.by_module['1'] == 8 * MIB
+    assert not predicted.guessed
+
+
+def test_numbers_that_follow_from_constants_are_known():
+    seen = []
+
+    def build():
+        step = perceptron()
+        seen.extend(rate.item() for rate in torch.linspace(0, 0.5, 3))
+        return step
+
+    assert predict(build).guessed == 0
+    assert seen == [0, 0.25, 0.5]
+
+
+def test_numbers_that_do_not_are_counted():
+    assert predict(lambda: perceptron(loss=lambda out: out.mean() * out.max().item())).guessed
+
+
+def test_shapes_that_depend_on_values_are_refused():
+    with pytest.raises(UnpredictableError, match='measure it'):
+        predict(lambda: perceptron(loss=lambda out: out[out > 0].sum()))
+
+
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='asks the kernel')
+def test_measured_in_a_process_that_did_other_things_before():
+    measured = measure(perceptron)
+    assert measured.peak_bytes > measured.held_bytes > 7 * 4 * MIB
+    assert measured.peak_bytes == pytest.approx(predict(perceptron).peak_bytes, rel=0.4)
