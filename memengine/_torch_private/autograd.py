@@ -17,6 +17,7 @@ __all__ = [
     'after_backward',
     'base_of',
     'check_unmodified',
+    'checkpointed_pass',
     'current_backward',
     'gradient_hooks_of',
     'has_saved',
@@ -169,5 +170,11 @@ def is_checkpointing() -> bool:
     It is known by the module in which its pack hook is defined. Were that moved, what a
     checkpointed module saves would be compressed while it is recomputed: dearer, still right.
     """
+    return checkpointed_pass() is not None
+
+
+def checkpointed_pass() -> Callable[..., Any] | None:
+    """What stands for a pass of torch's checkpointing: one object for all that it runs."""
     hooks = saved_tensor_hooks_in_force()
-    return hooks is not None and hooks[0].__module__ == 'torch.utils.checkpoint'
+    is_checkpoints = hooks is not None and hooks[0].__module__ == 'torch.utils.checkpoint'
+    return hooks[0] if hooks is not None and is_checkpoints else None

@@ -25,7 +25,12 @@ from memengine._torch_private.autograd import is_under_functorch, storage_key, v
 from memengine._torch_private.ops import do_not_compile, pytree
 from memengine.memory.ledger import owned_by
 from memengine.technique import Handle, Report, Settings, Technique, setting, with_settings
-from memengine.techniques.modules.saved_tensors import KeptAsIs, is_parameter, is_plain
+from memengine.techniques.modules.saved_tensors import (
+    KeptAsIs,
+    is_parameter,
+    is_part_without_base,
+    is_plain,
+)
 from memengine.techniques.modules.wrapped_forward import WrappedForward, is_wrapped
 
 __all__ = [
@@ -169,6 +174,9 @@ class _Offloading(saved_tensors_hooks):
         stays = storage_key(storage) in self._stays or is_parameter(tensor)
         if stays or storage.nbytes() < self._offload.min_bytes:
             return KeptAsIs(tensor)
+        if is_part_without_base(tensor):  # its version says nothing of the rest of the memory
+            tensor = tensor.clone()
+            storage = tensor.untyped_storage()
         return _OffloadedView(self._storage_of(tensor, storage), tensor)
 
     def _storage_of(self, tensor: Tensor, storage: Any) -> _OffloadedStorage:

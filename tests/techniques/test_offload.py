@@ -39,6 +39,17 @@ def test_same_steps(name, way):
     assert handle.moved_bytes[0] > 0 and handle.stored_bytes == 0
 
 
+@pytest.mark.parametrize('kind', [nn.LSTM, nn.GRU, nn.RNN])
+def test_gates_that_are_computed_in_place_in_one_memory(kind):
+    torch.manual_seed(0)
+    plain = kind(6, 5, num_layers=2, bidirectional=True).double()
+    model, x = copy.deepcopy(plain), torch.randn(7, 4, 6, dtype=torch.float64)
+    offload_activations(model, 'host', min_bytes=0)
+    for one in (model, plain):
+        one(x)[0].square().sum().backward()
+    assert_same_step(gradients(model), gradients(plain))
+
+
 @pytest.mark.parametrize('device', DEVICES)
 def test_bytes_that_stay_are_those_of_small_tensors_and_a_look_ahead(device):
     model = vit(depth=6).to(device)

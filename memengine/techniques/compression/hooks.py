@@ -272,8 +272,10 @@ class _ForwardHooks(saved_tensors_hooks):
     def _pack(self, tensor: Tensor) -> Any:
         # Autograd numbers nodes as it makes them, and a node saves before the next one is made: so
         # the last number that was given is that of the node that saves.
-        number = next_node_number() - 1
-        self._saving_nodes.add(number)
+        # But for what selective checkpointing keeps: that is an operation's result, and no node's.
+        number = None if is_checkpointing() else next_node_number() - 1
+        if number is not None:
+            self._saving_nodes.add(number)
         if not is_plain(tensor):
             return tensor
         storage = tensor.untyped_storage()
@@ -284,7 +286,10 @@ class _ForwardHooks(saved_tensors_hooks):
             memory = self._storages[storage_key(storage)] = SavedStorage(tensor)
         assert self.forward is not None
         saved = SavedTensor(tensor, memory, self.forward.module, self.forward.rules)
-        self._unexamined.setdefault(number, []).append(weakref.ref(saved))
+        if number is None:
+            saved.is_examined = True
+        else:
+            self._unexamined.setdefault(number, []).append(weakref.ref(saved))
         return saved
 
     def examine_operations(self, outputs: Any, inputs: Any) -> None:
@@ -292,11 +297,8 @@ class _ForwardHooks(saved_tensors_hooks):
         if not self._unexamined:
             return
         touched: dict[SavedStorage, None] = {}
-        nodes = {node_number(node): node for node in self._unseen_nodes(outputs)}
-        for number, node in nodes.items():
-            # A next number that outputs depend on is another operation's, not that of a copy.
-            numbers = [n for n in _saving_numbers(node) if n == number or n not in nodes]
-            touched |= dict.fromkeys(saved.memory for saved in self._examine_node(node, numbers))
+        for node in list(self._unseen_nodes(outputs)):
+            touched |= dict.fromkeys(saved.memory for saved in self._examine_node(node))
         if not touched:
             return
         given = tensors_in((inputs, outputs))
@@ -304,8 +306,9 @@ class _ForwardHooks(saved_tensors_hooks):
         for memory in touched:
             memory.code_or_keep(alive)
 
-    def _examine_node(self, node: Any, numbers: Sequence[int]) -> list[SavedTensor]:
-        """Learn what a node has saved under these numbers, of which the first is its own."""
+    def _examine_node(self, node: Any) -> list[SavedTensor]:
+        """Learn what a node has saved."""
+        numbers = self._saving_numbers(node)
         found: list[SavedTensor] = []
         has_saved_here = any(number in self._unexamined for number in numbers)
         for field, need in needs_of(node).items() if has_saved_here else ():
@@ -322,8 +325,19 @@ class _ForwardHooks(saved_tensors_hooks):
 
     def _find_source(self, node: Any, field: str) -> Source | None:
         """What is held of another node of this forward, if it has saved with these hooks."""
-        is_ours = not self._saving_nodes.isdisjoint(_saving_numbers(node))
+        is_ours = not self._saving_nodes.isdisjoint(self._saving_numbers(node))
         return _held_in_field(node, field) if is_ours else None
+
+    def _saving_numbers(self, node: Any) -> list[int]:
+        """The numbers under which hooks see a node save, its own first.
+
+        What acts in place saves a copy of its input. That is made after the operation's own node
+        and has a node too, so it is saved under the next number; nothing but the copy leads to that
+        node: if outputs depend on the next number, it is another operation's.
+        """
+        number = node_number(node)
+        has_copy = operation_name(node) in IN_PLACE_FORMS and number + 1 not in self._seen_nodes
+        return [number, number + 1] if has_copy else [number]
 
     def finish(self) -> None:
         """What no output depends on is kept as it is, if it is kept at all."""
@@ -350,16 +364,6 @@ class _ForwardHooks(saved_tensors_hooks):
                 self._seen_nodes.add(node_number(node))
                 yield node
                 pending.extend(parent for parent, _ in node.next_functions)
-
-
-def _saving_numbers(node: Any) -> tuple[int, ...]:
-    """The numbers under which hooks see a node save.
-
-    What acts in place saves a copy of its input. That is made after the operation's own node and
-    has a node too, so it is saved under the next number; nothing but the copy leads to that node.
-    """
-    number = node_number(node)
-    return (number, number + 1) if operation_name(node) in IN_PLACE_FORMS else (number,)
 
 
 def _held_in_field(node: Any, field: str) -> SavedTensor | KeptAsIs | None:

@@ -8,6 +8,7 @@ Shapes: N samples, C channels in, K channels out, G groups, ... the spatial axes
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -74,6 +75,7 @@ class ConvOutput(NamedTuple):
         activation: If given, ``x`` is ``activation(preactivation)``.
         preactivation: Is kept in place of ``x``, as it is kept anyway.
         versions: Of the output and these tensors: were any changed since?
+        begun_in: The pass of a checkpointed module that it came about in, if it did.
     """
 
     name: str
@@ -84,6 +86,7 @@ class ConvOutput(NamedTuple):
     activation: Callable[[Tensor], Tensor] | None = None
     preactivation: Tensor | None = None
     versions: tuple[int, ...] = ()
+    begun_in: weakref.ref[Any] | None = None
 
 
 class _LeanConvolution(torch.autograd.Function):
@@ -128,7 +131,7 @@ class _LeanConvolution(torch.autograd.Function):
 
 def lean_convolution(source: ConvOutput, convolve: Callable[[], Tensor]) -> Tensor:
     """What ``convolve()`` gives; kept is what ``source`` says, no input of a frozen weight."""
-    _, x, weight, bias, geometry, activation, preactivation, _ = source
+    _, x, weight, bias, geometry, activation, preactivation, *_ = source
     assert x is not None and weight is not None and geometry is not None
     output: Tensor = _LeanConvolution.apply(
         x, weight, bias, preactivation, activation, geometry, convolve
@@ -229,7 +232,7 @@ def conv_bn_eval(
     more and over tensors of the output's size less often; where ``weight`` is frozen and
     BatchNorm's is not, it computes the former's gradient for the latter's.
     """
-    _, x, weight, bias, geometry, activation, preactivation, _ = source
+    _, x, weight, bias, geometry, activation, preactivation, *_ = source
     kept = x if preactivation is None else preactivation
     return _ConvBNEval.apply(
         *(x, weight, bias, *affine, kept, *statistics, output),

@@ -19,7 +19,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from memengine._torch_private.autograd import current_backward, gradient_hooks_of, version_of
+from memengine._torch_private.autograd import (
+    checkpointed_pass,
+    current_backward,
+    gradient_hooks_of,
+    version_of,
+)
 from memengine._torch_private.modules import forward_hooks_of, forward_pre_hooks_of
 from memengine._torch_private.ops import do_not_compile, is_traceable_wrapper_subclass
 from memengine.techniques.conv_bn.gradient import (
@@ -63,7 +68,7 @@ class ConvBNPairs:
 
     def _forget_tensors(self) -> None:
         self._outputs = WeakTensorKeyDictionary()  # of convolutions: tensor to ConvOutput
-        self._activated = WeakTensorKeyDictionary()  # tensor to (activation, before, versions)
+        self._activated = WeakTensorKeyDictionary()  # to (activation, before, versions, pass)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the model begins without tensors."""
@@ -88,8 +93,9 @@ class ConvBNPairs:
             return function(*args, **kwargs)
         x, arguments['padding'] = _explicit_padding(x, weight, arguments)
         x = arguments['input'] = _as_convolved(x)
-        activation, preactivation, versions = self._activated.get(x, (None, None, None))
-        if versions != _versions(x, preactivation):
+        nothing = (None, None, None, None)
+        activation, preactivation, versions, begun_in = self._activated.get(x, nothing)
+        if versions != _versions(x, preactivation) or not _is_in_pass(begun_in):
             activation = preactivation = None
         source = ConvOutput(
             *(mode.name, x, weight, bias),
@@ -102,9 +108,9 @@ class ConvBNPairs:
         output = lean_convolution(source, plain) if is_lean else plain()
         if output.requires_grad:
             versions = _versions(output, x, weight, bias, preactivation)
-            self._outputs[output] = source._replace(versions=versions)
+            self._outputs[output] = source._replace(versions=versions, begun_in=_this_pass())
         else:
-            self._outputs[output] = ConvOutput(mode.name)
+            self._outputs[output] = ConvOutput(mode.name, begun_in=_this_pass())
         return output
 
     def normalise(
@@ -122,6 +128,8 @@ class ConvBNPairs:
         """BatchNorm, without keeping ``input`` where it is an output of a convolution."""
         plain = (running_mean, running_var, weight, bias, training, momentum, eps)
         source: ConvOutput | None = self._outputs.pop(input, None)
+        if source is not None and not _is_in_pass(source.begun_in):
+            source = None
         if not torch.is_grad_enabled():
             return F.batch_norm(input, *plain)
         keeps_nothing = not (training or running_var is None or _needs_gradient(weight))
@@ -148,7 +156,8 @@ class ConvBNPairs:
     def activate(self, activation: Callable[[Tensor], Tensor], preactivation: Tensor) -> Tensor:
         """An activation that keeps its input: a convolution of the result need not keep that."""
         output = activation(preactivation)
-        self._activated[output] = (activation, preactivation, _versions(output, preactivation))
+        versions = _versions(output, preactivation)
+        self._activated[output] = (activation, preactivation, versions, _this_pass())
         return output
 
     def _why_not(
@@ -232,6 +241,22 @@ class LeaveLayer(OwnHook):
 def _is_looked_at(output: weakref.ref[Tensor], hooks: dict[int, Any]) -> bool:
     """Whether somebody still has a tensor, or a hook of another one waits for its gradient."""
     return output() is not None or len(hooks) > 1
+
+
+def _this_pass() -> weakref.ref[Any] | None:
+    """Of the checkpointed module that runs, if there is one."""
+    checkpointed = checkpointed_pass()
+    return None if checkpointed is None else weakref.ref(checkpointed)
+
+
+def _is_in_pass(begun_in: weakref.ref[Any] | None) -> bool:
+    """Whether what was noted is known to this pass of a checkpointed module in both its runs.
+
+    What comes from outside is another tensor in the second run, which would then keep other
+    tensors than the first did.
+    """
+    checkpointed = checkpointed_pass()
+    return checkpointed is None or (begun_in is not None and begun_in() is checkpointed)
 
 
 def _needs_gradient(tensor: Tensor | None) -> bool:

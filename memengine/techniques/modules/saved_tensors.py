@@ -14,7 +14,7 @@ from memengine._torch_private.autograd import (
 )
 from memengine._torch_private.fake import is_fake
 
-__all__ = ['KeptAsIs', 'is_in_backward', 'is_parameter', 'is_plain']
+__all__ = ['KeptAsIs', 'is_in_backward', 'is_parameter', 'is_part_without_base', 'is_plain']
 
 
 class KeptAsIs:
@@ -59,6 +59,15 @@ def is_plain(tensor: Tensor) -> bool:
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
         and not is_functorch_tensor(tensor)
     )
+
+
+def is_part_without_base(tensor: Tensor) -> bool:
+    """Whether a tensor has a part of a memory, and is no view of another tensor.
+
+    Parts that ``unsafe_chunk`` has cut, as of an LSTM's gates, count changes each for itself.
+    """
+    nbytes = tensor.numel() * tensor.element_size()
+    return base_of(tensor) is None and nbytes < tensor.untyped_storage().nbytes()
 
 
 def is_in_backward() -> bool:

@@ -91,7 +91,8 @@ def sliced_step(
     Raises:
         ValueError: For no encoder or slice, a negative ``keep_graph``, a slice that an upstream
             graph computes, losses that are not scalars, a coupled loss that does not depend on the
-            embeddings, and ``slices_per_forward`` where it could not be exact.
+            embeddings, an encoder that changes its input in place where that is needed again, and
+            ``slices_per_forward`` where it could not be exact.
         RuntimeError: When a buffer other than BatchNorm's changes in every forward pass.
 
     Cost: bytes saved for backward are those of ``max(keep_graph, 1)`` slices, or the coupled

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memengine._torch_private.autograd import base_of
+from memengine._torch_private.autograd import base_of, version_of
 from memengine._torch_private.ops import pytree
 from memengine.techniques.modules.random_state import accelerators_of
 from memengine.techniques.modules.running_statistics import layers_with_batch_statistics
@@ -132,11 +132,21 @@ class TowerRun:
     def embed_without_graph(self, group: Sequence[Any]) -> None:
         """First pass of slices that are embedded again later, if trained."""
         piece = group[0] if len(group) == 1 else self._tower.join(group)
+        given = _tensors_in(group)
+        versions = [version_of(tensor) for tensor in given]
         with self._first_forwards.next(len(group) if self.trained else 0) as state:
             with self._frozen.first_pass() if self._frozen else nullcontext():
                 self._chunks.append(self._coupled_tensors(self.encode(piece), piece))
         torch.clear_autocast_cache()  # else weights cast without graph reach the second pass
-        if self.trained and len(group) > 1 and not state.unchanged():
+        if not self.trained:
+            return
+        if versions != [version_of(tensor) for tensor in given]:
+            raise ValueError(
+                f'{type(self.module).__name__} changes its input in place, and the gradient cache '
+                'needs it a second time; set inplace=False in its first layers, clone the input '
+                'there, or keep the graph of all slices (keep_graph)'
+            )
+        if len(group) > 1 and not state.unchanged():
             raise ValueError(
                 f'{type(self.module).__name__} draws random numbers (dropout, drop-path), and one '
                 'larger chunk draws others than its slices do; leave out forward_chunk_size '

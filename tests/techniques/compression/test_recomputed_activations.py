@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from memengine.memory import SavedBytes
+from memengine.techniques.checkpointing.checkpoint_activations import checkpoint_activations
 from memengine.techniques.compression.quantized_activations import quantize_activations
 from memengine.techniques.compression.recomputed_activations import recompute_activations
 from memengine.techniques.offload import offload_activations
@@ -593,6 +594,42 @@ def test_inside_checkpointing_there_is_nothing_to_do():
     handle = recompute_activations(model)
     assert_bitwise(step(model, x), expected)
     assert handle.kept.before == 0
+
+
+SIZES = []  # of a module's own it would be as it was before the second forward
+
+
+class Counting(nn.Module):
+    """Fails on anything but images, as most forwards do."""
+
+    def __init__(self, ends_in_place):
+        super().__init__()
+        self.ends_in_place = ends_in_place
+        self.norm, self.conv = nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x):
+        SIZES.append(len(x))
+        x = F.gelu(self.norm(x))
+        x = self.conv(x).tanh() * x
+        return x.relu_() if self.ends_in_place else x
+
+
+@pytest.mark.parametrize('ends_in_place', [True, False])
+@pytest.mark.parametrize('keep', [[], ['aten.gelu'], ['matmuls', 'aten.tanh']])
+def test_what_is_checkpointed_is_not_computed_again_to_look_into_it(keep, ends_in_place):
+    torch.manual_seed(0)
+    block = Counting(ends_in_place)
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), block, nn.Conv2d(4, 4, 1)).double()
+    x = torch.randn(2, 4, 3, 3, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    recompute_activations(model)
+    checkpoint_activations(model, ['1'], keep=keep)
+    assert_bitwise(step(model, x), step(plain, x))  # in which it is measured what may be kept
+    SIZES.clear()
+    loss = model(x).square().sum()
+    assert SIZES == [2]
+    loss.backward()
+    assert SIZES == [2, 2]
 
 
 def test_backward_holds_no_more_at_once_than_the_plain_one():

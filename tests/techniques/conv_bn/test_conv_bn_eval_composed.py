@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
-from timm.layers import BatchNormAct2d
+from timm.layers import BatchNormAct2d, ConvNormAct
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -15,7 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 from memengine.losses import NTXentLoss
 from memengine.memory import SavedBytes
-from memengine.techniques import efficient_conv_bn_eval
+from memengine.techniques import (
+    checkpoint_activations,
+    efficient_conv_bn_eval,
+    offload_activations,
+    recompute_activations,
+)
 from memengine.techniques.slices.accumulation import additive_step
 from memengine.techniques.slices.grad_cache import Tower, cached_step
 from memengine.techniques.slices.slicing import split_batch
@@ -230,3 +236,23 @@ def _fsdp(rank, world_size):
 @pytest.mark.slow
 def test_fsdp():
     assert run_ranks(2, _fsdp) == [PAIRS] * 2
+
+
+def offload(model):
+    offload_activations(model, 'host', min_bytes=0)
+
+
+@pytest.mark.parametrize('beside', [[], [recompute_activations], [offload]])
+def test_a_checkpointed_layer_behind_an_activation_of_another(beside):
+    """In its second run it knows nothing of how its input came about, so in its first neither."""
+    layers = (ConvNormAct(4, 4, 3, act_layer=nn.SiLU) for _ in range(4))
+    plain = frozen(nn.Sequential(*layers))
+    model, x = copy.deepcopy(plain), torch.randn(2, 4, 6, 6, dtype=torch.float64)
+    efficient_conv_bn_eval(model)
+    for apply in [*beside, partial(checkpoint_activations, modules=['1', '3'])]:
+        apply(model)
+    for one in (model, plain):
+        one(x).square().sum().backward()
+    assert_same_step(
+        *({name: p.grad for name, p in one.named_parameters()} for one in (model, plain))
+    )

@@ -63,6 +63,12 @@ def test_another_buffer_that_changes_is_refused():
         cached([Counting()], [torch.randn(8, 12)], torch.Tensor.sum)
 
 
+def test_an_encoder_that_changes_its_input_is_refused():
+    encoder = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(12, 6))
+    with pytest.raises(ValueError, match='Sequential changes its input in place.*keep_graph'):
+        cached([encoder], [torch.randn(8, 12)], torch.Tensor.sum)
+
+
 class Keeping(nn.Module):
     """Keeps something beside its parameters, in one way or another."""
 
