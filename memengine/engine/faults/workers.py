@@ -134,7 +134,7 @@ def samples_named(loaders: Callable[[], Mapping[str, DataLoader]]) -> Iterator[N
     try:
         yield
     except (RuntimeError, OSError, EOFError) as raised:
-        error = raised if isinstance(raised, RuntimeError) else _hear_of_death() or raised
+        error = raised if isinstance(raised, RuntimeError) else _hear_of_death(loaders) or raised
         text = f'{error.__cause__ or ""} {error}'  # the cause, if there is one, knows more
         died, late = list(_DIED.finditer(text)), _LATE.search(text)
         if not died and not late:
@@ -143,12 +143,7 @@ def samples_named(loaders: Callable[[], Mapping[str, DataLoader]]) -> Iterator[N
             # Torch's handler would raise again for each worker that ends from now on. Without it
             # torch looks after its workers every five seconds.
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        workers = [
-            (worker, name, loader.dataset)
-            for name, loader in loaders().items()
-            if hasattr(loader.dataset, 'in_hand')
-            for worker in loader.dataset.in_hand.read()
-        ]
+        workers = _workers_of(loaders())
         for child in multiprocessing.active_children():
             if child.pid in {worker.pid for worker, _, _ in workers}:
                 child.kill()  # one that hangs may hear nothing else, and would be waited for
@@ -157,13 +152,19 @@ def samples_named(loaders: Callable[[], Mapping[str, DataLoader]]) -> Iterator[N
         raise WorkerError(said or str(error)) from error
 
 
-def _hear_of_death() -> RuntimeError | None:
-    """What torch raises a moment after the pipes of a worker that dies have broken, if one does."""
+def _hear_of_death(loaders: Callable[[], Mapping[str, DataLoader]]) -> RuntimeError | None:
+    """What torch raises a moment after the pipes of a worker that dies have broken, if one does.
+
+    It raises once, and nobody hears it in a destructor: so workers are looked after, too.
+    """
     try:
         time.sleep(1)
     except RuntimeError as error:
         return error
-    return None
+    alive = {child.pid for child in multiprocessing.active_children()}
+    busy = [worker.pid for worker, _, _ in _workers_of(loaders()) if worker.sample >= 0]
+    dead = ', '.join(str(pid) for pid in busy if pid not in alive)
+    return RuntimeError(f'DataLoader worker (pid(s) {dead}) exited unexpectedly') if dead else None
 
 
 def count_skipped(loaders: Mapping[str, DataLoader]) -> Iterator[str]:
@@ -175,6 +176,15 @@ def count_skipped(loaders: Mapping[str, DataLoader]) -> Iterator[str]:
 
 
 _Workers: TypeAlias = 'list[tuple[_Worker, str, Any]]'  # whose loader it is, and its data set
+
+
+def _workers_of(loaders: Mapping[str, DataLoader]) -> _Workers:
+    return [
+        (worker, name, loader.dataset)
+        for name, loader in loaders.items()
+        if hasattr(loader.dataset, 'in_hand')
+        for worker in loader.dataset.in_hand.read()
+    ]
 
 
 def _who_died(deaths: list[re.Match[str]], workers: _Workers) -> str | None:

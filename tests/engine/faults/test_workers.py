@@ -1,5 +1,6 @@
 """Workers of data loaders that die, hang, or are sent signals that were meant for the run."""
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -86,6 +87,20 @@ def test_a_worker_that_dies_names_its_sample(trouble, how):
     how = f'(?:{how}|ended unexpectedly)'  # all that torch knows when it is told late
     pattern = rf"val_dataloader: a worker \(pid \d+\) {how} while it loaded sample 9, '9\.jpg'; .*"
     assert re.fullmatch(pattern, said), said
+
+
+def test_a_death_that_torch_told_a_destructor_only_is_seen():
+    data = SeededDataset(TroubledData('is killed'), seed=0, workers=2)
+    loader = guard_workers(DataLoader(data, 4, num_workers=2, timeout=10))
+    how = '(?:was killed by signal: Killed|ended unexpectedly)'
+    with pytest.raises(WorkerError, match=rf"worker \(pid \d+\) {how} .* sample 9, '9"):
+        with samples_named(lambda: dict(val_dataloader=loader)):
+            with contextlib.suppress(RuntimeError, OSError):
+                list(loader)
+            raise ConnectionResetError('of the pipe of a worker')
+    for child in multiprocessing.active_children():  # which other tests would count
+        child.kill()
+        child.join()
 
 
 @pytest.mark.slow  # a worker has to begin within the timeout, on a busy machine, too
