@@ -76,7 +76,8 @@ class LiveMemory(TorchDispatchMode):
         events: Bytes (negative when freed) and piece, in order.
         flops: Of products of matrices and convolutions.
         moved_bytes: Read and written by operators that are no views.
-        guessed: How many numbers were read that follow from no constant; each was taken for 1.
+        guessed: How many numbers were read that follow from no constant; each was taken for 1, what
+            asks whether any of many is so for no.
     """
 
     def __init__(self) -> None:

@@ -42,7 +42,8 @@ class Prediction:
         at: The operator that made the last of the peak.
         flops: Of products of matrices and convolutions in a step, all passes together.
         moved_bytes: Read and written by a step's operators.
-        guessed: Numbers that the step read and that no fake tensor has; they were taken for 1.
+        guessed: Numbers that the step read and that no fake tensor has; they were taken for 1, what
+            asks whether any of many is so for no.
     """
 
     peak_bytes: int

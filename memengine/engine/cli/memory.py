@@ -72,7 +72,7 @@ def predict_step(cfg: Config, as_json: bool = False) -> str:
     ]
     if predicted.guessed:
         lines.append(
-            f'{predicted.guessed} number(s) that the step reads are not known before; taken for 1'
+            f'{predicted.guessed} number(s) that the step reads are not known before; guessed'
         )
     return '\n'.join(lines)
 
