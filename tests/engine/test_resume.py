@@ -197,7 +197,9 @@ class TakesTheirSeeds(ToyData):
 
     def seeded_items(self, indices, seeds):
         self.seen = [(index, self.in_hand.read()[0].sample) for index in indices]
-        return [dict(index=index, seed=seed) for (index, _), seed in zip(self.seen, seeds)]
+        return [
+            dict(index=index, seed=seed) for (index, _), seed in zip(self.seen, seeds, strict=True)
+        ]
 
 
 def test_a_batch_that_a_data_set_fetches_itself_is_seeded_by_sample():
