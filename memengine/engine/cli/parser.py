@@ -16,6 +16,8 @@ __all__ = ['AFTER_TRAINING', 'make_parser']
 AFTER_TRAINING = {  # what each command does
     'probe': 'measure features: linear probe, k-NN, few-shot',
     'embed': 'write features to files',
+    'zeroshot': 'classify images by texts, with a model of both',
+    'retrieve': 'find images by texts and texts by images: recall',
     'export': 'write the backbone for other libraries and runtimes',
 }
 

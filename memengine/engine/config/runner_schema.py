@@ -288,6 +288,8 @@ def _names_weights(value: Any) -> bool:
 AFTER_TRAINING: Mapping[str, str] = {
     'probe': 'ProbeLoop',
     'embed': 'EmbedLoop',
+    'zeroshot': 'ZeroShotLoop',
+    'retrieve': 'RetrieveLoop',
     'export': 'ExportLoop',
 }
 
