@@ -59,4 +59,11 @@ def run_after(cfg: Config, command: str) -> str:
     for name in {'epoch', 'iter'} & meta.keys():
         runner.message_hub.update_info(name, meta[name])
     said = LOOPS.build(loop, default_args=dict(runner=runner)).run()
-    return said if runner.rank == 0 else ''
+    if runner.rank != 0:
+        return ''
+    report = Path(cfg.work_dir).parent
+    if report.name != 'report':
+        return said  # results that were asked for elsewhere
+    from memengine.visualization.page import write_page
+
+    return f'{said}\n{write_page(report.parent)}'
