@@ -177,7 +177,8 @@ class Planner:
             )
         else:
             self._wrapper = 'GradCache' if model.coupled else 'Accumulation'
-            batch = model.data_preprocessor(step.batch, True)
+            preprocessor: Any = model.data_preprocessor
+            batch = preprocessor(step.batch, True)
             inputs, samples = batch['inputs'], batch.get('data_samples')
             self._towers = Counter(piece.tower for piece in model.slices(inputs, samples, 1))
             self._rows = max(self._towers.values())

@@ -212,7 +212,8 @@ class _Search:
         key = _key(plan)
         if key not in self.known:
             cost = self.cost_of(plan)
-            self.known[key] = cost and Tried(dict(plan), cost, cost.seconds(self.rates))
+            seconds = cost.seconds(self.rates) if cost else 0
+            self.known[key] = Tried(dict(plan), cost, seconds) if cost else None
         return self.known[key]
 
 
