@@ -120,30 +120,29 @@ class LookLoop:
         similarity[torch.arange(len(rows)), rows] = -torch.inf  # itself
         count = min(self.neighbours, int(in_bank.sum()) - int(in_bank.all()))
         nearest = similarity.topk(count, dim=1).indices  # [B, K]
-        names = [self._name(found, row) for row in range(len(features))]
+        names = self._names(found)
         images = images_of(self.runner, [*rows.tolist(), *nearest.flatten().tolist()]).cpu()
         save_neighbours(
             images[: len(rows)],
             images[len(rows) :].unflatten(0, nearest.shape),
             path,
-            [names[row] for row in rows],
-            [[names[row] for row in others] for others in nearest],
+            [names[row] for row in rows if names],
+            [[names[row] for row in others if names] for others in nearest],
         )
 
-    def _name(self, found: dict[str, Tensor], row: int) -> str:
-        if 'label' not in found:
-            return ''
-        label = int(found['label'][row])
+    def _names(self, found: dict[str, Tensor]) -> list[str]:
+        """What the class of each image is called; nothing where there are no labels."""
         classes = self._classes()
-        return str(classes[label]) if label < len(classes) else str(label)
+        labels = found['label'].tolist() if 'label' in found else []
+        return [classes[label] if label < len(classes) else str(label) for label in labels]
 
-    def _classes(self) -> Sequence[Any]:
-        return getattr(dataset_of(self.runner), 'metainfo', {}).get('classes', ())
+    def _classes(self) -> list[str]:
+        metainfo = getattr(dataset_of(self.runner), 'metainfo', {})
+        return [str(name) for name in metainfo.get('classes', ())]
 
     def _draw_map(self, found: dict[str, Tensor], path: Path) -> None:
         points, title = _MAPS[self.map](found['feature'])
-        names = [str(name) for name in self._classes()]
-        save_map(points, path, found.get('label'), names, title)
+        save_map(points, path, found.get('label'), self._classes(), title)
 
     def _draw_attention(self, images: Tensor, path: Path) -> str | None:
         try:
