@@ -65,7 +65,13 @@ from memengine.engine.faults.workers import (
     guard_workers,
     samples_named,
 )
-from memengine.engine.hooks import AlgorithmHook, CheckpointHook, NonFiniteHook, RandomStateHook
+from memengine.engine.hooks import (
+    AlgorithmHook,
+    CheckpointHook,
+    ExactnessHook,
+    NonFiniteHook,
+    RandomStateHook,
+)
 from memengine.engine.step import SlicedModel, unwrap
 from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
 from memengine.engine.wrappers.fsdp import FullyShardedDataParallel
@@ -294,6 +300,7 @@ class Runner(_Runner):
             random_state=dict(type=RandomStateHook),
             algorithm=dict(type=AlgorithmHook),
             finite_loss=dict(type=NonFiniteHook),
+            exactness=ExactnessHook.of_key(self.cfg.get('verify_exactness')),
             **hooks_of_keys(self.cfg),
         )
         chosen = {**ours, **(hooks or {})}

@@ -6,9 +6,12 @@ get other numbers than in the plain step, and the forward pass would no longer b
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
-__all__ = ['private_generator', 'restart_private_generators']
+__all__ = ['keep_private_generators', 'private_generator', 'restart_private_generators']
 
 _SEED_OFFSET = 0x9E3779B97F4A7C15  # so that a private stream is not the one of dropout
 _generators: dict[torch.device, tuple[int, torch.Generator]] = {}
@@ -39,6 +42,18 @@ def private_generator(device: torch.device) -> torch.Generator:
         generator.manual_seed(seed ^ _SEED_OFFSET)
         _generators[device] = (seed, generator)
     return generator
+
+
+@contextmanager
+def keep_private_generators() -> Iterator[None]:
+    """Run a block; private generators then go on as if it had not run."""
+    before = {device: (seed, one.get_state()) for device, (seed, one) in _generators.items()}
+    try:
+        yield
+    finally:
+        _generators.clear()
+        for device, (seed, state) in before.items():
+            _generators[device] = seed, torch.Generator(device).set_state(state)
 
 
 def restart_private_generators() -> None:

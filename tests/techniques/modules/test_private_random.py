@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from memengine.techniques.modules.private_random import (
+    keep_private_generators,
     private_generator,
     restart_private_generators,
 )
@@ -61,4 +62,15 @@ def test_restoring_the_global_state_restores_the_seed():
     torch.manual_seed(4)
     draw()
     state.restore()
+    assert torch.equal(first, draw())
+
+
+def test_private_generators_go_on_as_if_a_block_had_not_run():
+    torch.manual_seed(3)
+    draw()
+    with keep_private_generators():
+        first = draw()
+        torch.manual_seed(4)
+        draw()
+    torch.manual_seed(3)
     assert torch.equal(first, draw())
