@@ -42,7 +42,9 @@ def _child(name: str, parent: Registry, *locations: str) -> Registry:
 
 
 RUNNERS = _child('runner', _root.RUNNERS, 'memengine.engine.runner')
-LOOPS = _child('loop', _root.LOOPS, 'memengine.engine.loops', 'memengine.evaluation.after_training')
+LOOPS = _child(
+    'loop', _root.LOOPS, 'memengine.engine.runner', 'memengine.evaluation.after_training'
+)
 HOOKS = _child('hook', _root.HOOKS, 'memengine.engine.hooks')
 OPTIMIZERS = _child('optimizer', _root.OPTIMIZERS, 'memengine.engine.optim')
 OPTIM_WRAPPERS = _child('optim_wrapper', _root.OPTIM_WRAPPERS, 'memengine.engine.optim')

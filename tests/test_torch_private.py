@@ -150,6 +150,8 @@ def test_result_of():
     result = autograd.result_metadata_of(leaf(2, 3).double().grad_fn)
     assert tuple(result.shape) == (2, 3)
     assert result.dtype == torch.float64 and result.device.type == 'cpu'
+    given = autograd.input_metadata_of(leaf(2, 3, 4).unbind()[1].exp().grad_fn)
+    assert tuple(given.shape) == (3, 4)
 
 
 IMAGE, VOLUME = (2, 4, 8, 8), (2, 4, 8, 8, 8)

@@ -1,6 +1,7 @@
 """Datasets: sources of images, the pipelines on them, and the batches that come out."""
 
 from memengine.datasets.bank import BankAndQueries
+from memengine.datasets.batched import BatchedImageDataset
 from memengine.datasets.coco import CocoDetection, list_samples
 from memengine.datasets.collate import stack_views
 from memengine.datasets.folders import CIFAR10, CIFAR100, ImageFolder, ImageNet
@@ -26,6 +27,7 @@ __all__ = [
     'CIFAR10',
     'CIFAR100',
     'BankAndQueries',
+    'BatchedImageDataset',
     'CocoDetection',
     'Digits',
     'ImageDataset',

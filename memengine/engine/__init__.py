@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import Any
 
 _MODULES = {
-    'EpochBasedTrainLoop': 'loops',
-    'IterBasedTrainLoop': 'loops',
+    'EpochBasedTrainLoop': 'runner',
+    'IterBasedTrainLoop': 'runner',
     'Progress': 'step',
     'Runner': 'runner',
     'run_step': 'step',

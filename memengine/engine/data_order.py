@@ -11,7 +11,7 @@ import copy
 import hashlib
 import random
 import struct
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import islice
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -29,6 +29,7 @@ __all__ = [
     'NamesSamples',
     'ResumableSampler',
     'SeededDataset',
+    'TakesSeeds',
     'batches_from',
     'derive_seed',
     'reproducible',
@@ -129,8 +130,20 @@ class NamesSamples(Protocol):
         """What the sample is called in messages."""
 
 
+@runtime_checkable
+class TakesSeeds(Protocol):
+    """A data set that makes the samples of a batch together, each from a seed of its own."""
+
+    def seeded_items(self, indices: Iterable[int], seeds: Sequence[int]) -> list[Any]:
+        """The items at ``indices``, which are read one after the other."""
+
+
 class SeededDataset(Dataset[Any]):
     """Any data set, with the random generators seeded for each sample.
+
+    A data set that makes a batch together gets the samples' seeds, if it :class:`TakesSeeds`. One
+    that has only torch's ``__getitems__`` is asked sample by sample: nothing says that it draws for
+    a sample what it would draw for this one alone.
 
     Args:
         dataset: The data set to wrap; other attributes are reached through.
@@ -149,14 +162,30 @@ class SeededDataset(Dataset[Any]):
         self.size = len(dataset) if size is None else min(size, len(dataset))
 
     def __getitem__(self, index: int) -> Any:
-        seed_parts = [getattr(index, 'epoch', 0), int(index)]
-        if repetition := getattr(index, 'repetition', 0):
-            seed_parts.append(repetition)
-        seed_generators(derive_seed(self.seed, *seed_parts))
+        seed_generators(self._seed_of(index))
         self.in_hand.note(int(index))
         item = self.dataset[int(index)]
         self.in_hand.note(-1)
         return item
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        if not isinstance(self.dataset, TakesSeeds):
+            return [self[index] for index in indices]
+        seeds = [self._seed_of(index) for index in indices]
+        items = self.dataset.seeded_items(self._noted(indices), seeds)
+        self.in_hand.note(-1)
+        return items
+
+    def _seed_of(self, index: int) -> int:
+        seed_parts = [getattr(index, 'epoch', 0), int(index)]
+        if repetition := getattr(index, 'repetition', 0):
+            seed_parts.append(repetition)
+        return derive_seed(self.seed, *seed_parts)
+
+    def _noted(self, indices: Sequence[int]) -> Iterator[int]:
+        for index in indices:
+            self.in_hand.note(int(index))
+            yield int(index)
 
     def __len__(self) -> int:
         return self.size

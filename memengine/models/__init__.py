@@ -8,6 +8,11 @@ from memengine.models.algorithms.detector import TorchvisionDetector
 from memengine.models.algorithms.dino import DINO
 from memengine.models.algorithms.language_model import CausalLanguageModel
 from memengine.models.algorithms.selfcon import SelfCon
+from memengine.models.backbones.image_libraries import (
+    OpenClipImage,
+    TorchvisionBackbone,
+    TransformersImage,
+)
 from memengine.models.backbones.text_libraries import OpenClipText, TransformersText
 from memengine.models.backbones.text_transformer import TextTransformer
 from memengine.models.backbones.timm_backbone import TimmBackbone
@@ -24,6 +29,7 @@ __all__ = [
     'Classifier',
     'DINOHead',
     'MixedBatches',
+    'OpenClipImage',
     'OpenClipText',
     'ProjectionHead',
     'SelfCon',
@@ -33,6 +39,8 @@ __all__ = [
     'SupCon',
     'TextTransformer',
     'TimmBackbone',
+    'TorchvisionBackbone',
     'TorchvisionDetector',
+    'TransformersImage',
     'TransformersText',
 ]

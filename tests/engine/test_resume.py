@@ -3,6 +3,7 @@
 import os
 import signal
 from multiprocessing import active_children
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from memengine.engine.data_order import (
     seed_generators,
     train_loader,
 )
+from memengine.engine.faults import workers
 from tests.engine.toy import Losses, ToyData, params, toy_runner
 
 LOOPS = {
@@ -181,6 +183,44 @@ def test_repetitions_of_a_sample_are_augmented_anew_and_alike_in_every_run():
         assert len(sample.unique(dim=0)) == 3
     once = data[DrawnIndex(4, 0)]['x']
     assert torch.equal(once, data[DrawnIndex(4, 0, 0)]['x']) and torch.equal(once, data[4]['x'])
+
+
+class FetchesBatches(ToyData):
+    """A data set with torch's method for a whole batch, as those of Hugging Face."""
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class TakesTheirSeeds(ToyData):
+    """Makes a batch from seeds alone, and remembers what was in hand while it read each sample."""
+
+    def seeded_items(self, indices, seeds):
+        self.seen = [(index, self.in_hand.read()[0].sample) for index in indices]
+        return [
+            dict(index=index, seed=seed) for (index, _), seed in zip(self.seen, seeds, strict=True)
+        ]
+
+
+def test_a_batch_that_a_data_set_fetches_itself_is_seeded_by_sample():
+    data = SeededDataset(FetchesBatches(6), seed=5)
+    one_by_one = [data[index]['x'] for index in range(4)]
+    together = [item['x'] for item in DataLoader(data, batch_size=None, sampler=range(4))]
+    fetched = next(iter(DataLoader(data, batch_size=4, collate_fn=list)))
+    for alone, item, drawn in zip(one_by_one, fetched, together, strict=True):
+        assert torch.equal(alone, item['x']) and torch.equal(alone, drawn)
+
+
+def test_a_data_set_that_makes_batches_gets_each_samples_seed_and_names_what_it_reads(monkeypatch):
+    dataset = TakesTheirSeeds(6)
+    data = SeededDataset(dataset, seed=5, workers=1)
+    dataset.in_hand = data.in_hand
+    monkeypatch.setattr(workers, 'get_worker_info', lambda: SimpleNamespace(id=0))
+    draws = [DrawnIndex(4, 2), DrawnIndex(1, 2, 1), DrawnIndex(3, 0)]
+    seeds = [item['seed'] for item in data.__getitems__(draws)]
+    assert seeds == [derive_seed(5, 2, 4), derive_seed(5, 2, 1, 1), derive_seed(5, 0, 3)]
+    assert dataset.seen == [(4, 4), (1, 1), (3, 3)]
+    assert data.in_hand.read()[0].sample == -1
 
 
 def test_numbers_that_have_a_method_of_that_kind_are_plain_indices():

@@ -102,7 +102,10 @@ def test_wrappers_of_mmengine_carry_out_the_plain_step(kind):
 def test_nothing_is_decided_by_an_attribute_that_happens_to_be_there():
     places = [
         'engine/step.py',
-        'engine/runner.py',
+        'engine/runner/runner.py',
+        'engine/runner/wrapping.py',
+        'engine/runner/loading.py',
+        'engine/runner/saving.py',
         'engine/hooks/algorithm.py',
         'engine/hooks/checkpoint.py',
         'engine/optim/optim_wrapper.py',

@@ -1,4 +1,4 @@
-"""``memengine probe`` and ``embed``: a loop of its own on the model of a run."""
+"""``memengine probe`` and others: a loop of its own on the model of a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ def read_run(args: argparse.Namespace) -> Config:
         raise ConfigError(
             f'--config: {folder} holds {len(beside)} configs, of which one would be taken; name it'
         )
-    cfg = load_config(args.config or beside[0], args.cfg_options)
+    options = dict(args.cfg_options or {})
+    for name in ('part', 'to'):  # options of export
+        if getattr(args, name, None) is not None:
+            options[f'{args.command}.{name}'] = getattr(args, name)
+    cfg = load_config(args.config or beside[0], options)
     cfg.setdefault('default_scope', 'memengine')
     check_config(cfg)
     cfg.launcher = args.launcher or 'none'
@@ -51,6 +55,15 @@ def run_after(cfg: Config, command: str) -> str:
     loop = {'type': AFTER_TRAINING[command], **(cfg.get(command) or {})}
     set_threads(0)
     runner = RUNNERS.build(cfg)
-    runner.load_checkpoint(cfg.load_from, strict=True)
+    meta = runner.load_checkpoint(cfg.load_from, strict=True)['meta']
+    for name in {'epoch', 'iter'} & meta.keys():
+        runner.message_hub.update_info(name, meta[name])
     said = LOOPS.build(loop, default_args=dict(runner=runner)).run()
-    return said if runner.rank == 0 else ''
+    if runner.rank != 0:
+        return ''
+    report = Path(cfg.work_dir).parent
+    if report.name != 'report':
+        return said  # results that were asked for elsewhere
+    from memengine.visualization.page import write_page
+
+    return f'{said}\n{write_page(report.parent)}'

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memengine.engine.cli.parser import make_parser
+from memengine.engine.cli.parser import AFTER_TRAINING, make_parser
 from memengine.engine.faults.signals import (
     Interrupted,
     exit_status,
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
         # Last, so that nothing that is installed is hidden by a file of the user's.
         sys.path += [os.getcwd(), str(Path(args.config or args.file).resolve().parent)]
-    elif args.command in ('probe', 'embed'):
+    elif args.command in AFTER_TRAINING:
         sys.path += [os.getcwd(), str(Path(args.config or args.run).resolve().parent)]
     command = _Command(args)
     try:
@@ -105,7 +105,7 @@ class _Command:
         if self.args.command == 'replay':
             print(commands.replay(self.args), end='\n' if self._rank() in (None, '0') else '')
             return
-        if self.args.command in ('probe', 'embed'):
+        if self.args.command in AFTER_TRAINING:
             from memengine.engine.cli.after import read_run, run_after
 
             self.cfg = read_run(self.args)

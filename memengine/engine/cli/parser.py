@@ -11,7 +11,16 @@ from typing import Any, NoReturn
 import memengine
 from memengine.engine.cli.values import ValueSyntaxError, parse_value
 
-__all__ = ['make_parser']
+__all__ = ['AFTER_TRAINING', 'make_parser']
+
+AFTER_TRAINING = {  # what each command does
+    'probe': 'measure features: linear probe, k-NN, few-shot',
+    'embed': 'write features to files',
+    'zeroshot': 'classify images by texts, with a model of both',
+    'retrieve': 'find images by texts and texts by images: recall',
+    'export': 'write the backbone for other libraries and runtimes',
+}
+
 
 FIRST_STEPS = """\
 first steps:
@@ -150,8 +159,8 @@ def make_parser() -> argparse.ArgumentParser:
     test.add_argument('checkpoint', metavar='CHECKPOINT', help='the checkpoint to test')
     _add_common(test)
     _add_memory_commands(commands)
-    _add_after(commands, 'probe', 'measure features: linear probe, k-NN, few-shot')
-    _add_after(commands, 'embed', 'write features to files')
+    for name, does in AFTER_TRAINING.items():
+        _add_after(commands, name, does)
     _add_convert(commands)
     _add_verify(commands)
     _add_replay(commands)
@@ -192,6 +201,11 @@ def _add_after(commands: Any, name: str, does: str) -> None:
     parser.add_argument('run', metavar='RUN', help='the folder of a run, or a checkpoint in it')
     parser.add_argument('--config', metavar='CONFIG', help="the run's config (in its folder)")
     parser.add_argument('--work-dir', metavar='DIR', help=f'for results (RUN/report/{name})')
+    if name == 'export':
+        parser.add_argument('--part', metavar='MODULE', help='as teacher.backbone (export.part)')
+        parser.add_argument(
+            '--to', nargs='+', metavar='FORM', help='weights, onnx, torch_export (export.to)'
+        )
     _add_options(parser)
 
 

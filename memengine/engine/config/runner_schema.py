@@ -285,7 +285,13 @@ def _names_weights(value: Any) -> bool:
 
 
 # The loops of commands that are run after training, by command, which is their key in a config.
-AFTER_TRAINING: Mapping[str, str] = {'probe': 'ProbeLoop', 'embed': 'EmbedLoop'}
+AFTER_TRAINING: Mapping[str, str] = {
+    'probe': 'ProbeLoop',
+    'embed': 'EmbedLoop',
+    'zeroshot': 'ZeroShotLoop',
+    'retrieve': 'RetrieveLoop',
+    'export': 'ExportLoop',
+}
 
 TOP_SCHEMAS: Mapping[str, SchemaChoice] = {
     'model': MODEL,

@@ -1,10 +1,13 @@
-"""What is done with a model after its training: its features are measured, and written to files.
+"""What is done with a model after its training: it is measured, and written to files.
 
 Each is a loop of MMEngine's kind, built with the runner and run by a command of its own:
-``memengine probe`` and ``memengine embed``.
+``memengine probe``, ``embed``, ``zeroshot``, ``retrieve`` and ``export``.
 """
 
 from memengine.evaluation.after_training.embed import EmbedLoop
+from memengine.evaluation.after_training.export import ExportLoop
 from memengine.evaluation.after_training.probe import ProbeLoop
+from memengine.evaluation.after_training.retrieve import RetrieveLoop
+from memengine.evaluation.after_training.zeroshot import ZeroShotLoop
 
-__all__ = ['EmbedLoop', 'ProbeLoop']
+__all__ = ['EmbedLoop', 'ExportLoop', 'ProbeLoop', 'RetrieveLoop', 'ZeroShotLoop']

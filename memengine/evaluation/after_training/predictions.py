@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Subset
 
 from memengine.registry import DATASETS
 
-__all__ = ['collect', 'dataset_of', 'one_process', 'predictions']
+__all__ = ['batches', 'collect', 'dataset_of', 'one_process', 'predictions']
 
 
 def one_process(runner: Any, command: str) -> None:
@@ -44,6 +44,17 @@ def _loader_config(runner: Any) -> dict[str, Any]:
     )
 
 
+def batches(
+    runner: Any, dataset: Any, rows: Sequence[int] | None = None, **changed: Any
+) -> DataLoader:
+    """The loader of samples in order; settings of ``val_dataloader`` may be changed."""
+    config = {**_loader_config(runner), **changed}
+    config['dataset'] = dataset if rows is None else Subset(dataset, rows)
+    config['sampler'] = torch.utils.data.SequentialSampler(config['dataset'])
+    config.update(drop_last=False, persistent_workers=False)
+    return runner.build_dataloader(config, seed=runner.seed)
+
+
 def predictions(
     runner: Any, dataset: Any, rows: Sequence[int] | None = None
 ) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
@@ -58,14 +69,9 @@ def predictions(
         The batch as the loader gave it; the model's outputs by name, a row for each sample, on
         the CPU.
     """
-    config = _loader_config(runner)
-    config['dataset'] = dataset if rows is None else Subset(dataset, rows)
-    config['sampler'] = torch.utils.data.SequentialSampler(config['dataset'])
-    config.update(drop_last=False, persistent_workers=False)
-    loader: DataLoader = runner.build_dataloader(config, seed=runner.seed)
     runner.model.eval()
     with torch.inference_mode():
-        for batch in loader:
+        for batch in batches(runner, dataset, rows):
             outputs = runner.model.test_step(batch)
             names = [name for name, value in outputs[0].items() if isinstance(value, Tensor)]
             yield batch, {n: torch.stack([one[n] for one in outputs]).cpu() for n in names}

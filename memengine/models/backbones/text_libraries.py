@@ -15,7 +15,7 @@ from memengine.engine.checkpoint.files import safe_loading
 from memengine.models.backbones.text_transformer import mean_of_tokens
 from memengine.registry import MODELS
 
-__all__ = ['OpenClipText', 'TransformersText', 'transformers_model']
+__all__ = ['OpenClipText', 'TransformersText', 'open_clip_model', 'transformers_model']
 
 
 @MODELS.register_module()
@@ -31,22 +31,15 @@ class OpenClipText(nn.Module):
         ValueError: For a name or weights that open_clip does not know.
 
     Attributes:
+        model: The library's module, without its image tower.
+        model_name: Its name there.
         num_features: Width D of the features.
     """
 
     def __init__(self, model_name: str, pretrained: str | None = None) -> None:
         super().__init__()
-        try:
-            import open_clip
-        except ImportError as error:
-            raise ImportError(
-                'OpenClipText needs open_clip: pip install open_clip_torch'
-            ) from error
-        try:
-            with safe_loading(f'The pretrained file of {model_name}'):
-                model: Any = open_clip.create_model(model_name, pretrained=pretrained)
-        except RuntimeError as error:
-            raise ValueError(f'OpenClipText: {model_name!r}: {error}') from error
+        model = open_clip_model(model_name, pretrained, 'OpenClipText')
+        self.model_name = model_name
         if hasattr(model, 'visual'):
             model.visual = None  # encode_text works without it
         for unused in ('logit_scale', 'logit_bias'):
@@ -60,6 +53,19 @@ class OpenClipText(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens Long[B, L] (of open_clip's own tokenizer) to features [B, D]."""
         return self.model.encode_text(tokens)
+
+
+def open_clip_model(model_name: str, pretrained: str | None, user: str) -> Any:
+    """A model of open_clip with both towers, not normalised or moved anywhere."""
+    try:
+        import open_clip
+    except ImportError as error:
+        raise ImportError(f'{user} needs open_clip: pip install open_clip_torch') from error
+    try:
+        with safe_loading(f'The pretrained file of {model_name}'):
+            return open_clip.create_model(model_name, pretrained=pretrained)
+    except RuntimeError as error:
+        raise ValueError(f'{user}: {model_name!r}: {error}') from error
 
 
 def transformers_model(

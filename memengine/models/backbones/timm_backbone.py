@@ -45,6 +45,8 @@ class TimmBackbone(nn.Sequential):
 
     Attributes:
         model: The timm module.
+        model_name: Its name in timm.
+        arguments: What ``timm.create_model`` was given beside it.
         num_features: Width D of the features.
     """
 
@@ -58,14 +60,13 @@ class TimmBackbone(nn.Sequential):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        self.norm_eval = norm_eval
+        self.norm_eval, self.model_name = norm_eval, model_name
+        self.arguments: dict[str, Any] = {'num_classes': 0, **kwargs}
         if problem := self.config_problem({'model_name': model_name, **kwargs}):
             raise ValueError(f'TimmBackbone: {problem[0]}: {problem[1]}')
         try:
             with safe_loading(f'The pretrained file of {model_name}'):
-                self.model = timm.create_model(
-                    model_name, pretrained=pretrained, num_classes=0, **kwargs
-                )
+                self.model = timm.create_model(model_name, pretrained=pretrained, **self.arguments)
         except TypeError as error:
             raise ValueError(
                 f'TimmBackbone: {model_name} does not take these arguments: {error}'

@@ -3,60 +3,39 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from mmengine.config import Config
-from mmengine.device import get_device
-from mmengine.fileio import join_path
 from mmengine.model import is_model_wrapper
-from mmengine.runner import BaseLoop, save_checkpoint
+from mmengine.runner import BaseLoop
 from mmengine.runner import Runner as _Runner
 from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
 from memengine._torch_private.data_loading import end_workers
-from memengine.engine.apply import apply_before_wrapping, apply_to_model, hooks_of_keys, refuse
-from memengine.engine.checkpoint.checksums import verify
+from memengine.engine.apply import apply_to_model, hooks_of_keys, refuse
 from memengine.engine.checkpoint.files import (
-    CheckpointError,
-    DamagedError,
     atomic_write,
-    safe_loading,
 )
-from memengine.engine.checkpoint.latest import find_latest, newest_first
-from memengine.engine.checkpoint.saving import CheckpointWriter, SaveError, write_file
-from memengine.engine.checkpoint.sharded import SUFFIX, is_sharded
-from memengine.engine.checkpoint.sharded_saving import sharded_write
+from memengine.engine.checkpoint.saving import CheckpointWriter, SaveError
+from memengine.engine.checkpoint.sharded import SUFFIX
 from memengine.engine.checkpoint.state import (
-    ShardLayout,
-    check_resumable,
-    gather_state,
-    is_sharded_model,
-    key_by_name,
-    read_checkpoint,
-    run_state,
     samples_per_step,
 )
 from memengine.engine.checkpoint.weights import (
-    advise,
     load_from_options,
-    load_weights,
-    only_reading,
-    select,
 )
 from memengine.engine.cli.console import describe_run, log_environment, set_up_console
 from memengine.engine.config.runner_schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
 from memengine.engine.distributed.launchers import DEFAULT_TIMEOUT_S
-from memengine.engine.distributed.processes import cpu_group, init_process_group, local_device_ids
+from memengine.engine.distributed.processes import cpu_group, init_process_group
 from memengine.engine.distributed.together import together
-from memengine.engine.faults.finite_state import each_optim_wrapper, refuse_nonfinite_state
 from memengine.engine.faults.ranks import RankWatch, ranks_named
 from memengine.engine.faults.work_dir_lock import work_dir_lock
 from memengine.engine.faults.workers import (
@@ -72,10 +51,12 @@ from memengine.engine.hooks import (
     NonFiniteHook,
     RandomStateHook,
 )
-from memengine.engine.step import SlicedModel, unwrap
-from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
+from memengine.engine.runner.loading import load, resume_newest, roll_back
+from memengine.engine.runner.saving import collect
+from memengine.engine.runner.wrapping import initialize_weights, refuse_lone_samples, wrap
+from memengine.engine.step import unwrap
 from memengine.engine.wrappers.fsdp import FullyShardedDataParallel
-from memengine.registry import LOOPS, MODEL_WRAPPERS, MODELS, RUNNERS
+from memengine.registry import LOOPS, MODELS, RUNNERS
 from memengine.techniques.sharding.materializing import on_meta
 
 __all__ = ['Runner']
@@ -87,22 +68,6 @@ _PLACES = dict(
     before_test_iter='testing',
     before_save_checkpoint='saving',
 )
-
-
-@runtime_checkable
-class InitializesWeights(Protocol):
-    """A model that gives its parameters the values that they start from."""
-
-    def init_weights(self) -> None:
-        """Called once, before training."""
-
-
-@runtime_checkable
-class ActsAfterInit(Protocol):
-    """A model with something to do when parameters that were built without values have some."""
-
-    def after_init(self) -> None:
-        """Called once, after the values have been given."""
 
 
 @RUNNERS.register_module()
@@ -206,93 +171,13 @@ class Runner(_Runner):
         """Put the model on its device and into its wrapper; nothing is ignored silently."""
         if is_model_wrapper(model):
             return super().wrap_model(model_wrapper_cfg, model)
-        config = {'type': 'MMDistributedDataParallel', **(model_wrapper_cfg or {})}
-        kind = config['type']
-        wrapper = MODEL_WRAPPERS.get(kind) if isinstance(kind, str) else kind
-        if wrapper is None:
-            raise ValueError(f"model_wrapper_cfg.type: there is no model wrapper '{kind}'")
-        is_sharded = self.distributed and issubclass(wrapper, FullyShardedDataParallel)
-        if not is_sharded:
-            model = model.to(get_device())  # first: what replaces modules asks where they are
-        apply_before_wrapping(model, self.cfg)
-        is_ddp = issubclass(wrapper, nn.parallel.DistributedDataParallel)
-        if not self.distributed:
-            if model_wrapper_cfg is not None:
-                self._warn_unused_wrapper(kind, wrapper, is_ddp, model)
-            return super().wrap_model(None, model)
-        if is_sharded:
-            wrapped = self._shard_model(config, wrapper, model)
-        else:
-            if is_ddp:
-                unused = self.cfg.get('find_unused_parameters', False)
-                config.setdefault('find_unused_parameters', unused)
-                config.setdefault('device_ids', local_device_ids())
-                if model_wrapper_cfg is None:
-                    config['broadcast_buffers'] = False
-            wrapped = MODEL_WRAPPERS.build(config, default_args=dict(module=model))
-        self._warn_of_local_losses(unwrap(wrapped))
-        return wrapped
-
-    def _warn_unused_wrapper(self, kind: Any, wrapper: Any, is_ddp: bool, model: nn.Module) -> None:
-        """Warn of a wrapper in one process, or refuse one whose effect is missed there."""
-        if not is_ddp:
-            raise ValueError(
-                f"model_wrapper_cfg: '{kind}' needs several processes, but launcher='none' starts "
-                'one; start with torchrun and --launcher pytorch (to offload on one GPU with '
-                '--nproc_per_node 1), or remove model_wrapper_cfg'
-            )
-        why = 'there is nothing to synchronise'
-        if issubclass(wrapper, DisCoDistributedDataParallel):
-            why = f'{", ".join(wrapper.find_losses(model))} sees the whole batch as it is'
-        self.logger.warning(
-            f"model_wrapper_cfg has no effect in one process (launcher='none'): {why}"
-        )
-
-    def _shard_model(self, config: dict[str, Any], wrapper: Any, model: Any) -> nn.Module:
-        """Initialise a model while it is whole, and spread it over the ranks."""
-        options = {key: value for key, value in config.items() if key != 'type'}
-        if not options.get('meta') and isinstance(model, InitializesWeights):
-            with self._safe_init_files():
-                model.init_weights()
-        wrapped = wrapper(module=model, **options)
-        if options.get('meta') and isinstance(model, ActsAfterInit):
-            model.after_init()
-        return wrapped
+        wrapped = wrap(self, model_wrapper_cfg, model)
+        return wrapped if self.distributed else super().wrap_model(None, wrapped)
 
     def _init_model_weights(self) -> None:
         """Initialise the model, unless that was done before it was spread over the ranks."""
         if not isinstance(self.model, FullyShardedDataParallel):
-            with self._safe_init_files():
-                super()._init_model_weights()
-
-    def _safe_init_files(self) -> AbstractContextManager[None]:
-        """Hold MMEngine's ``Pretrained`` to reading as safely as all else."""
-        return safe_loading('A checkpoint of init_cfg', self.cfg.get('trusted_globals', ()))
-
-    def _warn_of_local_losses(self, model: nn.Module) -> None:
-        """Say which losses contrast only the samples of their own rank."""
-        found = losses_with_a_group(model)
-        local = [name for name, loss in found.items() if loss.process_group is None]
-        if local and self.world_size > 1:
-            self.logger.warning(
-                f'{", ".join(local)}: each of the {self.world_size} ranks contrasts only its own '
-                'samples with each other, which is another objective than that of the whole batch; '
-                "set model_wrapper_cfg.type='DisCoDistributedDataParallel' to contrast the samples "
-                'of all ranks'
-            )
-
-    def _refuse_lone_samples(self) -> None:
-        """Refuse batches of one sample where samples meet in the loss, which is 0 then."""
-        model = unwrap(self.model)
-        losses = losses_with_a_group(model).values()
-        is_local = any(loss.process_group is None for loss in losses)
-        fewest = self.world_size if is_local else 1
-        if samples_per_step(self) == fewest and isinstance(model, SlicedModel) and model.coupled:
-            raise ValueError(
-                f'train_dataloader.batch_size=1: in the loss of {type(model).__name__} samples are '
-                'compared with each other, so that one alone teaches nothing (the loss is 0); set '
-                'it to at least 2'
-            )
+            initialize_weights(self, super()._init_model_weights)
 
     def register_default_hooks(self, hooks: dict[str, Any] | None = None) -> None:
         """Register MMEngine's default hooks, memengine's and more; ``name=None`` leaves one out."""
@@ -337,7 +222,7 @@ class Runner(_Runner):
         if self._val_loop is not None:
             self._val_loop = self.build_val_loop(self._val_loop)
         refuse({**self.cfg, 'launcher': self.launcher}, self.hooks)
-        self._refuse_lone_samples()
+        refuse_lone_samples(unwrap(self.model), samples_per_step(self), self.world_size)
         self.call_hook('before_run')
         self._init_model_weights()
         apply_to_model(unwrap(self.model), self.logger, self.hooks)
@@ -429,29 +314,7 @@ class Runner(_Runner):
                 )
             self._has_loaded = True
         elif self._resume:
-            self._resume_newest()
-
-    def _resume_newest(self) -> None:
-        """Go on from the newest checkpoint that is whole; never from scratch if there is any."""
-        trusted = self.cfg.get('trusted_globals', ())
-        found = newest_first(self.work_dir, trusted, self.logger.warning) if self.rank == 0 else ()
-        paths, damaged = iter(found), 0
-        while path := together(lambda: next(paths, None), cpu_group('checkpoint'))[0]:
-            try:
-                self.resume(str(path))
-                self._has_loaded = True
-                return
-            except DamagedError as error:
-                self.logger.warning(f'{error}; going on from the checkpoint before it')
-                damaged += 1
-        if damaged:
-            raise CheckpointError(
-                f'none of the {damaged} checkpoint(s) in {self.work_dir} is whole; name another '
-                'one with --resume PATH, or remove them to train from scratch'
-            )
-        self.logger.info(
-            f'No checkpoint to resume in {self.work_dir}: training starts from scratch.'
-        )
+            self._has_loaded = resume_newest(self)
 
     def resume(self, filename: str, *args: Any, **kwargs: Any) -> None:
         """Go on from a checkpoint, on any number of ranks that see as many samples together."""
@@ -468,22 +331,7 @@ class Runner(_Runner):
         """
         with suppress(SaveError):  # the CheckpointHook says so at its next
             self.wait_for_checkpoint()
-        latest = find_latest(self.work_dir)
-        if latest is None:
-            return None
-        self._verify(str(latest))
-        layout = ShardLayout(self.model, self.optim_wrapper, [])
-        trusted = self.cfg.get('trusted_globals', ())
-        checkpoint = read_checkpoint(str(latest), trusted, layout, with_optimizer=True)
-        self.call_hook('before_roll_back', checkpoint=checkpoint)
-        unwrap(self.model).load_state_dict(checkpoint['state_dict'])
-        groups = [g for w in each_optim_wrapper(self.optim_wrapper) for g in w.param_groups]
-        scheduled = [{k: v for k, v in group.items() if k != 'params'} for group in groups]
-        self.optim_wrapper.load_state_dict(checkpoint['optimizer'])
-        groups = [g for w in each_optim_wrapper(self.optim_wrapper) for g in w.param_groups]
-        for group, values in zip(groups, scheduled, strict=True):
-            group.update(values)
-        return latest
+        return roll_back(self)
 
     def load_checkpoint(
         self,
@@ -514,47 +362,20 @@ class Runner(_Runner):
             FileNotFoundError: When it is not there.
             ValueError: When resuming with another number of samples in a step.
         """
-        into = part if into is None else into
-        moved = (rf'^{re.escape(part)}\.' if part else '^', f'{into}.' if into else '')
-        optim_wrapper = self.optim_wrapper if self._resume else None
-        layout = ShardLayout(self.model, optim_wrapper, [*revise_keys, moved])
-        trusted = self.cfg.get('trusted_globals', ())
-        self._verify(filename)
-        checkpoint = read_checkpoint(filename, trusted, layout, self._resume, map_location)
-        if not all(isinstance(checkpoint.get(key), dict) for key in ('meta', 'state_dict')):
-            raise CheckpointError(f'{filename} is no checkpoint: it has no dicts meta, state_dict')
-        checkpoint['meta'].pop('config', None)  # MMEngine would run it as a config, which is code
-        if self._resume:
-            check_resumable(self, checkpoint, filename)
-        names, model = list(checkpoint['state_dict']), unwrap(self.model)
-        may_choose = not (self._resume or part or into) and isinstance(self._train_loop, BaseLoop)
-        if may_choose and (reading := only_reading(model, names)):
-            return self.load_checkpoint(filename, map_location, strict, revise_keys, *reading)
-        checkpoint['state_dict'] = select(checkpoint['state_dict'], revise_keys, part, into)
-        self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
-        try:
-            left = load_weights(
-                model, checkpoint['state_dict'], filename, into, strict or self._resume
-            )
-        except CheckpointError as error:
-            if not may_choose:
-                raise
-            raise CheckpointError(f'{error}{advise(model, names, filename)}') from error
+        may_choose = isinstance(self._train_loop, BaseLoop)
+        checkpoint = load(
+            self,
+            filename,
+            map_location,
+            strict,
+            revise_keys,
+            part,
+            into,
+            is_resumed=self._resume,
+            may_choose=may_choose,
+        )
         self._has_loaded = True
-        which = f', its {part or "weights"} into {into or "the model"}' if part or into else ''
-        self.logger.info(f'Load checkpoint from {filename}{which}')
-        if left:
-            self.logger.warning(f'{filename}: {left}')
         return checkpoint
-
-    def _verify(self, filename: str) -> None:
-        """Compare a checkpoint with its checksum; ranks share the work."""
-        if '://' in filename:
-            return
-        share = slice(self.rank, None, self.world_size)
-        known = together(lambda: verify(filename, share), cpu_group('checkpoint'))
-        if not all(known):
-            self.logger.info(f'{filename} has no checksum: it is read as it is')
 
     def save_checkpoint(
         self,
@@ -592,40 +413,18 @@ class Runner(_Runner):
                 rank; nothing is written then.
             SaveError: On all ranks, when one cannot write; asynchronous, by what is returned.
         """
-        refuse_nonfinite_state(unwrap(self.model), self.optim_wrapper if save_optimizer else None)
         done = dict(epoch=self.epoch + by_epoch, iter=self.iter + (not by_epoch))
-        samples = dict(samples_per_step=samples_per_step(self))
-        meta = {**done, **samples, **(meta or {})}
-        path, remote = Path(out_dir) / filename, '://' in str(out_dir)
-        if not Path(self.work_dir).is_dir():
-            self.logger.error(
-                f'work_dir {self.work_dir} is not there any more: was it moved? It is made again '
-                'for the next checkpoints; to go on from one of the others, move it back'
-            )
-        if is_sharded(filename):
-            if remote:
-                raise ValueError(f'sharded checkpoints need a folder to write to, got {out_dir}')
-            state = run_state(self, meta, save_optimizer, save_param_scheduler)
-            if save_optimizer:
-                state['optimizer'] = key_by_name(state['optimizer'], self.model, self.optim_wrapper)
-            write = sharded_write(path, state, asynchronous, on_complete)
-        else:
-            whole: dict[str, Any] = {}
-            if self.rank == 0 or is_sharded_model(self.model):  # whose shards all put together
-                state = run_state(self, meta, save_optimizer, save_param_scheduler)
-                whole = gather_state(state, copies=asynchronous)
-
-            def write() -> None:
-                if self.rank:
-                    return
-                if remote:
-                    url = join_path(out_dir, filename, backend_args=backend_args)
-                    save_checkpoint(whole, url, file_client_args, backend_args)
-                else:
-                    write_file(path, whole)
-                if on_complete is not None:
-                    on_complete()
-
+        write = collect(
+            self,
+            out_dir,
+            filename,
+            save_optimizer,
+            save_param_scheduler,
+            {**done, **(meta or {})},
+            (file_client_args, backend_args),
+            asynchronous,
+            on_complete,
+        )
         wait = self._writer.start(write, asynchronous)
         if not asynchronous:
             wait()

@@ -1,0 +1,154 @@
+"""What a run begins with: weights, a checkpoint to go on from, the last one to go back to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from memengine.engine.checkpoint.checksums import verify
+from memengine.engine.checkpoint.files import CheckpointError, DamagedError
+from memengine.engine.checkpoint.latest import find_latest, newest_first
+from memengine.engine.checkpoint.state import ShardLayout, check_resumable, read_checkpoint
+from memengine.engine.checkpoint.weights import advise, load_weights, only_reading, select
+from memengine.engine.distributed.processes import cpu_group
+from memengine.engine.distributed.together import together
+from memengine.engine.faults.finite_state import each_optim_wrapper
+from memengine.engine.step import unwrap
+
+__all__ = ['load', 'resume_newest', 'roll_back']
+
+
+def load(
+    runner: Any,
+    filename: str,
+    map_location: str | Callable[..., Any],
+    strict: bool,
+    revise_keys: list[tuple[str, str]],
+    part: str,
+    into: str | None,
+    is_resumed: bool,
+    may_choose: bool,
+) -> dict[str, Any]:
+    """Load a checkpoint into a run: its weights or, to go on from it, all of it.
+
+    Args:
+        runner: The run.
+        filename: A path or URL.
+        map_location: Where tensors go.
+        strict: Whether names and shapes must match exactly.
+        revise_keys: Pairs of pattern and replacement for names.
+        part: Take this module of the checkpoint only; all, if empty.
+        into: The module of the model that it is loaded into; by default that of the same name.
+        is_resumed: Whether it is gone on from: it must match, and be all of a run.
+        may_choose: Whether the one part that fits may be taken, where no name fits as it is.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        CheckpointError: When it is damaged, wants to run code, or does not fit.
+        FileNotFoundError: When it is not there.
+        ValueError: When resuming with another number of samples in a step.
+    """
+    named_part = bool(part or into)
+    into = part if into is None else into
+    moved = (rf'^{re.escape(part)}\.' if part else '^', f'{into}.' if into else '')
+    optim_wrapper = runner.optim_wrapper if is_resumed else None
+    layout = ShardLayout(runner.model, optim_wrapper, [*revise_keys, moved])
+    trusted = runner.cfg.get('trusted_globals', ())
+    _verify(runner, filename)
+    checkpoint = read_checkpoint(filename, trusted, layout, is_resumed, map_location)
+    if not all(isinstance(checkpoint.get(key), dict) for key in ('meta', 'state_dict')):
+        raise CheckpointError(f'{filename} is no checkpoint: it has no dicts meta, state_dict')
+    checkpoint['meta'].pop('config', None)  # MMEngine would run it as a config, which is code
+    if is_resumed:
+        check_resumable(runner, checkpoint, filename)
+    names, model = list(checkpoint['state_dict']), unwrap(runner.model)
+    may_choose = may_choose and not (is_resumed or named_part)
+    if may_choose and (reading := only_reading(model, names)):
+        return load(
+            runner, filename, map_location, strict, revise_keys, *reading, is_resumed, False
+        )
+    checkpoint['state_dict'] = select(checkpoint['state_dict'], revise_keys, part, into)
+    runner.call_hook('after_load_checkpoint', checkpoint=checkpoint)
+    try:
+        left = load_weights(model, checkpoint['state_dict'], filename, into, strict or is_resumed)
+    except CheckpointError as error:
+        if not may_choose:
+            raise
+        raise CheckpointError(f'{error}{advise(model, names, filename)}') from error
+    which = f', its {part or "weights"} into {into or "the model"}' if part or into else ''
+    runner.logger.info(f'Load checkpoint from {filename}{which}')
+    if left:
+        runner.logger.warning(f'{filename}: {left}')
+    return checkpoint
+
+
+def resume_newest(runner: Any) -> bool:
+    """Go on from the newest checkpoint that is whole; never from scratch if there is any.
+
+    Returns:
+        Whether there was one.
+
+    Raises:
+        CheckpointError: When there are some, and none is whole.
+    """
+    trusted = runner.cfg.get('trusted_globals', ())
+    found = newest_first(runner.work_dir, trusted, runner.logger.warning) if not runner.rank else ()
+    paths, damaged = iter(found), 0
+    while path := together(lambda: next(paths, None), cpu_group('checkpoint'))[0]:
+        try:
+            runner.resume(str(path))
+            return True
+        except DamagedError as error:
+            runner.logger.warning(f'{error}; going on from the checkpoint before it')
+            damaged += 1
+    if damaged:
+        raise CheckpointError(
+            f'none of the {damaged} checkpoint(s) in {runner.work_dir} is whole; name another '
+            'one with --resume PATH, or remove them to train from scratch'
+        )
+    runner.logger.info(
+        f'No checkpoint to resume in {runner.work_dir}: training starts from scratch.'
+    )
+    return False
+
+
+def roll_back(runner: Any) -> str | Path | None:
+    """Set weights and optimiser back to the last checkpoint's, at the present learning rate.
+
+    Returns:
+        The checkpoint; None, and nothing is changed, if there is none.
+    """
+    latest = find_latest(runner.work_dir)
+    if latest is None:
+        return None
+    _verify(runner, str(latest))
+    layout = ShardLayout(runner.model, runner.optim_wrapper, [])
+    trusted = runner.cfg.get('trusted_globals', ())
+    checkpoint = read_checkpoint(str(latest), trusted, layout, with_optimizer=True)
+    runner.call_hook('before_roll_back', checkpoint=checkpoint)
+    unwrap(runner.model).load_state_dict(checkpoint['state_dict'])
+    scheduled = [
+        {k: v for k, v in group.items() if k != 'params'} for group in _param_groups(runner)
+    ]
+    runner.optim_wrapper.load_state_dict(checkpoint['optimizer'])
+    for group, values in zip(_param_groups(runner), scheduled, strict=True):
+        group.update(values)
+    return latest
+
+
+def _param_groups(runner: Any) -> list[dict[str, Any]]:
+    return [g for w in each_optim_wrapper(runner.optim_wrapper) for g in w.param_groups]
+
+
+def _verify(runner: Any, filename: str) -> None:
+    """Compare a checkpoint with its checksum; ranks share the work."""
+    if '://' in filename:
+        return
+    share = slice(runner.rank, None, runner.world_size)
+    known = together(lambda: verify(filename, share), cpu_group('checkpoint'))
+    if not all(known):
+        runner.logger.info(f'{filename} has no checksum: it is read as it is')

@@ -1,0 +1,133 @@
+"""A model on its device and in its wrapper; nothing is ignored silently."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+from mmengine.device import get_device
+from torch import nn
+
+from memengine.engine.apply import apply_before_wrapping
+from memengine.engine.checkpoint.files import safe_loading
+from memengine.engine.distributed.processes import local_device_ids
+from memengine.engine.step import SlicedModel, unwrap
+from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
+from memengine.engine.wrappers.fsdp import FullyShardedDataParallel
+from memengine.registry import MODEL_WRAPPERS
+
+__all__ = ['initialize_weights', 'refuse_lone_samples', 'wrap']
+
+
+@runtime_checkable
+class InitializesWeights(Protocol):
+    """A model that gives its parameters the values that they start from."""
+
+    def init_weights(self) -> None:
+        """Called once, before training."""
+
+
+@runtime_checkable
+class ActsAfterInit(Protocol):
+    """A model with something to do when parameters that were built without values have some."""
+
+    def after_init(self) -> None:
+        """Called once, after the values have been given."""
+
+
+def wrap(runner: Any, wrapper_cfg: dict[str, Any] | None, model: nn.Module) -> nn.Module:
+    """Put a model on its device, and on several ranks into its wrapper.
+
+    Raises:
+        ValueError: For a wrapper that is not known, or would be missed in one process.
+    """
+    config = {'type': 'MMDistributedDataParallel', **(wrapper_cfg or {})}
+    kind = config['type']
+    wrapper = MODEL_WRAPPERS.get(kind) if isinstance(kind, str) else kind
+    if wrapper is None:
+        raise ValueError(f"model_wrapper_cfg.type: there is no model wrapper '{kind}'")
+    is_sharded = runner.distributed and issubclass(wrapper, FullyShardedDataParallel)
+    if not is_sharded:
+        model = model.to(get_device())  # first: what replaces modules asks where they are
+    apply_before_wrapping(model, runner.cfg)
+    is_ddp = issubclass(wrapper, nn.parallel.DistributedDataParallel)
+    if not runner.distributed:
+        if wrapper_cfg is not None:
+            _warn_unused_wrapper(runner, kind, wrapper, is_ddp, model)
+        return model
+    if is_sharded:
+        wrapped = _shard(runner, config, wrapper, model)
+    else:
+        if is_ddp:
+            unused = runner.cfg.get('find_unused_parameters', False)
+            config.setdefault('find_unused_parameters', unused)
+            config.setdefault('device_ids', local_device_ids())
+            if wrapper_cfg is None:
+                config['broadcast_buffers'] = False
+        wrapped = MODEL_WRAPPERS.build(config, default_args=dict(module=model))
+    _warn_of_local_losses(runner, unwrap(wrapped))
+    return wrapped
+
+
+def _warn_unused_wrapper(
+    runner: Any, kind: Any, wrapper: Any, is_ddp: bool, model: nn.Module
+) -> None:
+    """Warn of a wrapper in one process, or refuse one whose effect is missed there."""
+    if not is_ddp:
+        raise ValueError(
+            f"model_wrapper_cfg: '{kind}' needs several processes, but launcher='none' starts "
+            'one; start with torchrun and --launcher pytorch (to offload on one GPU with '
+            '--nproc_per_node 1), or remove model_wrapper_cfg'
+        )
+    why = 'there is nothing to synchronise'
+    if issubclass(wrapper, DisCoDistributedDataParallel):
+        why = f'{", ".join(wrapper.find_losses(model))} sees the whole batch as it is'
+    runner.logger.warning(
+        f"model_wrapper_cfg has no effect in one process (launcher='none'): {why}"
+    )
+
+
+def _shard(runner: Any, config: dict[str, Any], wrapper: Any, model: nn.Module) -> nn.Module:
+    """Initialise a model while it is whole, and spread it over the ranks."""
+    options = {key: value for key, value in config.items() if key != 'type'}
+    if not options.get('meta') and isinstance(model, InitializesWeights):
+        initialize_weights(runner, model.init_weights)
+    wrapped = wrapper(module=model, **options)
+    if options.get('meta') and isinstance(model, ActsAfterInit):
+        model.after_init()
+    return wrapped
+
+
+def initialize_weights(runner: Any, initialize: Any) -> None:
+    """Initialise, and hold MMEngine's ``Pretrained`` to reading as safely as all else."""
+    with safe_loading('A checkpoint of init_cfg', runner.cfg.get('trusted_globals', ())):
+        initialize()
+
+
+def _warn_of_local_losses(runner: Any, model: nn.Module) -> None:
+    """Say which losses contrast only the samples of their own rank."""
+    found = losses_with_a_group(model)
+    local = [name for name, loss in found.items() if loss.process_group is None]
+    if local and runner.world_size > 1:
+        runner.logger.warning(
+            f'{", ".join(local)}: each of the {runner.world_size} ranks contrasts only its own '
+            'samples with each other, which is another objective than that of the whole batch; '
+            "set model_wrapper_cfg.type='DisCoDistributedDataParallel' to contrast the samples "
+            'of all ranks'
+        )
+
+
+def refuse_lone_samples(model: nn.Module, samples_per_step: int | None, world_size: int) -> None:
+    """Refuse batches of one sample where samples meet in the loss, which is 0 then.
+
+    Raises:
+        ValueError: Naming the batch size to set.
+    """
+    losses = losses_with_a_group(model).values()
+    is_local = any(loss.process_group is None for loss in losses)
+    fewest = world_size if is_local else 1
+    if samples_per_step == fewest and isinstance(model, SlicedModel) and model.coupled:
+        raise ValueError(
+            f'train_dataloader.batch_size=1: in the loss of {type(model).__name__} samples are '
+            'compared with each other, so that one alone teaches nothing (the loss is 0); set '
+            'it to at least 2'
+        )

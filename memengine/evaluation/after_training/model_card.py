@@ -1,0 +1,101 @@
+"""The README.md of an exported model: what was trained on what, how it did, how it is loaded."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mmengine.config import Config
+
+from memengine.evaluation.after_training.backbones import Backbone
+from memengine.evaluation.after_training.results import table
+
+__all__ = ['write_model_card']
+
+_PACKAGES = ('memengine', 'torch', 'torchvision', 'timm', 'transformers', 'mmengine')
+_OF_THE_MACHINE = ('load_from', 'work_dir', 'launcher', 'resume')
+
+
+def write_model_card(
+    runner: Any, backbone: Backbone, codes: Mapping[str, str], folder: Path
+) -> None:
+    """Write ``README.md``.
+
+    Args:
+        runner: With the config, and what the checkpoint says of itself in its message hub.
+        backbone: What was exported.
+        codes: Python that loads it, by form.
+        folder: Where it goes; measurements are looked for in the folders beside it.
+    """
+    kind = type(runner.model).__name__
+    cfg = Config({key: value for key, value in runner.cfg.items() if key not in _OF_THE_MACHINE})
+    count = sum(parameter.numel() for parameter in backbone.module.parameters())
+    network = type(backbone.network).__name__
+    parts = [
+        f'# {network} trained with {kind}',
+        f'`{backbone.name}` of a {kind} run: {network} of {backbone.library}, '
+        f'{count / 1e6:.2f} M parameters.',
+        '## Loading',
+        *(f'```python\n{code}\n```' for code in codes.values()),
+        '## Training',
+        table(('what', 'value'), _training(runner)),
+        *_figures(folder.parent),
+        '## Versions',
+        table(('package', 'version'), _versions()),
+        '## Config',
+        f'```python\n{cfg.pretty_text.strip()}\n```',
+    ]
+    (folder / 'README.md').write_text('\n\n'.join(parts) + '\n')
+
+
+def _training(runner: Any) -> Iterator[tuple[str, Any]]:
+    cfg = runner.cfg
+    yield 'checkpoint', Path(cfg.load_from).name
+    for name, unit in (('epoch', 'epochs'), ('iter', 'iterations')):
+        if name in runner.message_hub.runtime_info:
+            yield unit, runner.message_hub.get_info(name)
+    yield 'data', ', '.join(dict.fromkeys(_sources(cfg.get('train_dataloader') or {})))
+    yield 'images in a step of a rank', (cfg.get('train_dataloader') or {}).get('batch_size')
+
+
+def _sources(config: Any) -> Iterator[str]:
+    """Types of the sources of images in a data loader's config, or of its data set."""
+    found = [node['source'] for node in _dicts(config) if isinstance(node.get('source'), dict)]
+    for node in found or [config.get('dataset') or {}]:
+        where = next((node[key] for key in ('root', 'ann_file', 'path') if key in node), None)
+        yield f'{node.get("type", "unknown")}{f" ({where})" if where else ""}'
+
+
+def _dicts(config: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(config, dict):
+        yield config
+        for value in config.values():
+            yield from _dicts(value)
+    elif isinstance(config, (list, tuple)):
+        for value in config:
+            yield from _dicts(value)
+
+
+def _figures(report: Path) -> Iterator[str]:
+    """What training and other commands have measured."""
+    rows: list[tuple[str, Any]] = []
+    if (summary := report / 'summary.json').is_file():
+        final = json.loads(summary.read_text())['final']
+        rows += [(f'`{name}`, last', f'{value:.4g}') for name, value in final.items() if value]
+    tables = [path.read_text().strip() for path in sorted(report.glob('*/*.md'))]
+    tables = [text for text in tables if text.startswith('| of ')]
+    if rows or tables:
+        yield '## Figures'
+        yield from ([table(('figure', 'value'), rows)] if rows else [])
+        yield from tables
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for package in _PACKAGES:
+        try:
+            yield package, importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue

@@ -1,0 +1,174 @@
+"""What is exported is read by other libraries alone, and gives the same features."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from mmengine.config import Config
+from safetensors.torch import load_file
+from torch import nn
+
+from memengine.evaluation.after_training.backbones import find_backbone
+from memengine.evaluation.after_training.exporters import EXPORTERS, relative_error
+from memengine.registry import LOOPS, MODELS
+
+VIT = dict(
+    type='TimmBackbone',
+    model_name='vit_tiny_patch16_224',
+    img_size=16,
+    patch_size=8,
+    embed_dim=16,
+    num_heads=2,
+    depth=1,
+)
+
+
+class Whole(nn.Module):
+    """A model with a backbone, as algorithms have one."""
+
+    def __init__(self, backbone):
+        super().__init__()
+        self.backbone = MODELS.build(dict(backbone, _scope_='memengine'))
+
+
+def runner_of(model, folder, **config):
+    folder.mkdir()
+    return SimpleNamespace(
+        model=model,
+        world_size=1,
+        work_dir=str(folder),
+        cfg=Config(dict(load_from='epoch_3.pth', train_dataloader=dict(batch_size=8), **config)),
+        message_hub=SimpleNamespace(runtime_info={'epoch': 3}, get_info=lambda name: 3),
+    )
+
+
+def export(backbone, tmp_path, size=(3, 16, 16), **options):
+    torch.manual_seed(0)
+    model = Whole(backbone)
+    for parameter in model.parameters():  # away from zero biases
+        nn.init.normal_(parameter, std=0.1)
+    folder = tmp_path / 'export'
+    runner = runner_of(model, folder)
+    loop = dict(type='ExportLoop', _scope_='memengine', runner=runner, input_size=size, **options)
+    LOOPS.build(loop).run()
+    images = torch.randn(3, *size)
+    with torch.no_grad():
+        return folder, images, model.backbone.eval()(images)
+
+
+def test_timm_reads_it(tmp_path):
+    import timm
+
+    folder, images, features = export(VIT, tmp_path)
+    config = json.loads((folder / 'config.json').read_text())
+    network = timm.create_model(
+        config['architecture'],
+        num_classes=0,
+        checkpoint_path=str(folder / 'model.safetensors'),
+        **config['model_args'],
+    )
+    with torch.no_grad():
+        assert torch.equal(network.eval()(images), features)
+    card = (folder / 'README.md').read_text()
+    assert "timm.create_model('vit_tiny_patch16_224'" in card and '| epochs | 3 |' in card
+
+
+def test_torchvision_reads_it(tmp_path):
+    from torchvision.models import resnet18
+
+    folder, images, features = export(
+        dict(type='TorchvisionBackbone', model_name='resnet18'), tmp_path, (3, 32, 32)
+    )
+    network = resnet18()
+    network.fc = nn.Identity()
+    network.load_state_dict(load_file(folder / 'model.safetensors'))
+    with torch.no_grad():
+        assert torch.equal(network.eval()(images), features)
+    code = (folder / 'README.md').read_text().split('```python\n')[1].split('```')[0]
+    namespace = {}
+    exec(code.replace('model.safetensors', str(folder / 'model.safetensors')), namespace)
+    with torch.no_grad():
+        assert torch.equal(namespace['model'].eval()(images), features)
+
+
+def test_transformers_reads_it(tmp_path):
+    transformers = pytest.importorskip('transformers', reason='transformers is not installed')
+    small = dict(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=16,
+        patch_size=8,
+    )
+    folder, images, features = export(
+        dict(type='TransformersImage', model_name='vit', pretrained=False, config=small), tmp_path
+    )
+    network = transformers.AutoModel.from_pretrained(folder).eval()
+    with torch.no_grad():
+        found = network(pixel_values=images).last_hidden_state[:, 0]
+    torch.testing.assert_close(found, features)
+
+
+def test_a_network_of_nobodys_keeps_its_own_names(tmp_path):
+    class Own(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Flatten(), nn.Linear(12, 3))
+
+    MODELS.register_module(module=Own, force=True)
+    folder, images, features = export(dict(type='Own'), tmp_path, (3, 2, 2))
+    state = load_file(folder / 'model.safetensors')
+    assert torch.equal(images.flatten(1) @ state['1.weight'].T + state['1.bias'], features)
+
+
+def test_torch_export_takes_any_batch(tmp_path):
+    folder, images, features = export(VIT, tmp_path, to=['torch_export'])
+    network = torch.export.load(folder / 'model.pt2').module()
+    torch.testing.assert_close(network(images), features)
+    torch.testing.assert_close(network(images.repeat(2, 1, 1, 1)), features.repeat(2, 1))
+
+
+def test_onnx_takes_any_batch(tmp_path):
+    onnxruntime = pytest.importorskip('onnxruntime', reason='onnxruntime is not installed')
+    pytest.importorskip('onnxscript', reason='onnxscript is not installed')
+    folder, images, features = export(VIT, tmp_path, to=['onnx'])
+    session = onnxruntime.InferenceSession(folder / 'model.onnx')
+    (found,) = session.run(None, {'images': images.repeat(2, 1, 1, 1).numpy()})
+    assert relative_error(found, features.repeat(2, 1)) < 1e-4
+
+
+def test_other_outputs_are_refused(tmp_path, monkeypatch):
+    def wrong(backbone, images, folder):
+        return '', relative_error(1.1 * backbone.module(images), backbone.module(images))
+
+    monkeypatch.setitem(EXPORTERS, 'weights', wrong)
+    with pytest.raises(ValueError, match='weights of backbone gives other outputs'):
+        export(VIT, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ('options', 'says'),
+    [
+        (dict(to=['tflite']), 'export.to must be a list of'),
+        (dict(to='onnx'), 'export.to must be a list of'),
+        (dict(part='head'), "no module 'head'; its backbones are backbone"),
+    ],
+)
+def test_what_cannot_be_exported_is_said(tmp_path, options, says):
+    with pytest.raises(ValueError, match=says):
+        export(VIT, tmp_path, **options)
+
+
+def test_the_teachers_backbone_is_the_one_that_is_meant():
+    def network():
+        return nn.ModuleDict({'backbone': nn.ReLU()})
+
+    model = nn.ModuleDict({'student': network(), 'teacher': network()})
+    assert find_backbone(model).name == 'teacher.backbone'
+    assert find_backbone(model, 'student.backbone').name == 'student.backbone'
+    towers = nn.ModuleDict({'image': network(), 'text': network()})
+    with pytest.raises(ValueError, match='several backbones, image.backbone and text.backbone'):
+        find_backbone(towers)
+    with pytest.raises(ValueError, match='no module called backbone'):
+        find_backbone(nn.ReLU())
