@@ -20,7 +20,7 @@ from memengine.engine.optim.optim_wrapper import OptimWrapper
 from memengine.engine.step import SlicedModel, plain_step
 from memengine.technique import Handle
 from memengine.techniques.modules.module_state import ModuleState
-from memengine.techniques.modules.private_random import keep_private_generators
+from memengine.techniques.modules.private_random import PrivateRandomState
 from memengine.techniques.modules.random_state import RandomState, accelerators_of
 from memengine.techniques.modules.running_statistics import layers_with_batch_statistics
 from memengine.techniques.modules.saved_tensors import is_plain
@@ -243,13 +243,14 @@ def left_as_it_is(module: nn.Module) -> Iterator[RandomState]:
     Cost: a copy of parameters, buffers and other tensors that modules hold, for the block.
     """
     random, state = RandomState(accelerators_of(module)), ModuleState(module)
+    private = PrivateRandomState()
     held = {id(t): t for t in (*module.buffers(), *state.tensors()) if is_plain(t)}
     kept = [(tensor, tensor.detach().clone()) for tensor in held.values()]
     gradients = [(p, p.grad) for p in module.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with keep_private_generators(), state.restored():
+        with state.restored():
             yield random
     finally:
         with torch.no_grad():
@@ -259,6 +260,7 @@ def left_as_it_is(module: nn.Module) -> Iterator[RandomState]:
         for parameter, gradient in gradients:
             parameter.grad = gradient
         random.restore()
+        private.restore()
 
 
 def first_samples(data: Any, count: int, size: int) -> Any:

@@ -92,6 +92,7 @@ class Runner(_Runner):
     _has_loaded: bool
     _load_from: Any
     _train_loop: Any
+    _train_dataloader: Any
     _val_loop: Any
     _test_loop: Any
     optim_wrapper: Any
@@ -156,6 +157,9 @@ class Runner(_Runner):
             loop = dict(loop)
             by_epoch = loop.pop('by_epoch', 'max_epochs' in loop)
             loop['type'] = LOOPS.get('EpochBasedTrainLoop' if by_epoch else 'IterBasedTrainLoop')
+        on_gpu = any(parameter.is_cuda for parameter in self.model.parameters())
+        if on_gpu and isinstance(self._train_dataloader, dict):
+            self._train_dataloader = {'pin_memory': True, **self._train_dataloader}
         return super().build_train_loop(loop)
 
     def build_model(self, model: nn.Module | dict[str, Any]) -> nn.Module:

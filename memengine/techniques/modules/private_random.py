@@ -6,12 +6,9 @@ get other numbers than in the plain step, and the forward pass would no longer b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
-__all__ = ['keep_private_generators', 'private_generator', 'restart_private_generators']
+__all__ = ['PrivateRandomState', 'private_generator', 'restart_private_generators']
 
 _SEED_OFFSET = 0x9E3779B97F4A7C15  # so that a private stream is not the one of dropout
 _generators: dict[torch.device, tuple[int, torch.Generator]] = {}
@@ -44,18 +41,6 @@ def private_generator(device: torch.device) -> torch.Generator:
     return generator
 
 
-@contextmanager
-def keep_private_generators() -> Iterator[None]:
-    """Run a block; private generators then go on as if it had not run."""
-    before = {device: (seed, one.get_state()) for device, (seed, one) in _generators.items()}
-    try:
-        yield
-    finally:
-        _generators.clear()
-        for device, (seed, state) in before.items():
-            _generators[device] = seed, torch.Generator(device).set_state(state)
-
-
 def restart_private_generators() -> None:
     """Start all private generators again from the present seed.
 
@@ -63,3 +48,22 @@ def restart_private_generators() -> None:
     ``torch.manual_seed(0); restart_private_generators()`` before each.
     """
     _generators.clear()
+
+
+class PrivateRandomState:
+    """What the private generators held at one moment, for a step that is undone."""
+
+    def __init__(self) -> None:
+        self._states = {
+            device: (seed, generator.get_state())
+            for device, (seed, generator) in _generators.items()
+        }
+
+    def restore(self) -> None:
+        """Set all of them back to this state."""
+        for device in _generators.keys() - self._states.keys():
+            del _generators[device]
+        for device, (seed, state) in self._states.items():
+            generator = torch.Generator(device)
+            generator.set_state(state)
+            _generators[device] = (seed, generator)

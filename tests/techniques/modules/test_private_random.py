@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memengine.techniques.modules.private_random import (
-    keep_private_generators,
+    PrivateRandomState,
     private_generator,
     restart_private_generators,
 )
@@ -65,12 +65,14 @@ def test_restoring_the_global_state_restores_the_seed():
     assert torch.equal(first, draw())
 
 
-def test_private_generators_go_on_as_if_a_block_had_not_run():
-    torch.manual_seed(3)
-    draw()
-    with keep_private_generators():
-        first = draw()
-        torch.manual_seed(4)
+@pytest.mark.parametrize('used_before', [False, True])
+def test_the_state_is_put_back(used_before):
+    if used_before:
         draw()
-    torch.manual_seed(3)
-    assert torch.equal(first, draw())
+    state = PrivateRandomState()
+    first = draw()
+    torch.manual_seed(torch.initial_seed() + 1)
+    draw()
+    torch.manual_seed(torch.initial_seed() - 1)
+    state.restore()
+    assert torch.equal(draw(), first)
