@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ['main']
 
-_OF_MEMORY = ('predict', 'measure')
+_OF_MEMORY = ('predict', 'measure', 'plan')
 _RANK_VARIABLES = ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK', 'PMI_RANK')
 
 
@@ -116,10 +116,7 @@ class _Command:
             return
         self.cfg = commands.read_config(self.args)
         if self.args.command in _OF_MEMORY:
-            from memengine.engine.cli.memory import measure_step, predict_step
-
-            said_of = predict_step if self.args.command == 'predict' else measure_step
-            print(said_of(self.cfg, self.args.json))
+            print(commands.of_memory(self.args, self.cfg))
         elif self.args.command == 'train':
             commands.train(self.cfg)
         else:
