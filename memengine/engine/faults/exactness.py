@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from memengine._torch_private.ops import pytree
+from memengine.engine.distributed.processes import cpu_group
 from memengine.engine.optim.optim_wrapper import OptimWrapper
 from memengine.engine.step import SlicedModel, plain_step
 from memengine.technique import Handle
@@ -123,24 +124,26 @@ class PlainStep:
             torch.OutOfMemoryError: When there is no room for the fewest that can be compared.
         """
 
-        def step(exchange: Any) -> Gradients:
+        def step() -> Gradients:
             part = data if self.samples is None else first_samples(data, self.samples, size)
-            gradients = self._plain_gradient(part)
-            with exchange():  # ranks agree on whether it fitted
-                return gradients
+            return self._plain_gradient(part)
+
+        def tried() -> int:
+            return size if self.samples is None else min(self.samples, size)
 
         def shrink() -> bool:
-            tried = size if self.samples is None else min(self.samples, size)
-            words = f'verify_exactness: the plain step of {tried} samples runs out of memory'
-            if tried // 2 < self._fewest:
-                raise torch.OutOfMemoryError(
-                    f'{words}, and no smaller one can be compared: leave it out'
-                )
-            self.samples = tried // 2
-            self._log(f'{words}; steps are compared on {self.samples}')
+            if tried() // 2 < self._fewest:
+                return False
+            self._log(f'{_does_not_fit(tried())}; steps are compared on {tried() // 2}')
+            self.samples = tried() // 2
             return True
 
-        return run_until_it_fits(step, shrink, self._module)
+        try:
+            return run_until_it_fits(step, shrink, self._module, cpu_group('running out of memory'))
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(
+                f'{_does_not_fit(tried())}, and no smaller one can be compared: leave it out'
+            ) from error
 
     def techniques_gradient(self, data: Any, size: int) -> Gradients:
         """The gradient of the first ``samples`` of a batch as the wrapper carries the step out."""
@@ -226,6 +229,10 @@ class _InSlices(nn.Module):
         if module.coupled:
             losses.update(module.coupled_loss(module.join(parts), targets, data_samples))
         return losses
+
+
+def _does_not_fit(samples: int) -> str:
+    return f'verify_exactness: the plain step of {samples} samples runs out of memory'
 
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> Gradients:
