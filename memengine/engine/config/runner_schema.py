@@ -42,7 +42,6 @@ from memengine.technique import is_of
 
 __all__ = [
     'DEFAULT_HOOK_TYPES',
-    'FREE_KEYS',
     'PARAMETERS',
     'TOP_CONSTRAINTS',
     'TOP_KEYS',
@@ -380,8 +379,6 @@ TOP_KEYS = frozenset(inspect.signature(Runner.__init__).parameters) - {'self', '
     'trusted_globals',
     '_scope_',
 }
-FREE_KEYS = ('vars', 'custom')
-
 TRIPLETS = (
     ('train_dataloader', 'train_cfg', 'optim_wrapper'),
     ('val_dataloader', 'val_cfg', 'val_evaluator'),
