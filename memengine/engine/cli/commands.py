@@ -16,7 +16,8 @@ from memengine.engine.checkpoint.files import DamagedError
 from memengine.engine.checkpoint.latest import find_latest
 from memengine.engine.checkpoint.sharded import SUFFIX, is_sharded
 from memengine.engine.cli.tracking import track
-from memengine.engine.config.check import ConfigError, check_config
+from memengine.engine.config.check import check_config
+from memengine.engine.config.error import ConfigError
 from memengine.engine.config.file import load_config, similar_files
 from memengine.engine.config.types import arguments_of, find_type
 from memengine.engine.distributed.threads import set_threads
