@@ -18,6 +18,7 @@ AFTER_TRAINING = {  # what each command does
     'embed': 'write features to files',
     'zeroshot': 'classify images by texts, with a model of both',
     'retrieve': 'find images by texts and texts by images: recall',
+    'look': 'draw nearest neighbours, a map, attention and patches',
     'export': 'write the backbone for other libraries and runtimes',
 }
 

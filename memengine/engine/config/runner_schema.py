@@ -289,6 +289,7 @@ AFTER_TRAINING: Mapping[str, str] = {
     'embed': 'EmbedLoop',
     'zeroshot': 'ZeroShotLoop',
     'retrieve': 'RetrieveLoop',
+    'look': 'LookLoop',
     'export': 'ExportLoop',
 }
 
