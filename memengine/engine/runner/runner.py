@@ -44,7 +44,13 @@ from memengine.engine.faults.workers import (
     guard_workers,
     samples_named,
 )
-from memengine.engine.hooks import AlgorithmHook, CheckpointHook, NonFiniteHook, RandomStateHook
+from memengine.engine.hooks import (
+    AlgorithmHook,
+    CheckpointHook,
+    ExactnessHook,
+    NonFiniteHook,
+    RandomStateHook,
+)
 from memengine.engine.runner.loading import load, resume_newest, roll_back
 from memengine.engine.runner.saving import collect
 from memengine.engine.runner.wrapping import initialize_weights, refuse_lone_samples, wrap
@@ -183,6 +189,7 @@ class Runner(_Runner):
             random_state=dict(type=RandomStateHook),
             algorithm=dict(type=AlgorithmHook),
             finite_loss=dict(type=NonFiniteHook),
+            exactness=ExactnessHook.of_key(self.cfg.get('verify_exactness')),
             **hooks_of_keys(self.cfg),
         )
         chosen = {**ours, **(hooks or {})}

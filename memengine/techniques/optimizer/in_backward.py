@@ -169,6 +169,8 @@ TECHNIQUE = Technique(
         "together, but in backward they are never there at once; set clip_grad.type='each_norm' "
         "(each parameter's own norm, as DINO does) or 'value', or clip_grad=None, or use "
         "optim_wrapper.type='OptimWrapper'",
+        'verify_exactness': 'gradients are gone when the step could be compared with the plain '
+        "one; use optim_wrapper.type='OptimWrapper' for the time of the check",
         'optim_wrapper.precision=fp16|float16': 'fp16 skips a step in which any gradient '
         "overflowed, which is known only after backward; use precision='bf16', or "
         "optim_wrapper.type='OptimWrapper'",

@@ -75,6 +75,7 @@ def moved(net):
     return torch.cat([(now - first).flatten() for now, first in pairs]).detach()
 
 
+@pytest.mark.edge('adamw_bf16', 'exact', 'NaN and infinity of any bits: they stay what they are')
 @pytest.mark.parametrize('bits', [0x7FFFFFFF, 0x7FC00000, -1, 0x7F800000])
 def test_what_is_not_finite_stays_so(bits):
     value = torch.full((1000,), bits, dtype=torch.int32).view(torch.float32)
