@@ -9,7 +9,8 @@ from mmengine.config import Config
 
 from memengine.engine.checkpoint.latest import find_latest
 from memengine.engine.checkpoint.sharded import is_sharded
-from memengine.engine.config.check import ConfigError, check_config
+from memengine.engine.config.check import check_config
+from memengine.engine.config.error import ConfigError
 from memengine.engine.config.file import load_config
 from memengine.engine.config.runner_schema import AFTER_TRAINING
 from memengine.engine.distributed.threads import set_threads
