@@ -253,6 +253,8 @@ def left_as_it_is(module: nn.Module) -> Iterator[RandomState]:
     private = PrivateRandomState()
     held = {id(t): t for t in (*module.buffers(), *state.tensors()) if is_plain(t)}
     kept = [(tensor, tensor.detach().clone()) for tensor in held.values()]
+    own = [v for m in module.modules() for v in vars(m).values() if isinstance(v, torch.Generator)]
+    generators = [(generator, generator.get_state()) for generator in own]
     gradients = [(p, p.grad) for p in module.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
@@ -266,6 +268,8 @@ def left_as_it_is(module: nn.Module) -> Iterator[RandomState]:
                     tensor.copy_(value)
         for parameter, gradient in gradients:
             parameter.grad = gradient
+        for generator, drawn in generators:
+            generator.set_state(drawn)
         random.restore()
         private.restore()
 
