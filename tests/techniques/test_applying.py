@@ -53,7 +53,8 @@ def test_same_step_fewer_bytes_and_back(settings):
 
 def test_they_are_applied_in_the_one_order():
     model, _ = model_and_images()
-    applied = apply_techniques(model, activation_offload=True, dropit=0.9, recomputed_activations=True)
+    given = dict(activation_offload=True, dropit=0.9, recomputed_activations=True)
+    applied = apply_techniques(model, **given)
     order = [technique.key for technique in in_order(techniques().values())]
     assert list(applied.handles) == sorted(applied.handles, key=order.index)
     applied.undo()
