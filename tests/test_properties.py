@@ -1,4 +1,4 @@
-"""What holds whatever is given: losses in tiles, slices, codes of tensors, the check of configs."""
+"""What holds whatever is given: losses, slices, codes of tensors, the check of configs."""
 
 import copy
 
@@ -9,14 +9,19 @@ from hypothesis import strategies as st
 
 from memengine.engine.config.check import ConfigError, check_config
 from memengine.losses.clip import ClipLoss
+from memengine.losses.dino import DINOLoss
+from memengine.losses.koleo import koleo_loss
 from memengine.losses.ntxent import NTXentLoss
+from memengine.losses.selfcon import ConLoss
 from memengine.losses.siglip import SigLipLoss
 from memengine.losses.supcon import SupConLoss
 from memengine.techniques.codecs.bit_packing import PACKED_BITS, pack_bits, unpack_bits
 from memengine.techniques.codecs.lossless import narrow_ints, two_valued
 from memengine.techniques.codecs.memory_order import in_memory_order
 from memengine.techniques.codecs.quantized import Quantizer
-from memengine.techniques.slices.slicing import join_slices, split_batch
+from memengine.techniques.codecs.running_range import RunningRangeQuantizer
+from memengine.techniques.slices.multi_crop import plan_slices
+from memengine.techniques.slices.slicing import join_slices, slice_views, split_batch
 from memengine.testing import relative_error
 from tests.engine.config.mutations import CONFIGS, nodes, put, shipped
 
@@ -41,6 +46,9 @@ LOSSES = {
     'NTXent': lambda tile, a, b: loss_and_gradients(NTXentLoss(0.2, tile), [a, b]),
     'SupCon': lambda tile, a, b: loss_and_gradients(
         SupConLoss(0.2, tile_size=tile), [torch.stack([a, b], 1)], torch.arange(len(a)) // 2
+    ),
+    'SelfCon': lambda tile, a, b: loss_and_gradients(
+        ConLoss(0.2, tile_size=tile), [torch.stack([a, b, a * b], 1)], torch.arange(len(a)) // 2
     ),
     'CLIP': lambda tile, a, b: loss_and_gradients(ClipLoss(tile), [a, b], torch.tensor(3.0)),
     'SigLIP': lambda tile, a, b: loss_and_gradients(
@@ -70,6 +78,61 @@ def test_the_order_of_the_samples_does_not_change_a_loss(seed, batch_size, order
             for x, y in ((a, b), (a[rows], b[rows]))
         )
         assert relative_error(other, given_order) <= 1e-12
+
+
+@same_examples
+@given(seed=seeds, batch_size=st.integers(2, 9), scale=st.sampled_from([1e-3, 1.0, 1e3]))
+def test_koleo_asks_for_directions_and_for_no_order(seed, batch_size, scale):
+    features = drawn(seed, batch_size, 4)
+    want = koleo_loss(features)
+    torch.testing.assert_close(koleo_loss(features.flip(0) * scale), want, rtol=1e-9, atol=1e-12)
+
+
+crop_sizes = st.lists(st.sampled_from([4, 6, 9]), min_size=2, max_size=6)
+
+
+@same_examples
+@given(
+    seed=seeds,
+    crops=crop_sizes,
+    batch_size=st.integers(1, 6),
+    size=st.floats(1, 7, allow_nan=False),
+)
+def test_slices_of_crops_are_all_of_the_batch_and_of_its_loss(seed, crops, batch_size, size):
+    planned = plan_slices([(side, side) for side in crops], batch_size, size)
+    places = [(v, b) for piece in planned for v in piece.crops for b in piece.samples]
+    assert sorted(places) == [(v, b) for v in range(len(crops)) for b in range(batch_size)]
+    for piece in planned:
+        (side,) = {crops[v] for v in piece.crops}
+        pixels = len(piece.crops) * len(piece.samples) * side**2
+        assert pixels <= size * max(crops) ** 2
+    loss = DINOLoss(5, len(crops), 0.04, 0.04, 0, 1).double()
+    targets = loss.targets(drawn(seed + 1, 2 * batch_size, 5), 0)  # [2, B, K]
+    logits = drawn(seed, len(crops), batch_size, 5)
+    sums = [
+        loss.crop_loss(
+            logits[piece.crops.start : piece.crops.stop, piece.samples.start : piece.samples.stop],
+            piece.targets(targets),
+        )
+        for piece in planned
+    ]
+    whole = loss.batch_loss(logits.flatten(0, 1), targets)
+    torch.testing.assert_close(sum(sums) / batch_size, whole, rtol=1e-9, atol=1e-12)
+
+
+@same_examples
+@given(seed=seeds, views=st.integers(1, 3), batch_size=sizes, size=sizes)
+def test_slices_of_views_are_the_rows_of_all_views(seed, views, batch_size, size):
+    inputs = list(drawn(seed, views, batch_size, 2))
+    samples = {'label': torch.arange(batch_size), 'name': [str(n) for n in range(batch_size)]}
+    cut = slice_views(inputs, samples, size)
+    assert all(len(piece.rows) <= size and piece.total == views * batch_size for piece in cut)
+    assert torch.equal(
+        torch.cat([part for piece in cut for part in piece.inputs]), torch.cat(inputs)
+    )
+    labels = [label for piece in cut for label in piece.data_samples['label'].tolist()]
+    assert labels == list(range(batch_size)) * views
+    assert [name for piece in cut for name in piece.data_samples['name']] == [*map(str, labels)]
 
 
 @same_examples
@@ -139,6 +202,18 @@ def test_quantised_values_are_within_a_step(seed, shape, order, bits, scale):
         assert (decoded - tensor).abs().max() <= step * (1 + 1e-6)
 
 
+@same_examples
+@given(seed=seeds, groups=st.integers(1, 4), numel=st.integers(1, 9), steps=st.integers(1, 3))
+def test_running_ranges_decode_within_a_step_of_what_they_clip(seed, groups, numel, steps):
+    codec = RunningRangeQuantizer()
+    for number in range(steps):
+        tensor = drawn(seed + number, 2, groups, numel)
+        decoded = codec(tensor).decode()
+    low, high = codec.bounds[..., None]  # [G, 1]
+    step = (high - low) / 255
+    assert ((decoded - tensor.clamp(low, high)).abs() <= step * (1 + 1e-6)).all()
+
+
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner),
@@ -156,3 +231,21 @@ def test_a_config_with_anything_anywhere_is_checked_or_refused(name, place, valu
         check_config(config)
     except ConfigError:
         return
+
+
+@settings(same_examples, max_examples=6)
+@given(name=st.sampled_from(CONFIGS), place=st.integers(0, 10**6), word=st.text('qz', min_size=3))
+def test_an_unknown_key_at_the_top_or_in_a_type_is_named(name, place, word):
+    config = copy.deepcopy(shipped(name))
+    inside = [path for path, value in nodes(config) if path.endswith('.type')]
+    above = ['', *(path.removesuffix('type') for path in inside if 'optim_wrapper' in path)]
+    put(config, f'{above[place % len(above)]}{word}', 1)
+    with pytest.raises(ConfigError, match=word):
+        check_config(config)
+
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_the_check_leaves_a_config_as_it_is(name):
+    config = copy.deepcopy(shipped(name))
+    check_config(config)
+    assert config.to_dict() == shipped(name).to_dict()

@@ -4,7 +4,9 @@ import functools
 import pickle
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import active_children
 
 import pytest
@@ -15,6 +17,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -150,6 +153,8 @@ def test_result_of():
     result = autograd.result_metadata_of(leaf(2, 3).double().grad_fn)
     assert tuple(result.shape) == (2, 3)
     assert result.dtype == torch.float64 and result.device.type == 'cpu'
+    given = autograd.input_metadata_of(leaf(2, 3, 4).unbind()[1].exp().grad_fn)
+    assert tuple(given.shape) == (3, 4)
 
 
 IMAGE, VOLUME = (2, 4, 8, 8), (2, 4, 8, 8, 8)
@@ -462,6 +467,9 @@ def test_compiled_modules():
     assert modules.is_compiled(torch.compile(layer, backend='eager'))
     layer.compile(backend='eager')
     assert modules.is_compiled(layer)
+    with modules.without_compilation([layer]):
+        assert not modules.is_compiled(layer)
+    assert modules.is_compiled(layer)
     modules.forget_compilation(layer)
     assert not modules.is_compiled(layer)
     assert layer(torch.zeros(1, 2)).shape == (1, 2)
@@ -489,11 +497,16 @@ def group():
     dist.destroy_process_group()
 
 
-@relies_on('tells through which store ranks have found each other')
-def test_default_store():
+@pytest.fixture
+def group_of_one():
     dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
-    store = distributed.default_store()
+    yield
     dist.destroy_process_group()
+
+
+@relies_on('tells through which store ranks have found each other')
+def test_default_store(group_of_one):
+    store = distributed.default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     assert isinstance(store, dist.HashStore)
@@ -504,6 +517,50 @@ def test_process_groups(group):
     assert distributed.process_group_of(group) is group
     assert distributed.process_group_of(group.group_name).size() == 2
     assert distributed.process_group_of(group.boxed()).size() == 2
+
+
+@relies_on('shows each collective to a context, in forward and in backward')
+def test_collectives(group_of_one):
+    seen = []
+
+    @contextmanager
+    def around():
+        seen.append('before')
+        yield
+        seen.append('after')
+
+    tensor = torch.ones(2)
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    with distributed.around_collectives(around):
+        dist.all_reduce(tensor)
+        dist.all_gather([torch.empty(2)], tensor)
+        assert seen == ['before', 'after'] * 2
+        other = threading.Thread(target=dist.all_reduce, args=[tensor])
+        other.start()
+        other.join()
+        assert seen == ['before', 'after'] * 2
+        model(leaf(3, 2)).sum().backward()
+        assert seen == ['before', 'after'] * 3
+    dist.all_reduce(tensor)
+    assert seen == ['before', 'after'] * 3
+
+
+@relies_on('has DDP begin anew after a backward that was broken off')
+def test_reductions(group_of_one):
+    model = DistributedDataParallel(nn.Linear(2, 2))
+
+    def fail(gradient):
+        raise ValueError('broken off')
+
+    handle = model.module.weight.register_hook(fail)
+    for _ in range(3):
+        with pytest.raises(ValueError, match='broken off'):
+            model(leaf(3, 2)).sum().backward()
+        distributed.forget_reduction(model)
+    handle.remove()
+    model.zero_grad()
+    model(torch.ones(3, 2)).sum().backward()
+    assert torch.equal(model.module.bias.grad, torch.full((2,), 3.0))
 
 
 @relies_on('shards on CPUs where memengine thinks that it does')

@@ -15,7 +15,6 @@ import io
 import json
 import logging
 import random
-import signal
 import sys
 import time
 import warnings
@@ -24,16 +23,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fuzz_cases import Case, draw_program_case, draw_zoo_case
-from same_training import ROOT
+from fuzz_configs import draw_config_case
+from same_training import ROOT, end_after
 
 sys.path.insert(0, str(ROOT))
 
 from memengine.technique import techniques
 from tests.leaks import in_a_process
 
-SECONDS = 120  # that a case may take
+SECONDS = 120  # of CPU that a case may take
 _MOST_TRIALS = 150  # in which a case is made smaller
-_SHARES = {draw_program_case: 12, draw_zoo_case: 1}
+_SHARES = {draw_program_case: 12, draw_zoo_case: 1, draw_config_case: 3}
 
 
 def outcome_of(case: Case) -> str:
@@ -41,11 +41,11 @@ def outcome_of(case: Case) -> str:
     try:
         return in_a_process(_run, case.script())
     except AssertionError:
-        return f'wrong: its process died, or took more than {SECONDS} s'
+        return f'wrong: its process died, or took more than {SECONDS} s of CPU'
 
 
 def _run(script: str) -> str:
-    signal.alarm(SECONDS)
+    end_after(SECONDS)
     logging.disable(logging.WARNING)
     warnings.simplefilter('ignore')
     known = {'__name__': 'case'}

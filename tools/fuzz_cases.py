@@ -6,6 +6,7 @@ training is wrong.
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,11 +16,11 @@ from fuzz_programs import Program, draw_program
 from same_training import ROOT
 from zoo_models import zoo
 
-_HEAD = f"""import sys
+HEAD = f"""import sys
 
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tools')!r}]
 """
-_END = """
+END = """
 print(result)
 assert not result.startswith('wrong'), result
 """
@@ -35,6 +36,11 @@ from zoo_models import zoo
 torch.manual_seed(0)
 torch.set_num_threads(1)
 """
+
+
+def is_installed(library: str) -> bool:
+    """Whether a library can be imported."""
+    return importlib.util.find_spec(library) is not None
 
 
 class Case(Protocol):
@@ -96,7 +102,7 @@ class OfProgram:
             'model = shaken(Model())\n'
             'batches = [torch.randn(4, 8, 4, 4, dtype=torch.float64) for _ in range(STEPS)]\n'
         )
-        parts = [_HEAD + _IMPORTS, self.program.text(), made + self.techniques.text() + _RESULT]
+        parts = [HEAD + _IMPORTS, self.program.text(), made + self.techniques.text() + _RESULT]
         return '\n\n'.join(parts)
 
     def smaller(self) -> Iterator[OfProgram]:
@@ -120,14 +126,14 @@ class OfZoo:
             'model = shaken(entry.make())\n'
             'batches = [entry.batch() for _ in range(STEPS)]\n'
         )
-        return f'{_HEAD}{_IMPORTS}{made}{self.techniques.text()}{_RESULT}'
+        return f'{HEAD}{_IMPORTS}{made}{self.techniques.text()}{_RESULT}'
 
     def smaller(self) -> Iterator[OfZoo]:
         for techniques in self.techniques.smaller():
             yield replace(self, techniques=techniques)
 
 
-_RESULT = f'result = outcome(PlainTraining(model, batches), way){_END}'
+_RESULT = f'result = outcome(PlainTraining(model, batches), way){END}'
 
 
 # ------------------------------------------------------------------ drawing

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import random
+import resource
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +97,12 @@ def step_with_updates_inside(model: nn.Module, batch: Any, loss: Loss, optimizer
 # ------------------------------------------------------------------ trainings
 
 
+def end_after(seconds: int) -> None:
+    """End this process after so many seconds of CPU, or ten times as many of the clock."""
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    signal.alarm(10 * seconds)
+
+
 @dataclass(frozen=True)
 class Way:
     """A way of training.
@@ -104,7 +112,8 @@ class Way:
         step: How a step is carried out.
         is_coupled: Whether samples meet in the loss.
         is_frozen: Whether BatchNorm is in eval mode, as a step in slices needs it.
-        is_lossy: Whether only the first loss has to be the plain one, bit for bit.
+        is_lossy: Whether gradients only have to be there: parameters are moved by the plain ones,
+            and losses and state are the plain ones bit for bit.
     """
 
     apply: Sequence[Callable[[nn.Module], Any]] = ()
@@ -119,8 +128,10 @@ class Way:
         return self.step in (accumulated_step, gradient_cache_step)
 
 
-def learned(model: nn.Module, batches: Sequence[Any], way: Way) -> Learned:
-    """What a copy of a model learns from batches."""
+def learned(
+    model: nn.Module, batches: Sequence[Any], way: Way, led_by: Learned | None = None
+) -> Learned:
+    """What a copy of a model learns from batches, moved by its own gradients or by others."""
     model = copy.deepcopy(model)
     for layer in model.modules():
         if isinstance(layer, BatchNorm):
@@ -137,10 +148,11 @@ def learned(model: nn.Module, batches: Sequence[Any], way: Way) -> Learned:
         torch.manual_seed(number)
         fresh = pytree.tree_map(lambda x: x.clone(), batch)  # a model may write into its input
         losses[f'loss {number}'] = way.step(model, fresh, loss, optimizer).detach()
-        gradients |= {
-            f'gradient {number} of {name}': None if p.grad is None else p.grad.clone()
-            for name, p in model.named_parameters()
-        }
+        for name, parameter in model.named_parameters():
+            key = f'gradient {number} of {name}'
+            gradients[key] = None if parameter.grad is None else parameter.grad.clone()
+            if led_by:
+                parameter.grad = led_by['gradients'][key]
         optimizer.step()
         optimizer.zero_grad()
     state: dict[str, Tensor | None] = {
@@ -197,11 +209,11 @@ def outcome(plain: PlainTraining, way: Way) -> str:
         if way.in_slices:
             expected.append(plain.learned(way, plain_step_in_slices))
     except Exception as error:  # the model's, or torch's: nothing of ours takes part
-        return f'unfit: {_in_a_line(error)}'
+        return f'unfit: {in_a_line(error)}'
     try:
-        found = learned(plain.model, plain.batches, way)
+        found = learned(plain.model, plain.batches, way, expected[0] if way.is_lossy else None)
     except Exception as error:
-        return f'{"refused" if is_refusal(error) else "wrong"}: {_in_a_line(error)}'
+        return f'{"refused" if is_refusal(error) else "wrong"}: {in_a_line(error)}'
     if way.is_lossy:
         return _lossy_outcome(found, expected[-1])
     reasons = []
@@ -211,20 +223,25 @@ def outcome(plain: PlainTraining, way: Way) -> str:
             _assert_same(found, want, has_gradients)
             return good
         except AssertionError as error:
-            reasons.append(_in_a_line(error))
+            reasons.append(in_a_line(error))
     try:
         _assert_same(plain.learned_from_rounded(way), expected[0], has_gradients)
     except AssertionError as error:
-        return f'unfit: rounding its weights does as much to the plain step ({_in_a_line(error)})'
+        return f'unfit: rounding its weights does as much to the plain step ({in_a_line(error)})'
     return f'wrong: {reasons[-1]}'
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether an error is a sentence that names a technique, or a setting of one."""
+    """Whether an error is a sentence that names a technique, or a setting of one.
+
+    So is torch's that BatchNorm has no statistics of a slice of one sample.
+    """
     known = techniques()
     fields = {name for one in known.values() for name in settings_of(one.settings)}
-    names = {*known, *(name for name in fields if '_' in name)}
+    places = {one.name.partition('=')[0] for one in known.values()}
+    names = {*known, *places, *(name for name in fields if '_' in name)}
     is_sentence = type(error) in (ValueError, TypeError, RuntimeError)
+    names.add('Expected more than 1 value per channel when training')
     return is_sentence and any(name in str(error) for name in names)
 
 
@@ -237,12 +254,12 @@ def _assert_same(found: Learned, want: Learned, has_gradients: bool) -> None:
 
 
 def _lossy_outcome(found: Learned, want: Learned) -> str:
-    first, plain_first = found['losses']['loss 0'], want['losses']['loss 0']
-    assert first is not None and plain_first is not None
-    if not torch.equal(first, plain_first):
-        return (
-            f'wrong: the first loss is {first.item()!r}, of the plain step {plain_first.item()!r}'
-        )
+    for part in ('losses', 'state'):
+        for name, value in want[part].items():
+            ours = found[part][name]
+            assert value is not None and ours is not None
+            if not torch.equal(ours, value):
+                return f'wrong: {name} is not bit for bit that of the plain step'
     for name, gradient in want['gradients'].items():
         ours = found['gradients'][name]
         if (gradient is None) != (ours is None) or not (ours is None or ours.isfinite().all()):
@@ -250,7 +267,7 @@ def _lossy_outcome(found: Learned, want: Learned) -> str:
     return 'lossy'
 
 
-def _in_a_line(error: BaseException) -> str:
+def in_a_line(error: BaseException) -> str:
     return ' '.join(f'{type(error).__name__}: {error}'.split())[:400]
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import signal
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from same_training import (
     PlainTraining,
     Way,
     accumulated_step,
+    end_after,
     gradient_cache_step,
     outcome,
     shaken,
@@ -49,7 +49,7 @@ from memengine.techniques import (
 from tests.leaks import in_a_process
 
 COMMAND = 'python tools/zoo.py --results docs/zoo.json'
-MOST_SECONDS = 300  # that a model may take
+MOST_SECONDS = 600  # of CPU that a model may take
 
 
 _OFFLOAD = partial(offload_activations, store='host', min_bytes=0)
@@ -80,7 +80,7 @@ WAYS = {
 
 def outcomes_of(name: str) -> dict[str, str]:
     """What becomes of a model in each way of training."""
-    signal.alarm(MOST_SECONDS)
+    end_after(MOST_SECONDS)
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     warnings.simplefilter('ignore')
@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             models[name] = in_a_process(outcomes_of, name)
         except AssertionError:
-            models[name] = dict.fromkeys(WAYS, f'wrong: died, or took over {MOST_SECONDS} s')
+            models[name] = dict.fromkeys(WAYS, f'wrong: died, or took over {MOST_SECONDS} s of CPU')
         bad = [f'{way}: {what}' for way, what in models[name].items() if what[:4] != 'same']
         print(f'{name} {time.monotonic() - start:.0f} s', *bad, sep='\n    ', flush=True)
         args.results.write_text(json.dumps(known, indent=1) + '\n')

@@ -21,6 +21,7 @@ __all__ = [
     'current_backward',
     'gradient_hooks_of',
     'has_saved',
+    'input_metadata_of',
     'is_checkpointing',
     'is_functorch_tensor',
     'is_under_functorch',
@@ -102,6 +103,12 @@ def result_metadata_of(node: Any) -> Any:
     As backward checks gradients by: the only record of a result that nobody has kept.
     """
     return node._input_metadata[0]
+
+
+def input_metadata_of(node: Any) -> Any:
+    """The same of its operation's first input, which has to have a gradient."""
+    producer, output = node.next_functions[0]
+    return producer._input_metadata[output]
 
 
 # --- backward passes ---

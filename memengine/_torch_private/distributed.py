@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
     'CAN_SHARD_ON_CPU',
     'METADATA_RECORDS',
+    'around_collectives',
+    'forget_reduction',
     'gather_on_compute_stream',
     'mark_as_root',
     'process_group_of',
@@ -67,3 +74,58 @@ def gather_on_compute_stream(model: Any) -> None:
     """Have ``fully_shard`` gather on the stream that computes, so that it can free what it gathered
     from at once."""
     model._set_unshard_async_op(True)
+
+
+def forget_reduction(module: DistributedDataParallel) -> None:
+    """Let DDP begin anew, in the memory that it has: it waits for a backward that was broken off.
+
+    Whatever its group was given before has ended when this returns. All ranks of the group call it.
+    """
+    dist.barrier(module.process_group)  # else what is still reduced is written into the next step
+    module.reducer._reset_state()
+
+
+_Around: TypeAlias = Callable[[], AbstractContextManager[None]]
+_around: tuple[int, _Around] | None = None  # and the thread that entered it
+_BETWEEN_TWO = {'send', 'recv_', 'recv_any_source_', 'check_for_nan'}
+
+
+@contextmanager
+def around_collectives(context: _Around) -> Iterator[None]:
+    """Enter a context around each collective that this thread begins, and its backward passes do.
+
+    Whoever begins it: a loss, DDP's reducer, SyncBatchNorm. They all go through operators of torch,
+    of which the ``c10d`` ones are given a kernel before the backends' own, once for all. A mode
+    would see them as well, and every other operator.
+    """
+    global _around
+    _listen_to_collectives()
+    outer, _around = _around, (threading.get_ident(), context)
+    try:
+        yield
+    finally:
+        _around = outer
+
+
+@cache
+def _listen_to_collectives() -> torch.library.Library:
+    library = torch.library.Library('c10d', 'IMPL')
+    backends = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    for qualified in torch._C._dispatch_get_all_op_names():
+        namespace, name = qualified.split('::')
+        if namespace == 'c10d' and name not in _BETWEEN_TWO:
+            kernel = _kernel(getattr(torch.ops.c10d, name).default, backends)
+            library.impl(name, kernel, 'BackendSelect', with_keyset=True)
+    return library
+
+
+def _kernel(operator: Any, backends: Any) -> Callable[..., Any]:
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        # Threads of autograd are nobody's own; those of checkpoints and loaders are no part of it.
+        in_backward = torch._C._current_graph_task_id() != -1
+        if _around is None or not (in_backward or threading.get_ident() == _around[0]):
+            return operator.redispatch(keys & backends, *args, **kwargs)
+        with _around[1]():
+            return operator.redispatch(keys & backends, *args, **kwargs)
+
+    return kernel

@@ -1,12 +1,24 @@
 """Datasets: sources of images, the pipelines on them, and the batches that come out."""
 
 from memengine.datasets.bank import BankAndQueries
+from memengine.datasets.batched import BatchedImageDataset
 from memengine.datasets.coco import CocoDetection, list_samples
 from memengine.datasets.collate import stack_views
-from memengine.datasets.folders import CIFAR10, CIFAR100, ImageFolder, ImageNet
 from memengine.datasets.image_dataset import ImageDataset
 from memengine.datasets.samplers import RepeatedAugmentation
-from memengine.datasets.sources import Digits, Photographs
+from memengine.datasets.sources import (
+    CIFAR10,
+    CIFAR100,
+    CocoCaptions,
+    Digits,
+    ImageFolder,
+    ImageNet,
+    ImageTable,
+    Photographs,
+    Shards,
+    Split,
+    UnlabelledFolder,
+)
 from memengine.datasets.text import TextBlocks
 from memengine.datasets.tokenizers import (
     OpenClipTokenizer,
@@ -14,6 +26,7 @@ from memengine.datasets.tokenizers import (
     WordTokenizer,
 )
 from memengine.datasets.transforms import (
+    ChooseCaption,
     LabelCaption,
     MultiCrop,
     PackInputs,
@@ -26,11 +39,15 @@ __all__ = [
     'CIFAR10',
     'CIFAR100',
     'BankAndQueries',
+    'BatchedImageDataset',
+    'ChooseCaption',
+    'CocoCaptions',
     'CocoDetection',
     'Digits',
     'ImageDataset',
     'ImageFolder',
     'ImageNet',
+    'ImageTable',
     'LabelCaption',
     'MultiCrop',
     'OpenClipTokenizer',
@@ -38,10 +55,13 @@ __all__ = [
     'Photographs',
     'Pipeline',
     'RepeatedAugmentation',
+    'Shards',
+    'Split',
     'TextBlocks',
     'TimmRandAugment',
     'Tokenize',
     'TransformersTokenizer',
+    'UnlabelledFolder',
     'WordTokenizer',
     'list_samples',
     'stack_views',

@@ -12,7 +12,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from memengine.datasets.build import build, one_line
-from memengine.datasets.sources import HasLabels, HasPaths
+from memengine.datasets.sources.protocols import HasCaptions, HasLabels, HasPaths
 from memengine.datasets.transforms.pipeline import Pipeline
 from memengine.registry import DATASETS, DatasetConfig, TransformConfig
 
@@ -24,9 +24,8 @@ class ImageDataset(Dataset):
     """The items ``dict(inputs=..., data_samples=dict(label=int, index=int))`` of a source.
 
     Args:
-        source: Where images and labels come from: a config of DATASETS (``Digits``,
-            ``Photographs``, ``ImageFolder``, ``ImageNet``, ``CIFAR10``, ``CIFAR100``) or any
-            map-style object that returns ``(PIL image, int)`` and has ``classes``.
+        source: Where images and labels come from: a config of DATASETS (``ImageFolder``, ...) or
+            any map-style object that returns ``(PIL image, int)`` and has ``classes``.
         pipeline: Configs of TRANSFORMS; the last one is ``PackInputs``.
         indices: Which of the source's samples to use: a list of positions, or a number for the
             first so many (negative: the last). Defaults to all.
@@ -41,6 +40,8 @@ class ImageDataset(Dataset):
         ValueError: When a setting is wrong; on access, when an image cannot be read, or a
             transform fails (both name the sample and its file).
     """
+
+    pipeline_type: type[Pipeline] = Pipeline
 
     def __init__(
         self,
@@ -57,7 +58,9 @@ class ImageDataset(Dataset):
             raise ValueError(f'max_skipped must be a share between 0 and 1, got {max_skipped!r}')
         self.source = build(DATASETS, source, 'source')
         self._path = self.source.path if isinstance(self.source, HasPaths) else None
-        self.pipeline = Pipeline(pipeline)
+        has_captions = isinstance(self.source, HasCaptions)
+        self._captions = self.source.captions if has_captions else None
+        self.pipeline = self.pipeline_type(pipeline)
         self.indices = positions(indices, len(self.source))
         if isinstance(indices, int) and isinstance(self.source, HasLabels):
             _warn_of_lost_classes(indices, self.indices, self.source.labels)
@@ -78,13 +81,7 @@ class ImageDataset(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """The item at ``index``, or at the next readable one with ``on_error='skip'``."""
-        if not 0 <= index < len(self):
-            raise IndexError(f'index {index} is outside the dataset of {len(self)} samples')
-        for position in range(index, index + len(self)):
-            sample = self._load(position % len(self))
-            if sample is not None:
-                return self._item(position % len(self), *sample)
-        raise ValueError(f'none of the {len(self)} images of {self._source_name} can be read')
+        return self._item(self._read(index))
 
     @property
     def skipped(self) -> int:
@@ -99,6 +96,22 @@ class ImageDataset(Dataset):
         """What the sample is called in messages, with its file if it has one."""
         file = f', {self._path(self.indices[index])!r}' if self._path is not None else ''
         return f'sample {index} of {self._source_name}{file}'
+
+    def _read(self, index: int) -> dict[str, Any]:
+        """What the pipeline starts from, at ``index`` or the next readable one."""
+        if not 0 <= index < len(self):
+            raise IndexError(f'index {index} is outside the dataset of {len(self)} samples')
+        for position in range(index, index + len(self)):
+            row = position % len(self)
+            sample = self._load(row)
+            if sample is not None:
+                results: dict[str, Any] = {'img': sample[0], 'label': int(sample[1]), 'index': row}
+                if self._path is not None:
+                    results['img_path'] = self._path(self.indices[row])
+                if self._captions is not None:
+                    results['captions'] = self._captions(self.indices[row])
+                return results
+        raise ValueError(f'none of the {len(self)} images of {self._source_name} can be read')
 
     def _load(self, index: int) -> tuple[Image.Image, int] | None:
         """Image and label, or None where it is unreadable and to be skipped."""
@@ -120,10 +133,8 @@ class ImageDataset(Dataset):
                 print_log(f'{problem}; skipped', logger='current', level=logging.WARNING)
             return None
 
-    def _item(self, index: int, image: Image.Image, label: int) -> dict[str, Any]:
-        results: dict[str, Any] = {'img': image, 'label': int(label), 'index': index}
-        if self._path is not None:
-            results['img_path'] = self._path(self.indices[index])
+    def _item(self, results: dict[str, Any]) -> dict[str, Any]:
+        index = results['index']
         try:
             item = self.pipeline(results)
         except ValueError as error:

@@ -13,16 +13,20 @@ wrappers never call the wrapped model's own ``train_step``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
+import torch
 from mmengine.model import BaseModel, is_model_wrapper
 from mmengine.optim import OptimWrapper
 from torch import Tensor, nn
 
-__all__ = ['Progress', 'SlicedModel', 'StepRunner', 'plain_step', 'run_step', 'unwrap']
+from memengine._torch_private.ops import do_not_compile
+from memengine.techniques.modules.fetched_later import FetchedLater
+
+__all__ = ['LogVars', 'Progress', 'SlicedModel', 'StepRunner', 'plain_step', 'run_step', 'unwrap']
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,28 @@ class SlicedModel(Protocol):
         """What leads that encoder and has nothing to be trained."""
 
 
+class LogVars(dict[str, Tensor]):
+    """Scalars to log by name, copied to the host without waiting for their device.
+
+    The copy is ordered when this is made, before the update: the guard that looks at the loss and
+    the gradient waits for both, once.
+    """
+
+    @do_not_compile
+    def __init__(self, log_vars: Mapping[str, Tensor]) -> None:
+        super().__init__(log_vars)
+        scalars = [value.detach().double() for value in log_vars.values() if not value.is_cpu]
+        self._copied = FetchedLater(torch.stack(scalars)) if scalars else None
+
+    def on_host(self) -> dict[str, Tensor]:
+        """The scalars, on the CPU."""
+        numbers = iter(self._copied.tolist() if self._copied is not None else ())
+        return {
+            name: value if value.is_cpu else torch.tensor(next(numbers), dtype=value.dtype)
+            for name, value in self.items()
+        }
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside its wrapper (DDP, FSDP, ...), or the model itself."""
     return cast(nn.Module, model.module) if is_model_wrapper(model) else model
@@ -104,6 +130,12 @@ def run_step(model: nn.Module, data: Any, optim_wrapper: OptimWrapper) -> dict[s
     Returns:
         Scalars to log by name: the loss, its parts and what else the model reports.
     """
+    log_vars = carry_out_step(model, data, optim_wrapper)
+    return log_vars.on_host() if isinstance(log_vars, LogVars) else log_vars
+
+
+def carry_out_step(model: nn.Module, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+    """The same, with what is logged as it is: on the model's device, with the loss's graph."""
     if isinstance(optim_wrapper, StepRunner):
         return optim_wrapper.train_step(model, data)
     return plain_step(model, data, optim_wrapper)

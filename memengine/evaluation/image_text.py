@@ -38,19 +38,27 @@ def zero_shot_accuracy(images: Tensor, texts: Tensor, labels: Tensor) -> float:
     return 100.0 * (nearest == class_index).float().mean().item()
 
 
-def recall_at(queries: Tensor, candidates: Tensor, match: Tensor, k: int) -> float:
+def recall_at(
+    queries: Tensor,
+    candidates: Tensor,
+    match: Tensor,
+    k: int,
+    candidate_match: Tensor | None = None,
+) -> float:
     """Percentage of queries that have a match among their k nearest candidates.
 
     Args:
         queries: [N, D].
-        candidates: [N, D].
-        match: Long[N]; candidate j matches query i where ``match[i] == match[j]``.
+        candidates: [M, D].
+        match: Long[N]; candidate j matches query i where ``match[i] == candidate_match[j]``.
         k: Number of candidates that are looked at.
+        candidate_match: Long[M]; by default ``match``.
     """
+    theirs = match if candidate_match is None else candidate_match
     queries, candidates = unit_rows(queries.float()), unit_rows(candidates.float())
     right = 0
     for chunk, wanted in zip(queries.split(_CHUNK), match.split(_CHUNK), strict=True):
-        found = match[(chunk @ candidates.T).topk(k, dim=1).indices]  # [n, k]
+        found = theirs[(chunk @ candidates.T).topk(k, dim=1).indices]  # [n, k]
         right += int((found == wanted[:, None]).any(dim=1).sum())
     return 100.0 * right / len(queries)
 

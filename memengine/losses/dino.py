@@ -43,7 +43,7 @@ def sinkhorn_knopp(logits: Tensor, temperature: float, iterations: int = 3) -> T
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature  # [N, K]
     largest = _all_reduce(scaled.max(), dist.ReduceOp.MAX)  # the same on all ranks
     plan = (scaled - largest).exp()
-    samples = _all_reduce(plan.new_tensor(float(plan.shape[0])))
+    samples = _all_reduce(plan.new_full((), float(plan.shape[0])))
     plan = plan / _all_reduce(plan.sum())
     tiny = torch.finfo(plan.dtype).tiny
     for _ in range(iterations):
@@ -189,7 +189,7 @@ class DINOLoss(nn.Module):
     def update_center(self, teacher_output: Tensor) -> None:
         """Move the centre towards the mean teacher output [N, K] of all ranks."""
         totals = torch.cat(
-            [teacher_output.sum(dim=0), teacher_output.new_tensor([len(teacher_output)])]
+            [teacher_output.sum(dim=0), teacher_output.new_full((1,), len(teacher_output))]
         )
         totals = _all_reduce(totals.to(self.center.dtype))
         mean = totals[:-1] / totals[-1]

@@ -139,7 +139,7 @@ def mean_over_ranks(losses: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """The mean of the rows [b] of all ranks. Scalar."""
     if group is None:
         return losses.mean()
-    count = sum_over_ranks(losses.new_tensor(float(len(losses))), group)
+    count = sum_over_ranks(losses.new_full((), float(len(losses))), group)
     return sum_over_ranks(losses.sum(), group) / count
 
 

@@ -54,13 +54,12 @@ class MixedBatches(BaseDataPreprocessor):
 
     def forward(self, data: Any, training: bool = False) -> Any:
         """A batch on the model's device, mixed if it is to be trained on."""
-        data = super().forward(data, training)
         if not training:
-            return data
+            return super().forward(data, training)
+        classes = range(self.num_classes)
         labels = data['data_samples']['label']
-        check_labels(
-            labels, range(self.num_classes), 'MixedBatches', f'num_classes={self.num_classes}'
-        )
-        images, weights = self.mix(data['inputs'], labels)
+        check_labels(labels, classes, 'MixedBatches', f'num_classes={self.num_classes}')
+        data = super().forward(data, training)
+        images, weights = self.mix(data['inputs'], data['data_samples']['label'])
         samples = {**data['data_samples'], 'label_weights': weights.to(images.dtype)}
         return {**data, 'inputs': images, 'data_samples': samples}

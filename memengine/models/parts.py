@@ -55,7 +55,13 @@ def labels_of(data_samples: Any, name: str) -> Tensor:
 
 
 def check_labels(labels: Tensor, classes: range, name: str, setting: str) -> None:
-    """Raise ValueError for labels of no class, naming the setting that says how many there are."""
+    """Raise ValueError for labels of no class, naming the setting that says how many there are.
+
+    Of those on an accelerator nothing is asked, which would wait for it: a model looks at a batch
+    before it moves there (see ``Algorithm.check_batch``).
+    """
+    if labels.device.type != 'cpu':
+        return
     if bool(((labels < classes.start) | (labels >= classes.stop)).any()):
         raise ValueError(
             f'{name}: labels must lie in {classes.start}..{classes.stop - 1} ({setting}), got '

@@ -1,4 +1,4 @@
-"""What a training looked like: curves and attention maps."""
+"""What a training looked like: curves, attention maps, the page of a run."""
 
 from memengine.visualization.attention import (
     NoAttentionError,
@@ -6,6 +6,7 @@ from memengine.visualization.attention import (
     save_attention_figure,
 )
 from memengine.visualization.local_backend import LocalVisBackend
+from memengine.visualization.page import write_page
 from memengine.visualization.report import write_report
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     'NoAttentionError',
     'attention_maps',
     'save_attention_figure',
+    'write_page',
     'write_report',
 ]

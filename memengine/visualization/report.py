@@ -71,7 +71,7 @@ def _summary(history: History) -> dict[str, Any]:
         runs=history.runs,
         iterations=max(curve.iters[-1] for curve in history.train.values()),
         epochs=history.epochs,
-        train_time_s=history.train_time_s,
+        train_time_s=history.total_s('time'),
         final=last | {name: _number(curve.values[-1]) for name, curve in metrics.items()},
         best=best,
         peak={n: _number(max(history.train[n].values)) for n in _PEAKS if n in history.train},

@@ -26,8 +26,18 @@ class History:
     train: dict[str, Curve]
     val: dict[str, Curve]
     epochs: int | None
-    train_time_s: float | None
     runs: list[str]
+
+    def total_s(self, name: str) -> float | None:
+        """Seconds of ``time`` or ``data_time``: each record gives the mean of the steps before."""
+        curve = self.train.get(name)
+        if curve is None or len(curve.values) < max(len(c.values) for c in self.train.values()):
+            return None
+        starts = [0, *curve.iters]
+        return sum(
+            value * (end - start)
+            for value, start, end in zip(curve.values, starts, curve.iters, strict=False)
+        )
 
 
 @dataclass(frozen=True)
@@ -70,7 +80,6 @@ def read_history(work_dir: str | Path) -> History:
         train=_curves(train),
         val=_curves([record for record in records if not record.is_train]),
         epochs=None if epochs is None else int(epochs),
-        train_time_s=_train_time_s(train),
         runs=runs,
     )
 
@@ -84,17 +93,6 @@ def _curves(records: list[_Record]) -> dict[str, Curve]:
                 curve.iters.append(record.iter)
                 curve.values.append(value)
     return curves
-
-
-def _train_time_s(train: list[_Record]) -> float | None:
-    """Seconds in training steps: each record gives the mean of the steps before it."""
-    if any('time' not in record.values for record in train):
-        return None
-    starts_of_steps = [0, *(record.iter for record in train)]
-    return sum(
-        r.values['time'] * (r.iter - before)
-        for r, before in zip(train, starts_of_steps, strict=False)
-    )
 
 
 def _read_run(path: Path) -> list[_Record]:

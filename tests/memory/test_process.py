@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from memengine.memory import cuda_peak_mib, peak_rss_mib, rss_mib
+from memengine.memory import cuda_peak_mib, held_bytes, peak_rss_mib, rss_mib
 
 
 @pytest.mark.skipif(not sys.platform.startswith('linux'), reason='reads /proc')
@@ -46,3 +46,19 @@ def test_cuda_peak():
     assert math.isclose(cuda_peak_mib() - before, 64, abs_tol=2)
     del block
     assert math.isclose(cuda_peak_mib() - before, 64, abs_tol=2)
+
+
+def test_what_is_held_from_step_to_step():
+    model = torch.nn.Sequential(torch.nn.Linear(10, 20), torch.nn.BatchNorm1d(20))
+    weights = 4 * (10 * 20 + 20 + 2 * 20)
+    optimizer = torch.optim.AdamW(model.parameters())
+    buffers = 4 * 2 * 20 + 8
+    assert held_bytes(model, optimizer) == dict(weights=weights, buffers=buffers, optimizer=0)
+    model(torch.randn(4, 10)).sum().backward()
+    optimizer.step()
+    steps = 4 * len([*model.parameters()])
+    assert held_bytes(model, optimizer)['optimizer'] == 2 * weights + steps
+    model[0].weight = torch.nn.Parameter(model[0].weight.detach())
+    model.append(torch.nn.Linear(10, 20))
+    model[2].weight = model[0].weight  # tied
+    assert held_bytes(model)['weights'] == weights + 4 * 20

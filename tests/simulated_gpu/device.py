@@ -107,7 +107,7 @@ def counted() -> Iterator[Counts]:
     counts = Counts()
 
     def note(message: Any, *_: Any, **__: Any) -> None:
-        if 'synchronizing' in str(message):
+        if 'called a synchronizing' in str(message):
             counts.waits[_line_of_ours()] += 1
 
     torch.cuda.synchronize()

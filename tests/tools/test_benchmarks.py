@@ -21,6 +21,7 @@ PAGES = {
     'dropit_selection': ROOT / 'docs/techniques/compressed_activations.md',
     'sharding_memory': ROOT / 'docs/techniques/fsdp.md',
     'memory_prediction': ROOT / 'docs/memory.md',
+    'batched_augmentation': ROOT / 'docs/data.md',
 }
 
 
@@ -55,6 +56,14 @@ def page_with(folder, *marks):
     page = folder / 'page.md'
     page.write_text(''.join(f'<!-- {m}:begin (x) -->\n<!-- {m}:end -->\n' for m in marks))
     return page
+
+
+def test_batched_augmentation(script, tmp_path):
+    page = page_with(tmp_path, 'batched_augmentation')
+    script('batched_augmentation').run('--quick', '--out', tmp_path, '--page', page)
+    rows = results_of(tmp_path, 'batched_augmentation')['rows']
+    assert all(min(row['ms']) > 0 for row in rows.values())
+    assert all(f'| `{name}` |' in page.read_text() for name in rows)
 
 
 def test_grad_cache(script, tmp_path):

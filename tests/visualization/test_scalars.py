@@ -35,7 +35,7 @@ def test_one_run(tmp_path):
     assert points(history.train['loss']) == [(10, 5.0), (20, 4.0), (30, 3.0)]
     assert points(history.val['knn_top1']) == [(0, 30.0), (20, 60.0)]
     assert history.epochs == 2
-    assert history.train_time_s == pytest.approx(15.0)
+    assert history.total_s('time') == pytest.approx(15.0)
     assert history.runs == ['20260101_000000']
     assert not {'iter', 'epoch', 'step'} & {*history.train, *history.val}
 
@@ -65,7 +65,7 @@ def test_a_resumed_run_goes_on_and_wins_where_both_are(tmp_path):
     history = read_history(tmp_path)
     assert points(history.train['loss']) == [(10, 5.0), (20, 4.0), (30, 3.0), (40, 2.0)]
     assert points(history.val['knn_top1']) == [(0, 30.0), (20, 50.0), (40, 70.0)]
-    assert history.train_time_s == pytest.approx(20.0)
+    assert history.total_s('time') == pytest.approx(20.0)
     assert history.runs == ['20260101_000000', '20260102_000000']
 
 
@@ -95,7 +95,7 @@ def test_names_with_their_stage_and_values_that_are_no_numbers(tmp_path):
     assert math.isnan(history.train['loss'].values[0])
     assert 'note' not in history.train
     assert history.val['knn_top1'].values == [5.0]
-    assert history.train_time_s is None
+    assert history.total_s('time') is None
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path):

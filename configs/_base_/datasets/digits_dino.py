@@ -9,7 +9,6 @@ are the bank, the stratified 30 % held out are the queries.
 _train_source = dict(type='Digits', split='train', split_by='stratified', test_fraction=0.3, seed=0)
 _test_source = dict(type='Digits', split='test', split_by='stratified', test_fraction=0.3, seed=0)
 
-# Crop and affine act on PIL images and the rest on tensors, where each costs least at this size.
 _view = [
     dict(type='torchvision/RandomResizedCrop', size=16, scale=(0.6, 1.0)),
     dict(type='torchvision/RandomAffine', degrees=15, shear=10, interpolation='bilinear'),
@@ -40,7 +39,7 @@ train_dataloader = dict(
     sampler=dict(type='DefaultSampler', shuffle=True),
     collate_fn=dict(type='stack_views'),
     dataset=dict(
-        type='ImageDataset',
+        type='BatchedImageDataset',
         source=_train_source,
         pipeline=[
             dict(type='MultiCrop', views=[dict(num=2, pipeline=_view)]),

@@ -9,7 +9,8 @@ from mmengine.config import Config
 
 from memengine.engine.checkpoint.latest import find_latest
 from memengine.engine.checkpoint.sharded import is_sharded
-from memengine.engine.config.check import ConfigError, check_config
+from memengine.engine.config.check import check_config
+from memengine.engine.config.error import ConfigError
 from memengine.engine.config.file import load_config
 from memengine.engine.config.runner_schema import AFTER_TRAINING
 from memengine.engine.distributed.threads import set_threads
@@ -59,4 +60,11 @@ def run_after(cfg: Config, command: str) -> str:
     for name in {'epoch', 'iter'} & meta.keys():
         runner.message_hub.update_info(name, meta[name])
     said = LOOPS.build(loop, default_args=dict(runner=runner)).run()
-    return said if runner.rank == 0 else ''
+    if runner.rank != 0:
+        return ''
+    report = Path(cfg.work_dir).parent
+    if report.name != 'report':
+        return said  # results that were asked for elsewhere
+    from memengine.visualization.page import write_page
+
+    return f'{said}\n{write_page(report.parent)}'

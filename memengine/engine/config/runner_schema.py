@@ -42,7 +42,6 @@ from memengine.technique import is_of
 
 __all__ = [
     'DEFAULT_HOOK_TYPES',
-    'FREE_KEYS',
     'PARAMETERS',
     'TOP_CONSTRAINTS',
     'TOP_KEYS',
@@ -288,6 +287,9 @@ def _names_weights(value: Any) -> bool:
 AFTER_TRAINING: Mapping[str, str] = {
     'probe': 'ProbeLoop',
     'embed': 'EmbedLoop',
+    'zeroshot': 'ZeroShotLoop',
+    'retrieve': 'RetrieveLoop',
+    'look': 'LookLoop',
     'export': 'ExportLoop',
 }
 
@@ -324,6 +326,22 @@ TOP_SCHEMAS: Mapping[str, SchemaChoice] = {
         supplied=('module', 'device_ids'),
     ),
     'compile': _unless_off(Schema(accepts=torch.compile, supplied=('model',))),
+    'verify_exactness': _unless_off(
+        Schema(
+            accepts=('every', 'samples', 'tolerance'),
+            constraints={
+                'every': POSITIVE_INT,
+                'samples': Constraint(
+                    'a positive integer or None',
+                    lambda value: value is None or POSITIVE_INT.holds(value),
+                ),
+                'tolerance': Constraint(
+                    'a positive number or None',
+                    lambda value: value is None or POSITIVE_NUMBER.holds(value),
+                ),
+            },
+        )
+    ),
     'custom_imports': Schema(accepts=('imports', 'allow_failed_imports')),
     'runner_type': Schema('RUNNERS', bare_type=True),
     'tta_model': Schema('MODELS', supplied=('module',)),
@@ -349,6 +367,10 @@ TOP_CONSTRAINTS: Mapping[str, Constraint] = {
         'a path, or dict(path=..., part=..., into=..., strict=True or False)', _names_weights
     ),
     'find_unused_parameters': BOOL,
+    'verify_exactness': Constraint(
+        'True, False or dict(every=..., samples=..., tolerance=...)',
+        lambda value: value is None or isinstance(value, (bool, Mapping)),
+    ),
 }
 
 # What a run reads from its config beside the keys of techniques: the Runner's arguments, and more.
@@ -358,8 +380,6 @@ TOP_KEYS = frozenset(inspect.signature(Runner.__init__).parameters) - {'self', '
     'trusted_globals',
     '_scope_',
 }
-FREE_KEYS = ('vars', 'custom')
-
 TRIPLETS = (
     ('train_dataloader', 'train_cfg', 'optim_wrapper'),
     ('val_dataloader', 'val_cfg', 'val_evaluator'),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -11,8 +12,10 @@ import torch
 from mmengine.hooks import Hook
 from torch import Tensor, nn
 
+from memengine.engine.faults.finite_state import each_optim_wrapper
 from memengine.engine.step import unwrap
 from memengine.engine.wrappers.fsdp import FullyShardedDataParallel
+from memengine.memory import held_bytes
 from memengine.registry import HOOKS
 
 __all__ = ['ReportHook']
@@ -20,7 +23,7 @@ __all__ = ['ReportHook']
 
 @HOOKS.register_module()
 class ReportHook(Hook):
-    """Writes ``WORK_DIR/report`` after training: curves, a summary and attention maps.
+    """Writes ``WORK_DIR/report`` after training: curves, a summary, attention maps, all in a page.
 
     ``attention.png`` shows where the backbone (the teacher's, where there is a teacher) looks in
     images of the validation data, of its queries if it has a bank. For a model without attention
@@ -41,7 +44,7 @@ class ReportHook(Hook):
     def after_train(self, runner: Any) -> None:
         """Write the report, on the first rank; a sharded model runs on all of them."""
         everywhere = () if _gather_context(runner.model) is None else (self._write_attention,)
-        for write in (self._write_curves, self._write_attention):
+        for write in (self._write_curves, self._write_attention, self._write_page):
             if runner.rank != 0 and write not in everywhere:
                 continue
             try:
@@ -57,7 +60,7 @@ class ReportHook(Hook):
         from memengine.visualization.report import write_report
 
         try:
-            runner.logger.info(f'Report: {write_report(runner.work_dir)}')
+            write_report(runner.work_dir)
         except FileNotFoundError as error:  # a run shorter than the interval of the log
             runner.logger.info(f'Report: no curves. {error}')
 
@@ -85,6 +88,16 @@ class ReportHook(Hook):
         if runner.rank == 0:
             path = Path(runner.work_dir) / 'report' / 'attention.png'
             save_attention_figure(images, maps, path)
+
+    def _write_page(self, runner: Any) -> None:
+        from memengine.visualization.page import write_page
+
+        folder = Path(runner.work_dir) / 'report'
+        folder.mkdir(exist_ok=True)
+        optimizers = [w.optimizer for w in each_optim_wrapper(runner.optim_wrapper)]
+        held = held_bytes(unwrap(runner.model), *optimizers)
+        (folder / 'memory.json').write_text(json.dumps(held, indent=2) + '\n')
+        runner.logger.info(f'Report: {write_page(runner.work_dir)}')
 
     def _images(self, runner: Any) -> Tensor:
         """Images as the model takes them, [num_images, C, H, W]."""

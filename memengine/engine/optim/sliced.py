@@ -17,13 +17,14 @@ from mmengine.logging import MMLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from memengine.engine.distributed.processes import cpu_group
 from memengine.engine.optim.kept_graphs import KeptGraphs
 from memengine.engine.optim.optim_wrapper import OptimWrapper
 from memengine.engine.step import SlicedModel, unwrap
 from memengine.registry import OPTIM_WRAPPERS
 from memengine.techniques.modules.running_statistics import layers_with_batch_statistics
 from memengine.techniques.slices.out_of_memory import run_until_it_fits
-from memengine.techniques.slices.sliced_step import Context, sliced_step
+from memengine.techniques.slices.sliced_step import sliced_step
 from memengine.techniques.slices.tower import Tower
 
 __all__ = ['AccumulationOptimWrapper', 'GradCacheOptimWrapper']
@@ -139,7 +140,7 @@ class _SlicedOptimWrapper(OptimWrapper):
         updated = self._inner_count >= self._accumulative_counts
         kept = self.kept_graphs
         with nullcontext() if kept.decided else kept.measured(model, updated):
-            return run_until_it_fits(step, shrink, model)
+            return run_until_it_fits(step, shrink, model, cpu_group('running out of memory'))
 
     def _sliced_step(
         self,
@@ -147,9 +148,8 @@ class _SlicedOptimWrapper(OptimWrapper):
         module: SlicedModel,
         inputs: Any,
         data_samples: Any,
-        exchange: Context,
     ) -> dict[str, Tensor]:
-        with exchange(), self.precision.autocast():
+        with self.precision.autocast():
             targets = module.targets(inputs, data_samples, self.size)
 
         def coupled_loss(*embeddings: Any) -> Any:
@@ -181,7 +181,6 @@ class _SlicedOptimWrapper(OptimWrapper):
             keep_graph=self.kept_graphs.number,
             context=self.precision.autocast,
             backward=self.add_gradient,
-            exchange=exchange,
         )
         additive = module.batch_losses(losses.additive, targets) if module.additive else {}
         return {**additive, **(losses.coupled or {})}

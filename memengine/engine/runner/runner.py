@@ -44,7 +44,13 @@ from memengine.engine.faults.workers import (
     guard_workers,
     samples_named,
 )
-from memengine.engine.hooks import AlgorithmHook, CheckpointHook, NonFiniteHook, RandomStateHook
+from memengine.engine.hooks import (
+    AlgorithmHook,
+    CheckpointHook,
+    ExactnessHook,
+    NonFiniteHook,
+    RandomStateHook,
+)
 from memengine.engine.runner.loading import load, resume_newest, roll_back
 from memengine.engine.runner.saving import collect
 from memengine.engine.runner.wrapping import initialize_weights, refuse_lone_samples, wrap
@@ -86,6 +92,7 @@ class Runner(_Runner):
     _has_loaded: bool
     _load_from: Any
     _train_loop: Any
+    _train_dataloader: Any
     _val_loop: Any
     _test_loop: Any
     optim_wrapper: Any
@@ -150,6 +157,9 @@ class Runner(_Runner):
             loop = dict(loop)
             by_epoch = loop.pop('by_epoch', 'max_epochs' in loop)
             loop['type'] = LOOPS.get('EpochBasedTrainLoop' if by_epoch else 'IterBasedTrainLoop')
+        on_gpu = any(parameter.is_cuda for parameter in self.model.parameters())
+        if on_gpu and isinstance(self._train_dataloader, dict):
+            self._train_dataloader = {'pin_memory': True, **self._train_dataloader}
         return super().build_train_loop(loop)
 
     def build_model(self, model: nn.Module | dict[str, Any]) -> nn.Module:
@@ -179,6 +189,7 @@ class Runner(_Runner):
             random_state=dict(type=RandomStateHook),
             algorithm=dict(type=AlgorithmHook),
             finite_loss=dict(type=NonFiniteHook),
+            exactness=ExactnessHook.of_key(self.cfg.get('verify_exactness')),
             **hooks_of_keys(self.cfg),
         )
         chosen = {**ours, **(hooks or {})}

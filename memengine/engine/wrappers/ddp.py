@@ -9,7 +9,7 @@ from mmengine.model.utils import detect_anomalous_params
 from mmengine.optim import OptimWrapper
 from torch import Tensor
 
-from memengine.engine.step import run_step
+from memengine.engine.step import carry_out_step, run_step
 from memengine.registry import MODEL_WRAPPERS
 
 __all__ = ['MMDistributedDataParallel']
@@ -25,7 +25,8 @@ class MMDistributedDataParallel(_MMDistributedDataParallel):
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
         """Carry out one training step; see :func:`memengine.engine.step.run_step`."""
-        log_vars = run_step(self, data, optim_wrapper)
-        if self.detect_anomalous_params:
-            detect_anomalous_params(log_vars['loss'], model=self)
+        if not self.detect_anomalous_params:
+            return run_step(self, data, optim_wrapper)
+        log_vars = carry_out_step(self, data, optim_wrapper)
+        detect_anomalous_params(log_vars['loss'], model=self)
         return log_vars

@@ -22,6 +22,7 @@ __all__ = ['EXPORTERS', 'Exporter', 'relative_error']
 Exporter = Callable[[Backbone, Tensor, Path], tuple[str, float]]
 
 WEIGHTS = 'model.safetensors'
+_MOST_IMAGES = 1 << 20  # of a batch; torch 2.6 refuses a size without a bound
 
 
 def relative_error(found: Any, expected: Tensor) -> float:
@@ -126,7 +127,7 @@ def _call(start: str, arguments: Mapping[str, Any]) -> str:
 
 
 def _any_batch() -> tuple[dict[int, Any]]:
-    return ({0: torch.export.Dim('batch')},)
+    return ({0: torch.export.Dim('batch', max=_MOST_IMAGES)},)
 
 
 def _torch_export(backbone: Backbone, images: Tensor, folder: Path) -> tuple[str, float]:

@@ -15,7 +15,7 @@ from mmengine.optim import OptimWrapper
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memengine.engine.step import Progress, run_step
+from memengine.engine.step import LogVars, Progress, run_step
 from memengine.techniques.slices.slicing import Slice, join_slices, slice_views
 
 __all__ = [
@@ -41,7 +41,7 @@ def feature_moments(features: Tensor) -> dict[str, Tensor]:
     """Sums over l2-normalised features [N, D]: of rows, values [D] and squares [D], in float64."""
     directions = F.normalize(features.double(), dim=-1)
     return {
-        'rows': directions.new_tensor(len(directions)),
+        'rows': directions.new_full((), len(directions)),
         'feature_sum': directions.sum(dim=0),
         'feature_square_sum': directions.square().sum(dim=0),
     }
@@ -110,7 +110,10 @@ class Algorithm(BaseModel):
         data_preprocessor: dict[str, Any] | nn.Module | None = None,
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
+        if data_preprocessor is None:
+            data_preprocessor = {'type': 'BaseDataPreprocessor', 'non_blocking': True}
         super().__init__(data_preprocessor, init_cfg)
+        self.data_preprocessor.register_forward_pre_hook(self._check_before_it_moves)
         self._frozen_parts: list[nn.Module] = []
 
     def freeze(self, part: nn.Module) -> None:
@@ -235,6 +238,22 @@ class Algorithm(BaseModel):
 
     def after_update(self) -> None:
         """Called right after the optimiser has stepped."""
+
+    def check_batch(self, data_samples: Any) -> None:
+        """Raise ValueError for a batch that cannot be learned from, where it still is the host's.
+
+        Called before a batch moves to the model's device, which then is not waited for.
+        """
+
+    def _check_before_it_moves(self, preprocessor: nn.Module, given: tuple[Any, ...]) -> None:
+        data, is_training = (*given, False)[:2]
+        if is_training and isinstance(data, Mapping):
+            self.check_batch(data.get('data_samples'))
+
+    def parse_losses(self, losses: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss, and what is logged, which is on its way to the host before the update is."""
+        loss, log_vars = super().parse_losses(losses)
+        return loss, LogVars(log_vars)
 
     def predict(self, inputs: Any, data_samples: Any = None) -> list[dict[str, Tensor]]:
         """What metrics get of each sample."""

@@ -5,6 +5,7 @@ Shapes: B samples, D width of the features, K classes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -69,8 +70,8 @@ class Classifier(Algorithm):
         """Labels [B], or weights of the classes [B, K]; they and the inputs are checked here."""
         check_one_view(inputs, 'Classifier')
         labels = labels_of(data_samples, 'Classifier')
+        self.check_batch(data_samples)
         classes = self.head.out_features
-        check_labels(labels, range(classes), 'Classifier', f'model.num_classes={classes}')
         weights = data_samples.get('label_weights')
         if weights is None:
             return labels
@@ -80,6 +81,13 @@ class Classifier(Algorithm):
                 f'model.num_classes={classes}; set num_classes of MixedBatches to it'
             )
         return weights
+
+    def check_batch(self, data_samples: Any) -> None:
+        """Labels must be of classes that there are."""
+        classes = self.head.out_features
+        if isinstance(data_samples, Mapping) and 'label' in data_samples:
+            labels = data_samples['label']
+            check_labels(labels, range(classes), 'Classifier', f'model.num_classes={classes}')
 
     def embed(self, inputs: Tensor, data_samples: Any = None) -> Tensor:
         """Images [B, C, H, W] to logits [B, K]."""

@@ -113,12 +113,15 @@ class TorchvisionDetector(LossBySample):
                 raise ValueError(
                     f'TorchvisionDetector: an image has no {" and no ".join(missing)}{remedy}'
                 )
-            check_labels(
-                sample['labels'],
-                range(1, self.num_classes),
-                'TorchvisionDetector',
-                f'model.num_classes={self.num_classes}, 0 is the background',
-            )
+        self.check_batch(data_samples)
+
+    def check_batch(self, data_samples: Any) -> None:
+        """Labels must be of classes that there are."""
+        classes = range(1, self.num_classes)
+        setting = f'model.num_classes={self.num_classes}, 0 is the background'
+        for sample in data_samples if isinstance(data_samples, (list, tuple)) else ():
+            if 'labels' in sample:
+                check_labels(sample['labels'], classes, 'TorchvisionDetector', setting)
 
     def slices(self, inputs: Any, data_samples: Any, size: Any) -> list[Slice]:
         """Cut by image."""

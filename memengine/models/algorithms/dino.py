@@ -312,8 +312,8 @@ class DINO(Algorithm):
             'loss_dino' if self.coupled else 'loss': loss,
             **targets.scalars(),
             'feature_std': feature_std(sums),
-            'teacher_temp': loss.new_tensor(self.loss.temperature(self.progress.epoch)),
-            'ema_momentum': loss.new_tensor(self.ema_momentum),
+            'teacher_temp': loss.new_full((), self.loss.temperature(self.progress.epoch)),
+            'ema_momentum': loss.new_full((), self.ema_momentum),
         }
 
     def features(self, inputs: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ class Planner(Protocol):
 
     ops: frozenset[str]
     budget: float | None
+    is_paused: bool
 
     def kept(self, name: str, training: bool, trace: Callable[[], Trace]) -> Kept:
         """What is kept; ``trace()`` measures the module."""
@@ -73,6 +74,8 @@ class CheckpointedForward(WrappedForward):
 
     @do_not_compile
     def _eager(self, *args: Any, **kwargs: Any) -> Any:
+        if self.planner.is_paused:
+            return self.plain(*args, **kwargs)
         self.calls += 1
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

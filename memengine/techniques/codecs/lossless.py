@@ -1,7 +1,7 @@
 """Smaller codes that lose nothing of what a derivative needs.
 
 Those that look at a tensor's values to see whether they apply give None where they do not: it is
-then kept as it is. On an accelerator that look waits for the device.
+then kept as it is. On an accelerator that look would wait for the device, and they do not look.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class BitCode:
 
     Args:
         packed: A bit for each element.
-        values: [2], for a bit of 0 and of 1, as integers of the tensor's element size.
+        values: For a bit of 0 and of 1, as integers of the tensor's element size.
         order: The way back to the tensor's shape.
     """
 
     packed: Tensor
-    values: Tensor
+    values: tuple[int, int]
     order: MemoryOrder
 
     @torch.no_grad()
@@ -49,8 +49,10 @@ class BitCode:
         """The two values where they belong."""
         off, on = self.values
         # Integers wrap around, so this is exact; torch.where would branch at each element.
-        elements = unpack_bits(self.packed, 1, self.order.numel).to(self.values.dtype)
-        return self.order.shaped(elements.mul_(on - off).add_(off).view(self.order.dtype))
+        integer = _INTEGER_OF_SIZE[self.order.dtype.itemsize]
+        elements = unpack_bits(self.packed, 1, self.order.numel).to(integer)
+        elements.mul_(_wrapped(on - off, integer)).add_(off)
+        return self.order.shaped(elements.view(self.order.dtype))
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,7 @@ def bitmask(
     Raises:
         TypeError: For a tensor that is not boolean, without a test.
 
-    Bytes: ``numel / 8`` (1/32 of float32, 1/8 of bool) and two elements. Cost: two passes; four to
-    decode.
+    Bytes: ``numel / 8``: 1/32 of float32, 1/8 of bool. Cost: two passes; four to decode.
     """
     if test is None and tensor.dtype != torch.bool:
         raise TypeError(
@@ -102,8 +103,8 @@ def bitmask(
         )
     flat, order = in_memory_order(tensor)
     mask = flat if test is None else test(flat)
-    values = torch.tensor([off, on], dtype=tensor.dtype, device=tensor.device)
-    return BitCode(pack_bits(mask, 1), _as_integers(values), order)
+    values = torch.tensor([off, on], dtype=tensor.dtype, device='cpu')
+    return BitCode(pack_bits(mask, 1), _integers_of(values), order)
 
 
 def positive_mask(tensor: Tensor) -> BitCode:
@@ -149,12 +150,13 @@ def two_valued(tensor: Tensor) -> BitCode | None:
     a NaN and a negative zero come back too.
 
     Returns:
-        None for a tensor with more values.
+        None for a tensor with more values, and for any on an accelerator, whose dropout saves
+        booleans.
 
-    Bytes: ``numel / 8`` and two elements. Cost: a sample of 1024 elements tells most other tensors;
-    for the rest four passes. Waits for an accelerator, twice.
+    Bytes: ``numel / 8``. Cost: a sample of 1024 elements tells most other tensors; for the rest
+    four passes.
     """
-    if tensor.dtype.itemsize not in _INTEGER_OF_SIZE:
+    if tensor.dtype.itemsize not in _INTEGER_OF_SIZE or tensor.device.type != 'cpu':
         return None
     flat, order = in_memory_order(tensor)
     elements = _as_integers(flat)
@@ -165,14 +167,19 @@ def two_valued(tensor: Tensor) -> BitCode | None:
     mask = elements == high
     if not (elements == low).logical_or_(mask).all():
         return None
-    return BitCode(pack_bits(mask, 1), torch.stack([low, high]), order)
+    return BitCode(pack_bits(mask, 1), _integers_of(torch.stack([low, high])), order)
 
 
 @torch.no_grad()
-def narrow_ints(tensor: Tensor) -> NarrowCode | None:
+def narrow_ints(tensor: Tensor, below: int | None = None) -> NarrowCode | None:
     """Integers in the smallest of uint8, int16 and int32 that holds them all.
 
     Such are the indices of a max-pool (within a plane: int16 up to 181 x 181) and of an embedding.
+
+    Args:
+        tensor: The integers.
+        below: What they are known to be below, from 0 on. It counts on an accelerator; on CPU, and
+            where it is not known, the integers are looked at.
 
     Returns:
         None where no narrower dtype holds them, and for an empty tensor.
@@ -180,14 +187,18 @@ def narrow_ints(tensor: Tensor) -> NarrowCode | None:
     Raises:
         TypeError: For a tensor that is not of integers.
 
-    Bytes: 1/8, 1/4 or 1/2 of int64. Cost: two passes, one to decode. Waits for an accelerator.
+    Bytes: 1/8, 1/4 or 1/2 of int64. Cost: two passes, one to decode; one with `below`. Waits for
+    an accelerator without it.
     """
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
         raise TypeError(f'narrow_ints takes integers, got {tensor.dtype}')
     flat, order = in_memory_order(tensor)
     if not flat.numel():
         return None
-    low, high = torch.stack(torch.aminmax(flat)).tolist()
+    if below is not None and flat.device.type != 'cpu':
+        low, high = 0, below - 1
+    else:
+        low, high = torch.stack(torch.aminmax(flat)).tolist()
     for dtype in _NARROW_DTYPES:
         held = torch.iinfo(dtype)
         if dtype.itemsize < tensor.dtype.itemsize and held.min <= low and high <= held.max:
@@ -201,6 +212,17 @@ def shape_only(tensor: Tensor) -> ShapeCode:
     Bytes: none. Decoding fills a tensor with zeros.
     """
     return ShapeCode(in_memory_order(tensor)[1])
+
+
+def _integers_of(values: Tensor) -> tuple[int, int]:
+    off, on = _as_integers(values).tolist()
+    return off, on
+
+
+def _wrapped(number: int, dtype: torch.dtype) -> int:
+    """A number as integers of a dtype wrap around."""
+    held = torch.iinfo(dtype)
+    return (number - held.min) % 2**held.bits + held.min
 
 
 def _as_integers(flat: Tensor) -> Tensor:

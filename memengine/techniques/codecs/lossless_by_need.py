@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from memengine._torch_private.autograd import saved_by
+from memengine._torch_private.autograd import input_metadata_of, saved_by
 from memengine.techniques.codecs.codec import Code, Codec
 from memengine.techniques.codecs.lossless import (
     between,
@@ -20,7 +19,7 @@ from memengine.techniques.codecs.lossless import (
     sign_mask,
     two_valued,
 )
-from memengine.techniques.compression.backward_needs import Need
+from memengine.techniques.compression.backward_needs import Need, operation_name
 
 __all__ = ['lossless_codec_for']
 
@@ -41,10 +40,24 @@ def lossless_codec_for(need: Need, tensor: Tensor, node: Any) -> Codec | None:
         return partial(
             between, low=low, high=high, inside=_number_between(low, high), outside=math.inf
         )
-    if need in _BY_VALUES:
-        code = _BY_VALUES[need](tensor)
-        return None if code is None else lambda _: code
+    if need is Need.PRODUCT:
+        return _known(two_valued(tensor))
+    if need is Need.INDICES:
+        return _known(narrow_ints(tensor, _bound_of_indices(node)))
     return _BY_NEED.get(need)
+
+
+def _known(code: Code | None) -> Codec | None:
+    """A codec for the tensor that has been looked at to see whether there is a code."""
+    return None if code is None else lambda _: code
+
+
+def _bound_of_indices(node: Any) -> int:
+    """What indices are below: rows of an embedding's table, elements of a plane that is pooled."""
+    if operation_name(node) == 'Embedding':
+        return int(saved_by(node, 'weight_sym_argsize_0'))
+    spatial = 3 if '3D' in operation_name(node) else 2
+    return math.prod(input_metadata_of(node).shape[-spatial:])
 
 
 def _number_between(low: float, high: float) -> float:
@@ -60,9 +73,4 @@ _BY_NEED: dict[Need, Codec] = {
     Need.SIGN: sign_mask,
     Need.BOOL: bitmask,
     Need.SHAPE: shape_only,
-}
-# Which only the values tell: dropout's mask among the factors, indices that fewer bytes hold.
-_BY_VALUES: dict[Need, Callable[[Tensor], Code | None]] = {
-    Need.PRODUCT: two_valued,
-    Need.INDICES: narrow_ints,
 }

@@ -162,7 +162,9 @@ def _in_fewest_bytes(mask: Tensor, positions: Tensor) -> tuple[Tensor, Places]:
     numel = mask.numel()
     pages = -(-numel // BYTE_VALUES)
     if positions.numel() + 2 * pages < packed_numel(numel, 1):
-        counts = torch.bincount(positions >> 8, minlength=pages).to(torch.int16)
+        ends = torch.arange(1, pages + 1, device=mask.device) * BYTE_VALUES
+        counts = torch.searchsorted(positions, ends).diff(prepend=ends.new_zeros(1))
+        counts = counts.to(torch.int16)
         return positions, Offsets((positions & 255).to(torch.uint8), counts, BYTE_VALUES, numel)
     return positions, Bitmap(pack_bits(mask, 1), numel)
 

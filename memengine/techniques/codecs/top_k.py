@@ -27,7 +27,9 @@ CHUNK_NUMEL = 2**17  # elements of which keys and their copy fit a core's cache
 
 
 def largest_elements(flat: Tensor, kept: int) -> tuple[Tensor, Tensor]:
-    """The largest of all; fewer than asked for when the others are zero.
+    """The largest of all; on CPU fewer than asked for when the others are zero.
+
+    On an accelerator, of which the number of these would have to be read, zeros make it up.
 
     Args:
         flat: ``[n]``.
@@ -38,6 +40,9 @@ def largest_elements(flat: Tensor, kept: int) -> tuple[Tensor, Tensor]:
     """
     integers = flat.view(INTEGER_OF[flat.dtype])
     keys = integers & torch.iinfo(integers.dtype).max
+    if flat.device.type != 'cpu':
+        positions = keys.topk(kept, sorted=False).indices.sort().values
+        return _mask_at(positions, flat.numel()), positions
     least = max(1, int(_take_largest(keys.clone()[None], kept).amin()))
     mask = keys >= least
     positions = positions_of(mask)
@@ -73,6 +78,11 @@ def offsets_in_blocks(flat: Tensor, size: int, kept: int) -> Tensor:
     """The same as places in their blocks, of at most 256: uint8 ``[r * kept]``, in any order."""
     found = [_take_largest(keys, kept) & _low_bits(size) for keys in _sortable_keys(flat, size)]
     return torch.cat([offsets.to(torch.uint8).flatten() for offsets in found])
+
+
+def _mask_at(positions: Tensor, numel: int) -> Tensor:
+    mask = torch.zeros(numel, dtype=torch.bool, device=positions.device)
+    return mask.scatter_(0, positions, True)
 
 
 def positions_of(mask: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +23,12 @@ from memengine.techniques.compression.hooks import RuleHandle, add_rule, chosen_
 from memengine.techniques.compression.recomputable_ops import Recomputation
 from memengine.techniques.compression.rules import COMPILE_CONFLICTS, EXACT, FindRecomputation
 from memengine.techniques.modules.blocks import Selector
+from memengine.techniques.modules.fetched_later import FetchedLater
 
 __all__ = ['RecomputedActivations', 'RecomputedActivationsSettings', 'recompute_activations']
 
 _SETTING = 'recomputed_activations'
+_Place = tuple[Any, ...]  # its number among its kind, the module's name, the need, the operation
 
 
 def recompute_activations(
@@ -64,11 +67,12 @@ def recompute_activations(
     not kept. Gradients are those of the plain step, bit for bit: each result is computed
     again at once and compared the first, second, fourth, eighth ... time, and kept if it differs.
     The result of a norm whose ``forward`` is not torch's, timm's or torchvision's is compared every
-    time. What is changed through ``.data``, or between two operations under ``no_grad``, in some
-    later steps only goes unnoticed in between. No random state is touched; BatchNorm counts once;
-    autocast, DDP, FSDP, slices and the gradient cache compose. Beside quantised activations, what
-    is computed again comes from their codes and is as near as those. Inside activation
-    checkpointing nothing happens.
+    time. An accelerator is waited for the first time only: what later comparisons say is read in
+    the next forward, and such a norm's result is kept. What is changed through ``.data``, or
+    between two operations under ``no_grad``, in some later steps only goes unnoticed in between. No
+    random state is touched; BatchNorm counts once; autocast, DDP, FSDP, slices and the gradient
+    cache compose. Beside quantised activations, what is computed again comes from their codes and
+    is as near as those. Inside activation checkpointing nothing happens.
 
     Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022
     (its selective recomputation, of other operations); Rota Bulo et al., In-Place Activated
@@ -88,13 +92,24 @@ class RecomputedActivations(RuleHandle):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._is_same: dict[tuple[object, ...], bool] = {}
-        self._uses: Counter[tuple[object, ...]] = Counter()
-        self._in_this_forward: Counter[tuple[object, ...]] = Counter()
+        self._is_same: dict[_Place, bool] = {}
+        self._uses: Counter[_Place] = Counter()
+        self._in_this_forward: Counter[_Place] = Counter()
+        self._comparisons: list[tuple[_Place, FetchedLater]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), '_comparisons': []}
 
     def begin_forward(self) -> None:
-        """Places are told apart by their order within a forward."""
+        """Places are told apart by their order within a forward.
+
+        Raises:
+            RuntimeError: When something that was computed again differed in an earlier forward.
+        """
         self._in_this_forward.clear()
+        comparisons, self._comparisons = self._comparisons, []
+        for place, found in comparisons:
+            self._learn(place, *found.tolist())
 
     def codec(self, name: str, need: Need, tensor: Tensor, find: FindRecomputation) -> Codec | None:
         """Keep nothing of what can be computed again."""
@@ -112,8 +127,9 @@ class RecomputedActivations(RuleHandle):
         if not recomputation.is_exact:  # what comes from codes cannot be compared
             once = recomputation.operation in (*IN_PLACE_FORMS, 'Relu')
             return recomputation.sources.are_certain and version_of(tensor) <= once
+        on_cpu = tensor.device.type == 'cpu'
         if not recomputation.sources.are_certain:
-            return _is_same(tensor, recomputation)
+            return on_cpu and _is_same(tensor, recomputation)
         layout = tensor.stride(), tensor.dtype, version_of(tensor)
         kind = (name, need, recomputation.operation, *layout)
         self._in_this_forward[kind] += 1
@@ -123,14 +139,22 @@ class RecomputedActivations(RuleHandle):
         if uses == 1:
             self._is_same[place] = _is_same(tensor, recomputation)
         elif self._is_same[place] and uses & (uses - 1) == 0:  # the second, fourth, eighth ... time
-            self._is_same[place] = _is_same(tensor, recomputation)
-            if not self._is_same[place] and not _is_near(tensor, recomputation):
-                raise RuntimeError(
-                    f'{_SETTING}: what {name} is given was the result of {recomputation.operation} '
-                    'in the first steps and is another by now: something has changed it behind '
-                    f"autograd's back, or used other weights; set exclude=['{name}']"
-                )
+            if on_cpu:
+                is_same = _is_same(tensor, recomputation)
+                self._learn(place, is_same, is_same or _is_near(tensor, recomputation))
+            else:
+                self._comparisons.append((place, _compared_there(tensor, recomputation)))
         return self._is_same[place]
+
+    def _learn(self, place: _Place, is_same: bool, is_near: bool) -> None:
+        self._is_same[place] = is_same
+        if not is_near:
+            _, name, _, operation, *_ = place
+            raise RuntimeError(
+                f'{_SETTING}: what {name} is given was the result of {operation} in the first '
+                'steps and is another by now: something has changed it behind '
+                f"autograd's back, or used other weights; set exclude=['{name}']"
+            )
 
 
 @torch.no_grad()
@@ -145,6 +169,15 @@ def _is_near(tensor: Tensor, recomputation: Recomputation) -> bool:
     """Whether it is but rounding, of an operation that adds up in any order."""
     difference = recomputation.code(tensor).decode() - tensor
     return not difference.norm() > 1e-3 * tensor.norm()
+
+
+@torch.no_grad()
+def _compared_there(tensor: Tensor, recomputation: Recomputation) -> FetchedLater:
+    """The answers of :func:`_is_same` and :func:`_is_near`; the device is not waited for."""
+    again = recomputation.code(tensor).decode()
+    is_same = again.eq(tensor).logical_or_(again.isnan().logical_and_(tensor.isnan())).all()
+    is_far = (again - tensor).norm() > 1e-3 * tensor.norm()
+    return FetchedLater(torch.stack([is_same, is_far.logical_not()]))
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class SyncBatchNorm(BatchNorm):
         axes = [axis for axis in range(input.dim()) if axis != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)
         x = input.to(torch.promote_types(input.dtype, torch.float32))
-        local = x.new_tensor([x.numel() / x.shape[1]])
+        local = x.new_full((1,), x.numel() / x.shape[1])
         total = all_reduce(torch.cat([x.sum(axes), local]))  # [C + 1]
         count = total[-1].detach()
         mean = total[:-1] / count  # [C]

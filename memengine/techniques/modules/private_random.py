@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ['private_generator', 'restart_private_generators']
+__all__ = ['PrivateRandomState', 'private_generator', 'restart_private_generators']
 
 _SEED_OFFSET = 0x9E3779B97F4A7C15  # so that a private stream is not the one of dropout
 _generators: dict[torch.device, tuple[int, torch.Generator]] = {}
@@ -48,3 +48,22 @@ def restart_private_generators() -> None:
     ``torch.manual_seed(0); restart_private_generators()`` before each.
     """
     _generators.clear()
+
+
+class PrivateRandomState:
+    """What the private generators held at one moment, for a step that is undone."""
+
+    def __init__(self) -> None:
+        self._states = {
+            device: (seed, generator.get_state())
+            for device, (seed, generator) in _generators.items()
+        }
+
+    def restore(self) -> None:
+        """Set all of them back to this state."""
+        for device in _generators.keys() - self._states.keys():
+            del _generators[device]
+        for device, (seed, state) in self._states.items():
+            generator = torch.Generator(device)
+            generator.set_state(state)
+            _generators[device] = (seed, generator)

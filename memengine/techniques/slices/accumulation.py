@@ -25,7 +25,6 @@ def additive_step(
     weights: Sequence[float] | None = None,
     context: Context = nullcontext,
     backward: Callable[[Tensor], Any] = Tensor.backward,
-    exchange: Context = nullcontext,
 ) -> Any:
     """Run slice -> loss -> backward one after another: the batch's gradient, a slice's memory.
 
@@ -41,8 +40,6 @@ def additive_step(
             slice's samples needs ``len(slice) / len(batch)``.
         context: Makes the context of forward, e.g. ``lambda: torch.autocast('cuda')``.
         backward: Runs backward from a slice's loss, e.g. with a gradient scaler.
-        exchange: Makes the context of the last backward, in which ranks exchange gradients. See
-            :func:`~memengine.techniques.slices.out_of_memory.run_until_it_fits`.
 
     Returns:
         Sum of the (weighted) losses over the slices, without graph, in the form of ``loss_fn``.
@@ -69,7 +66,6 @@ def additive_step(
         slice_loss=lambda losses, weighted: pytree.tree_map(lambda x: x * weighted[1], losses),
         context=context,
         backward=backward,
-        exchange=exchange,
     ).additive
 
 

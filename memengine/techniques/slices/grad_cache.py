@@ -26,7 +26,6 @@ def cached_step(
     keep_graph: int = 0,
     context: Context = nullcontext,
     backward: Callable[[Tensor], Any] = Tensor.backward,
-    exchange: Context = nullcontext,
 ) -> Any:
     """Add the gradient of a loss in which samples meet, in the memory of one slice.
 
@@ -46,8 +45,6 @@ def cached_step(
             ``lambda: torch.autocast('cuda', torch.float16)``.
         backward: Runs backward from the loss, e.g. ``lambda loss: scaler.scale(loss).backward()``.
             Cached gradients then carry the scale and are not scaled again.
-        exchange: Makes the context of the blocks in which ranks may exchange data; as in
-            ``sliced_step``.
 
     Returns:
         What ``loss_fn`` returned, without graph.
@@ -70,7 +67,6 @@ def cached_step(
         keep_graph=keep_graph,
         context=context,
         backward=backward,
-        exchange=exchange,
     ).coupled
 
 

@@ -60,7 +60,6 @@ def sliced_step(
     keep_graph: int = 0,
     context: Context = nullcontext,
     backward: Callable[[Tensor], Any] = Tensor.backward,
-    exchange: Context = nullcontext,
 ) -> StepLosses:
     """Add the gradient of ``coupled_loss + sum of slice_loss`` to the parameters.
 
@@ -81,9 +80,6 @@ def sliced_step(
         backward: Runs backward from a loss, e.g. ``lambda loss: scaler.scale(loss).backward()``.
             Cached gradients then carry the scale and are not scaled again. A repeated slice
             without an additive loss hands it a zero, through which its gradient flows.
-        exchange: Makes the context of the blocks in which ranks may exchange data: the coupled
-            loss, and the slices whose backward reduces gradients. See
-            :func:`~memengine.techniques.slices.out_of_memory.run_until_it_fits`.
 
     Returns:
         The coupled losses, and the additive ones summed over the slices.
@@ -114,7 +110,7 @@ def sliced_step(
     """
     towers = [towers] if isinstance(towers, Tower) else list(towers)
     runs = _plan_runs(towers, coupled_loss is not None, slice_loss is not None, keep_graph)
-    step = _Step(runs, slice_loss, context, backward, exchange)
+    step = _Step(runs, slice_loss, context, backward)
     kept = step.first_pass()
     coupled = None if coupled_loss is None else step.run_coupled_loss(coupled_loss, kept)
     kept = [_detached(losses) for losses in kept]
@@ -130,11 +126,10 @@ class _Step:
         slice_loss: Callable[[Any, Any], Losses] | None,
         context: Context,
         backward: Callable[[Tensor], Any],
-        exchange: Context,
     ) -> None:
         self._runs = runs
         self._slice_loss = slice_loss
-        self._context, self._backward, self._exchange = context, backward, exchange
+        self._context, self._backward = context, backward
         self._sync = SyncOnce(run.module for run in runs for _ in range(run.graph_count))
 
     def first_pass(self) -> list[Losses]:
@@ -157,14 +152,13 @@ class _Step:
         The graphs of slices that keep them, with their additive losses, end here.
         """
         embeddings = [run.embeddings() for run in self._runs if run.is_read]
-        with self._exchange():
-            with self._context():
-                losses = coupled_loss(*embeddings)
-            loss = total_loss(losses)
-            if not loss.requires_grad:
-                raise ValueError('the loss depends neither on the embeddings nor on any parameter')
-            with self._sync.shared_backward(), _without_autocast(loss):
-                self._backward(sum(map(total_loss, kept), start=loss))
+        with self._context():
+            losses = coupled_loss(*embeddings)
+        loss = total_loss(losses)
+        if not loss.requires_grad:
+            raise ValueError('the loss depends neither on the embeddings nor on any parameter')
+        with self._sync.shared_backward(), _without_autocast(loss):
+            self._backward(sum(map(total_loss, kept), start=loss))
         _check_dependence(self._runs)
         return _detached(losses)
 
@@ -175,13 +169,11 @@ class _Step:
         done = []
         with shared_weights(sharing) as before_the_last:
             for number, (run, piece, replay) in enumerate(later, start=1):
-                is_last = number == len(later)
-                if is_last:
+                if number == len(later):
                     before_the_last()
                 with self._sync.next_graph(run.module) as synchronises:
                     zeros = _zero_gradients(run.module) if synchronises and coupled else []
-                    exchange = self._exchange if synchronises or is_last else nullcontext
-                    losses = self._second_pass_of(run, piece, replay, zeros, exchange)
+                    losses = self._second_pass_of(run, piece, replay, zeros)
                 if losses is not None:
                     done.append(losses)
         return done
@@ -192,17 +184,15 @@ class _Step:
         piece: Any,
         replay: Replay | None,
         zeros: list[tuple[Tensor, Tensor]],
-        exchange: Context,
     ) -> Any:
         # A repeated slice counts once, in backward too where layers are checkpointed.
         with nullcontext() if replay is None else frozen_statistics(run.module):
             with nullcontext() if replay is None else replay(), self._context():
                 outputs = run.encode(piece) if replay is None else run.encode_again(piece)
                 losses = None if self._slice_loss is None else self._slice_loss(outputs, piece)
-            with exchange():
-                cached = [] if replay is None else run.cached_gradients(outputs, piece)
-                loss = None if losses is None else total_loss(losses)
-                _run_backward([*cached, *zeros], loss, self._backward)
+            cached = [] if replay is None else run.cached_gradients(outputs, piece)
+            loss = None if losses is None else total_loss(losses)
+            _run_backward([*cached, *zeros], loss, self._backward)
         return None if losses is None else _detached(losses)
 
 

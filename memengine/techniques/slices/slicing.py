@@ -143,7 +143,8 @@ def cut_evenly(rows: int, size: Any) -> list[range]:
         raise ValueError('the batch is empty')
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ValueError(
-            f'the size of a slice must be a whole number of at least 1 row, got {size!r}'
+            'the size of a slice (chunk_size, micro_batch_size) must be a whole number of at least '
+            f'1 row, got {size!r}'
         )
     return even_parts(range(rows), -(-rows // size))
 

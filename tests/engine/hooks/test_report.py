@@ -1,5 +1,6 @@
 """The report that a run leaves, and that it never costs the training."""
 
+import json
 import logging
 
 import pytest
@@ -12,6 +13,8 @@ from memengine.engine.hooks import ReportHook
 from memengine.engine.hooks import report as module
 from memengine.visualization import attention
 from tests.engine.hooks.images import BANK, QUERIES, Classifier, Images, image_runner, loader
+
+ALWAYS = {'index.html', 'memory.json'}
 
 
 class Wrapped(nn.Module):
@@ -89,7 +92,7 @@ def test_curves_and_attention_of_the_teacher_on_queries(tmp_path, drawn):
     )
     runner.train()
     names = {path.name for path in (tmp_path / 'report').iterdir()}
-    assert names == {'curves.png', 'summary.json', 'attention.png'}
+    assert names == {*ALWAYS, 'curves.png', 'summary.json', 'attention.png'}
     backbone, images, maps = drawn
     assert backbone is runner.model.teacher.backbone.model
     assert maps.shape == (4, 2, 2, 2)
@@ -114,7 +117,8 @@ def test_without_attention_the_log_says_so(tmp_path, undrawn):
     runner.train()
     assert [text for text in told if 'no attention maps' in text and 'Sequential' in text]
     assert not errors
-    assert {p.name for p in (tmp_path / 'report').iterdir()} == {'curves.png', 'summary.json'}
+    names = {path.name for path in (tmp_path / 'report').iterdir()}
+    assert names == {*ALWAYS, 'curves.png', 'summary.json'}
 
 
 @pytest.mark.parametrize(
@@ -141,6 +145,18 @@ def test_without_images_or_backbone_the_log_says_so(tmp_path, undrawn, options, 
     runner.train()
     assert [text for text in told if reason in text]
     assert (tmp_path / 'report' / 'curves.png').exists()
+
+
+def test_the_page_says_where_memory_went(tmp_path):
+    runner = image_runner(
+        tmp_path, dict(type='ReportHook', num_images=1), model=WithTeacher(), epochs=1
+    )
+    runner.train()
+    held = json.loads((tmp_path / 'report' / 'memory.json').read_text())
+    assert held['weights'] == sum(p.nbytes for p in runner.model.parameters())
+    page = (tmp_path / 'report' / 'index.html').read_text()
+    assert 'Where memory went' in page and '<td>weights</td>' in page
+    assert page.count('data:image/png;base64,') == 1, 'the attention maps'
 
 
 @pytest.mark.parametrize('broken', ['attention_maps', 'write_report'])

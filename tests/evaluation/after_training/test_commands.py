@@ -93,3 +93,12 @@ def test_what_is_not_there_is_said(trained, capsys):
     assert 'RUN: there is no' in capsys.readouterr().err
     assert main(['probe', str(trained / 'epoch_1.pth'), '--cfg-options', 'probe.shot=[1]']) == 1
     assert "did you mean 'shots'" in capsys.readouterr().err
+
+
+def test_every_command_has_a_loop():
+    from memengine.engine.cli.parser import AFTER_TRAINING
+    from memengine.engine.config.runner_schema import AFTER_TRAINING as LOOP_OF
+    from memengine.registry import LOOPS
+
+    assert list(AFTER_TRAINING) == list(LOOP_OF)
+    assert all(LOOPS.get(name) is not None for name in LOOP_OF.values())

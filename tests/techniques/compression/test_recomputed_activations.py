@@ -234,7 +234,7 @@ def test_of_residual_sums_every_second_is_computed_again():
     less = plain - saved_bytes(lambda: model(x), model)
     again = {place for place, _ in handle.kept.places}
     assert again == {'3.layer', '5.layer'}  # what blocks 2 and 4 gave; no layer takes what 6 gave
-    bits = x.numel() // 8 + 2 * x.itemsize  # where ReLU was positive: all that is kept of the three
+    bits = x.numel() // 8  # where ReLU was positive: all that is kept of the three
     assert less == 3 * (x.nbytes - bits)
 
 
@@ -358,6 +358,11 @@ def test_what_does_not_come_out_the_same_is_kept(operation):
     assert ('2', 'linear') not in handle.kept.places
 
 
+@pytest.mark.edge(
+    'recomputed_activations',
+    'exact',
+    'A norm with a forward of one’s own: compared in each step, and kept where it differs',
+)
 def test_the_norm_that_is_not_a_librarys_is_compared_each_time():
     class OwnForward(nn.LayerNorm):
         eps_in_use = 1e-5
@@ -379,6 +384,11 @@ def test_the_norm_that_is_not_a_librarys_is_compared_each_time():
     assert saved == [True, True, True, False, True]
 
 
+@pytest.mark.edge(
+    'recomputed_activations',
+    'exact',
+    'A result that is written to, from whichever step on',
+)
 def test_an_edit_that_begins_later_is_seen_by_its_version():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), Edited(begin=1), nn.Linear(16, 16)).double()
@@ -389,12 +399,27 @@ def test_an_edit_that_begins_later_is_seen_by_its_version():
         assert_bitwise(step(model, x), step(same, x))
 
 
+@pytest.mark.edge(
+    'recomputed_activations',
+    'refused',
+    'A result that is written to through `.data`, in the step in which its place is compared',
+)
 def test_one_that_no_version_counts_is_an_error_when_it_is_compared():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), Edited(1, data=True), nn.Linear(16, 16))
     recompute_activations(model)
     x = torch.randn(6, 16)
     model(x)
+    with pytest.raises(RuntimeError, match=r"Gelu in the first steps .* set exclude=\['2'\]"):
+        model(x)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_error_comes_in_the_next_forward():
+    model = nn.Sequential(nn.Linear(16, 16), Edited(1, data=True), nn.Linear(16, 16)).cuda()
+    recompute_activations(model)
+    x = torch.randn(6, 16, device='cuda')
+    model(x), model(x)
     with pytest.raises(RuntimeError, match=r"Gelu in the first steps .* set exclude=\['2'\]"):
         model(x)
 
@@ -415,6 +440,12 @@ class EditedInOnePlace(nn.Module):
         return x
 
 
+@pytest.mark.edge(
+    'recomputed_activations',
+    'exact',
+    'A layer that is called several times, with `.data` edits at one of them: each call is '
+    'compared by itself',
+)
 def test_each_place_is_compared_also_where_a_module_has_several():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), EditedInOnePlace()).double()
@@ -438,6 +469,11 @@ class Counted(nn.Module):
         return weight * 2
 
 
+@pytest.mark.edge(
+    'recomputed_activations',
+    'exact',
+    'Norms whose weight is computed: it is computed once',
+)
 def test_weights_that_are_computed_are_not_computed_once_more():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16)).double()
@@ -449,6 +485,7 @@ def test_weights_that_are_computed_are_not_computed_once_more():
     assert counted.calls == 1
 
 
+@pytest.mark.edge('recomputed_activations', 'exact', '`eps` that changes before backward')
 @pytest.mark.parametrize('norm', [nn.LayerNorm(16), nn.GroupNorm(4, 16), nn.BatchNorm1d(16)])
 def test_epsilon_is_that_of_the_forward(norm):
     torch.manual_seed(0)
@@ -496,6 +533,7 @@ def test_layers_of_torch_with_attention_written_out():
     assert handle.kept.before
 
 
+@pytest.mark.edge('recomputed_activations', 'exact', '`torch.func`: nothing is left out')
 def test_under_transforms_of_functions_nothing_happens():
     model, x = network('gelu')
     parameters = dict(model.named_parameters())
@@ -511,6 +549,11 @@ def test_under_transforms_of_functions_nothing_happens():
     assert_bitwise(gradient(), expected)
 
 
+@pytest.mark.edge(
+    'recomputed_activations',
+    'refused',
+    'Weights that are written to before backward, as in the plain step',
+)
 def test_weights_changed_before_backward_are_an_error():
     model, x = network('layer norm')
     recompute_activations(model)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from memengine.techniques.modules.private_random import (
+    PrivateRandomState,
     private_generator,
     restart_private_generators,
 )
@@ -62,3 +63,16 @@ def test_restoring_the_global_state_restores_the_seed():
     draw()
     state.restore()
     assert torch.equal(first, draw())
+
+
+@pytest.mark.parametrize('used_before', [False, True])
+def test_the_state_is_put_back(used_before):
+    if used_before:
+        draw()
+    state = PrivateRandomState()
+    first = draw()
+    torch.manual_seed(torch.initial_seed() + 1)
+    draw()
+    torch.manual_seed(torch.initial_seed() - 1)
+    state.restore()
+    assert torch.equal(draw(), first)

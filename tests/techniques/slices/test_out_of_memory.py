@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from memengine.techniques.modules.private_random import private_generator
 from memengine.techniques.slices.out_of_memory import is_out_of_memory, run_until_it_fits
 
 
@@ -15,16 +16,31 @@ def test_what_the_allocators_say():
         torch.empty(2**50)
     assert is_out_of_memory(real.value)
     assert is_out_of_memory(torch.OutOfMemoryError('CUDA out of memory.'))
-    assert is_out_of_memory(RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED'))
     assert is_out_of_memory(MemoryError())
     assert not is_out_of_memory(RuntimeError('shape mismatch'))
     assert not is_out_of_memory(ValueError('out of memory'))
 
 
+@pytest.mark.parametrize(
+    'message',
+    [
+        'CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`',
+        'CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`',
+        'cuDNN error: CUDNN_STATUS_NOT_INITIALIZED',
+        'cuDNN error: CUDNN_STATUS_ALLOC_FAILED',
+        'cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`',
+        'MPS backend out of memory (MPS allocated: 9.06 GB)',
+        'NCCL error: unhandled cuda error. Last error: Cuda failure 2 "out of memory"',
+    ],
+)
+def test_what_libraries_say_that_find_no_memory(message):
+    assert is_out_of_memory(RuntimeError(message))
+
+
 def test_an_allocation_that_fails_for_real():
     model, sizes = nn.Linear(2, 2), [2**50, 2**3]
 
-    def step(exchange):
+    def step():
         return torch.empty(sizes[0]).numel()
 
     assert run_until_it_fits(step, lambda: bool(sizes.pop(0)), model) == 2**3
@@ -38,8 +54,9 @@ def test_generators_buffers_and_gradients_are_put_back():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     gradient, drawn = model[0].weight.grad.clone(), []
 
-    def step(exchange):
-        drawn.append(torch.rand(2))
+    def step():
+        private = torch.rand(2, generator=private_generator(torch.device('cpu')))
+        drawn.append(torch.cat([torch.rand(2), private]))
         for name, value in model.state_dict().items():
             assert torch.equal(value, before[name])
         assert torch.equal(model[0].weight.grad, gradient)
@@ -55,7 +72,7 @@ def test_generators_buffers_and_gradients_are_put_back():
 def test_the_failed_step_leaves_no_tensor_behind():
     model, seen = nn.Linear(2, 2), []
 
-    def step(exchange):
+    def step():
         big = model(torch.ones(4, 2))
         seen.append(weakref.ref(big))
         if len(seen) == 1:

@@ -1,0 +1,70 @@
+"""What a training step of each technique asks of a device: waits of the host, and kernels."""
+
+import pytest
+import timm
+import torch
+from torch.nn import functional as F
+
+from memengine.techniques.checkpointing.checkpoint_activations import checkpoint_activations
+from memengine.techniques.compression.dropit import drop_activations
+from memengine.techniques.compression.quantized_activations import quantize_activations
+from memengine.techniques.compression.recomputed_activations import recompute_activations
+from memengine.techniques.offload import offload_activations
+
+pytestmark = pytest.mark.gpu
+
+
+def vit():
+    return timm.create_model(
+        'vit_tiny_patch16_224',
+        num_classes=10,
+        img_size=32,
+        patch_size=8,
+        depth=4,
+        proj_drop_rate=0.1,
+    )
+
+
+def resnet():
+    return timm.create_model('resnet18', num_classes=10)
+
+
+TECHNIQUES = {
+    'plain': lambda model: None,
+    'checkpointed': lambda model: checkpoint_activations(model, 'blocks'),
+    'selective': lambda model: checkpoint_activations(model, 'blocks', keep='matmuls'),
+    'offloaded': lambda model: offload_activations(model, 'host', min_bytes=256),
+    'recomputed': recompute_activations,
+    'mink': drop_activations,
+    'random': lambda model: drop_activations(model, 'random'),
+    'block_mink, few': lambda model: drop_activations(model, 'block_mink', 0.9),
+    '8 bits': lambda model: quantize_activations(model, 8, min_numel=64),
+    '4 bits': lambda model: quantize_activations(model, 4, min_numel=64),
+    'running ranges': lambda model: quantize_activations(model, ranges='running', min_numel=64),
+    'recomputed, mink': lambda model: (recompute_activations(model), drop_activations(model)),
+    'recomputed, 4 bits': lambda model: (
+        recompute_activations(model),
+        quantize_activations(model, 4),
+    ),
+}
+
+
+def counts_of_steps(device, network, technique, steps):
+    torch.manual_seed(0)
+    model = network().cuda().train()
+    TECHNIQUES[technique](model)
+    images, labels = torch.randn(4, 3, 32, 32, device='cuda'), torch.arange(4, device='cuda')
+    for _ in range(steps):
+        model.zero_grad()
+        with device.counted() as counts:
+            F.cross_entropy(model(images), labels).backward()
+        yield counts
+
+
+@pytest.mark.parametrize('technique', TECHNIQUES)
+@pytest.mark.parametrize('network', [vit, resnet])
+def test_no_step_but_the_first_waits_for_the_device(device, network, technique):
+    first, *others = counts_of_steps(device, network, technique, 3)
+    assert [dict(counts.waits) for counts in others] == [{}, {}]
+    if 'recomputed' not in technique:  # which decides in the first step
+        assert not first.waits
