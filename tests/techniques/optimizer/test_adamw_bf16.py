@@ -104,8 +104,8 @@ def test_twenty_steps_stay_near_adamw():
 @pytest.mark.parametrize('stochastic', [True, False])
 def test_the_second_average_follows_only_when_rounded_stochastically(stochastic, monkeypatch):
     if not stochastic:
-        name = 'memengine.techniques.optimizer.adamw_bf16.stochastically_rounded'
-        monkeypatch.setattr(name, lambda value, generator: value.bfloat16())
+        name = 'memengine.techniques.optimizer.adamw_bf16._rounded_by'
+        monkeypatch.setattr(name, lambda value, noise: value.bfloat16())
     weight = nn.Parameter(torch.zeros(4096))
     optimizer = AdamWBf16([weight], lr=0.0)
     optimizer.state[weight] = {
