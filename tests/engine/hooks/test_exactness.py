@@ -53,6 +53,12 @@ def guard(**settings):
     return Row('guard', dict(verify_exactness=dict(every=1, **settings)))
 
 
+@pytest.mark.edge(
+    'verify_exactness',
+    'exact',
+    'Training with it, with each technique, precision, clipping and accumulation: the same '
+    'bit for bit',
+)
 @pytest.mark.parametrize('samples', [None, 6])
 @pytest.mark.parametrize('row', rows(), ids=lambda row: row.name)
 def test_training_is_the_same_bit_for_bit(row, samples, figures):
@@ -92,6 +98,11 @@ def wrong_by(monkeypatch, factor):
     monkeypatch.setattr(CheckpointedForward, '_checkpoint', wrong)
 
 
+@pytest.mark.edge(
+    'verify_exactness',
+    'refused',
+    'A gradient that is wrong by a hundredth, or missing: the run stops before the update',
+)
 @pytest.mark.parametrize('factor', [1.01, 0.0])
 @pytest.mark.parametrize('samples', [None, 4])
 def test_a_wrong_technique_stops_the_run_before_the_update(factor, samples, monkeypatch):
@@ -114,6 +125,11 @@ def test_the_tolerance_is_a_setting(monkeypatch, figures):
     assert all(0.005 < error < 0.1 for error in figures)
 
 
+@pytest.mark.edge(
+    'verify_exactness',
+    'assumed',
+    'Lossy techniques: their error is logged, and judged by a stated tolerance only',
+)
 def test_a_lossy_technique_is_judged_by_a_stated_tolerance_only(figures):
     row = Row('dropit', dict(dropit=0.9))
     train('Classifier', [row, guard()])
@@ -133,6 +149,11 @@ def test_an_overflow_is_not_compared(figures):
 # -- what it costs ---------------------------------------------------------------------------------
 
 
+@pytest.mark.edge(
+    'verify_exactness',
+    'exact',
+    'An iteration that is compared has one forward and backward more, others none',
+)
 def test_it_costs_one_forward_and_backward_when_it_compares_and_nothing_else(tmp_path):
     forwards, backwards, hooks = [0], [0], []
 
@@ -167,6 +188,7 @@ class Stateful(BaseModel):
         self.head = nn.Linear(8, 1)
         self.register_buffer('centre', torch.zeros(8))
         self.queue, self.pointer, self.log = torch.zeros(6, 8), 0, []
+        self.generator = torch.Generator().manual_seed(5)
 
     def train_step(self, data, optim_wrapper):
         return run_step(self, data, optim_wrapper)
@@ -180,10 +202,17 @@ class Stateful(BaseModel):
         self.pointer = (self.pointer + 1) % 6
         self.centre = 0.9 * self.centre + 0.1 * teacher.mean(0)
         self.log.append(self.pointer)
-        target = teacher - self.centre + self.queue.mean(0)
+        noise = torch.rand(8, generator=self.generator)
+        target = teacher - self.centre + self.queue.mean(0) + noise
         return {'loss': (out - target).square().mean() + (self.head(out) - y).square().mean()}
 
 
+@pytest.mark.edge(
+    'verify_exactness',
+    'exact',
+    'BatchNorm, teachers, queues, counters, buffers that are replaced, random numbers: each '
+    'changes once',
+)
 @pytest.mark.parametrize('settings', [{}, dict(samples=2)])
 @pytest.mark.parametrize('precision', ['fp32', 'bf16'])
 def test_what_a_forward_changes_is_changed_once(settings, precision, tmp_path):
@@ -262,6 +291,12 @@ def run_sliced(folder, kind, model, wrapper, setting, **cfg):
     return params(runner)
 
 
+@pytest.mark.edge(
+    'verify_exactness',
+    'assumed',
+    'Slices of a model that draws random numbers or normalises by the batch: the plain step '
+    'has the same slices',
+)
 @pytest.mark.parametrize('kind', [*SLICED, 'DINO', 'DINO and KoLeo'])
 def test_slices_with_dropout_and_batch_statistics_are_compared_slice_by_slice(
     kind, tmp_path, figures
@@ -345,6 +380,7 @@ def train_on_rank(rank, world_size, folder):
     return same, str(raised.value)
 
 
+@pytest.mark.edge('verify_exactness', 'refused', 'A wrong gradient on one rank of two: both stop')
 @pytest.mark.slow
 def test_two_ranks_train_the_same_and_a_wrong_one_stops_both(tmp_path):
     (same, error), (also_same, other) = run_ranks(2, train_on_rank, str(tmp_path))
