@@ -16,6 +16,7 @@ import pkgutil
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
 from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import entry_points
@@ -41,6 +42,7 @@ from memengine.suggest import did_you_mean
 
 __all__ = [
     'Handle',
+    'PausableHandle',
     'Report',
     'Settings',
     'StepInfo',
@@ -275,6 +277,29 @@ class Handle:
     def undo(self) -> None:
         """Leave the model as it was."""
         raise NotImplementedError
+
+    def paused(self) -> AbstractContextManager[Any]:
+        """A context in which the model runs as if the technique had not been applied.
+
+        Raises:
+            NotImplementedError: Where there is no such way; ``verify_exactness`` is refused then.
+        """
+        raise NotImplementedError
+
+
+class PausableHandle(Handle):
+    """A handle whose technique looks at ``is_paused`` in each forward pass."""
+
+    is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which the model runs as if the technique had not been applied."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
 
 
 # ------------------------------------------------------------------ the description

@@ -38,17 +38,22 @@ class Fault(NamedTuple):
     test: str
 
 
-def faults_in(path):
-    """The faults that a file of tests provokes."""
+def marks_in(path, name):
+    """The words of each ``pytest.mark.NAME`` in a file, and the test that carries it."""
     tree = ast.parse(path.read_text())
     for test in ast.walk(tree):
         if not isinstance(test, ast.FunctionDef):
             continue
         for node in (inner for mark in test.decorator_list for inner in ast.walk(mark)):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == 'pytest.mark.fault':
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == f'pytest.mark.{name}':
                 words = [ast.literal_eval(argument) for argument in node.args]
-                figure = words[2] if len(words) > 2 else ''
-                yield Fault(*words[:2], figure, f'{path.relative_to(ROOT)}::{test.name}')
+                yield words, f'{path.relative_to(ROOT)}::{test.name}'
+
+
+def faults_in(path):
+    """The faults that a file of tests provokes."""
+    for words, test in marks_in(path, 'fault'):
+        yield Fault(*words[:2], words[2] if len(words) > 2 else '', test)
 
 
 def subject(fault):

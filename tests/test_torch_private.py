@@ -467,6 +467,9 @@ def test_compiled_modules():
     assert modules.is_compiled(torch.compile(layer, backend='eager'))
     layer.compile(backend='eager')
     assert modules.is_compiled(layer)
+    with modules.without_compilation([layer]):
+        assert not modules.is_compiled(layer)
+    assert modules.is_compiled(layer)
     modules.forget_compilation(layer)
     assert not modules.is_compiled(layer)
     assert layer(torch.zeros(1, 2)).shape == (1, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -25,6 +25,7 @@ __all__ = [
     'is_compiled',
     'own_buffers',
     'own_parameters',
+    'without_compilation',
     'without_step_hooks',
 ]
 
@@ -49,6 +50,19 @@ def is_compiled(module: nn.Module) -> bool:
 def forget_compilation(module: nn.Module) -> None:
     """Undo ``module.compile()``, which torch has no way back from."""
     module._compiled_call_impl = None
+
+
+@contextmanager
+def without_compilation(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Run a block with modules as they were before ``module.compile()``."""
+    compiled = [(module, module._compiled_call_impl) for module in modules]
+    for module, _ in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, implementation in compiled:
+            module._compiled_call_impl = implementation
 
 
 @contextmanager

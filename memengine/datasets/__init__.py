@@ -4,10 +4,21 @@ from memengine.datasets.bank import BankAndQueries
 from memengine.datasets.batched import BatchedImageDataset
 from memengine.datasets.coco import CocoDetection, list_samples
 from memengine.datasets.collate import stack_views
-from memengine.datasets.folders import CIFAR10, CIFAR100, ImageFolder, ImageNet
 from memengine.datasets.image_dataset import ImageDataset
 from memengine.datasets.samplers import RepeatedAugmentation
-from memengine.datasets.sources import Digits, Photographs
+from memengine.datasets.sources import (
+    CIFAR10,
+    CIFAR100,
+    CocoCaptions,
+    Digits,
+    ImageFolder,
+    ImageNet,
+    ImageTable,
+    Photographs,
+    Shards,
+    Split,
+    UnlabelledFolder,
+)
 from memengine.datasets.text import TextBlocks
 from memengine.datasets.tokenizers import (
     OpenClipTokenizer,
@@ -15,6 +26,7 @@ from memengine.datasets.tokenizers import (
     WordTokenizer,
 )
 from memengine.datasets.transforms import (
+    ChooseCaption,
     LabelCaption,
     MultiCrop,
     PackInputs,
@@ -28,11 +40,14 @@ __all__ = [
     'CIFAR100',
     'BankAndQueries',
     'BatchedImageDataset',
+    'ChooseCaption',
+    'CocoCaptions',
     'CocoDetection',
     'Digits',
     'ImageDataset',
     'ImageFolder',
     'ImageNet',
+    'ImageTable',
     'LabelCaption',
     'MultiCrop',
     'OpenClipTokenizer',
@@ -40,10 +55,13 @@ __all__ = [
     'Photographs',
     'Pipeline',
     'RepeatedAugmentation',
+    'Shards',
+    'Split',
     'TextBlocks',
     'TimmRandAugment',
     'Tokenize',
     'TransformersTokenizer',
+    'UnlabelledFolder',
     'WordTokenizer',
     'list_samples',
     'stack_views',

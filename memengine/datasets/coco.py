@@ -21,8 +21,8 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from memengine.datasets.build import build, one_line
-from memengine.datasets.folders import MOST_PIXELS, load_rgb
 from memengine.datasets.image_dataset import positions
+from memengine.datasets.sources.folders import MOST_PIXELS, load_rgb
 from memengine.datasets.transforms.torchvision_v2 import TorchvisionTransform
 from memengine.registry import DATASETS, FUNCTIONS, TRANSFORMS, TransformConfig
 

@@ -12,7 +12,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from memengine.datasets.build import build, one_line
-from memengine.datasets.sources import HasLabels, HasPaths
+from memengine.datasets.sources.protocols import HasCaptions, HasLabels, HasPaths
 from memengine.datasets.transforms.pipeline import Pipeline
 from memengine.registry import DATASETS, DatasetConfig, TransformConfig
 
@@ -24,9 +24,8 @@ class ImageDataset(Dataset):
     """The items ``dict(inputs=..., data_samples=dict(label=int, index=int))`` of a source.
 
     Args:
-        source: Where images and labels come from: a config of DATASETS (``Digits``,
-            ``Photographs``, ``ImageFolder``, ``ImageNet``, ``CIFAR10``, ``CIFAR100``) or any
-            map-style object that returns ``(PIL image, int)`` and has ``classes``.
+        source: Where images and labels come from: a config of DATASETS (``ImageFolder``, ...) or
+            any map-style object that returns ``(PIL image, int)`` and has ``classes``.
         pipeline: Configs of TRANSFORMS; the last one is ``PackInputs``.
         indices: Which of the source's samples to use: a list of positions, or a number for the
             first so many (negative: the last). Defaults to all.
@@ -59,6 +58,8 @@ class ImageDataset(Dataset):
             raise ValueError(f'max_skipped must be a share between 0 and 1, got {max_skipped!r}')
         self.source = build(DATASETS, source, 'source')
         self._path = self.source.path if isinstance(self.source, HasPaths) else None
+        has_captions = isinstance(self.source, HasCaptions)
+        self._captions = self.source.captions if has_captions else None
         self.pipeline = self.pipeline_type(pipeline)
         self.indices = positions(indices, len(self.source))
         if isinstance(indices, int) and isinstance(self.source, HasLabels):
@@ -107,6 +108,8 @@ class ImageDataset(Dataset):
                 results: dict[str, Any] = {'img': sample[0], 'label': int(sample[1]), 'index': row}
                 if self._path is not None:
                     results['img_path'] = self._path(self.indices[row])
+                if self._captions is not None:
+                    results['captions'] = self._captions(self.indices[row])
                 return results
         raise ValueError(f'none of the {len(self)} images of {self._source_name} can be read')
 

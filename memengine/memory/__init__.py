@@ -4,7 +4,7 @@ from memengine.memory.headroom import headroom_bytes
 from memengine.memory.measuring import Measured, map_blocks_singly, measure
 from memengine.memory.meter import SavedBytes, hidden_bytes, saved_bytes
 from memengine.memory.prediction import Prediction, UnpredictableError, predict
-from memengine.memory.process import cuda_peak_mib, held_bytes, peak_rss_mib, rss_mib
+from memengine.memory.process import cuda_figures, cuda_peak_mib, held_bytes, peak_rss_mib, rss_mib
 from memengine.memory.training_step import TrainingStep
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     'Prediction',
     'SavedBytes',
     'TrainingStep',
+    'cuda_figures',
     'cuda_peak_mib',
     'headroom_bytes',
     'held_bytes',

@@ -76,6 +76,7 @@ class LiveMemory(TorchDispatchMode):
         events: Bytes (negative when freed) and piece, in order.
         flops: Of products of matrices and convolutions.
         moved_bytes: Read and written by operators that are no views.
+        operators: How many of these there were.
         guessed: How many numbers were read that follow from no constant; each was taken for 1, what
             asks whether any of many is so for no.
     """
@@ -83,7 +84,7 @@ class LiveMemory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[tuple[int, Piece]] = []
-        self.flops = self.moved_bytes = self.guessed = 0
+        self.flops = self.moved_bytes = self.operators = self.guessed = 0
         self._pieces: dict[int, Piece] = {}
         self._modules: list[str] = []
 
@@ -112,7 +113,7 @@ class LiveMemory(TorchDispatchMode):
     def start_again(self) -> None:
         """Begin the account anew, with what is there now."""
         self.events = [(piece.nbytes, piece) for piece in self._pieces.values()]
-        self.flops = self.moved_bytes = self.guessed = 0
+        self.flops = self.moved_bytes = self.operators = self.guessed = 0
 
     @contextmanager
     def named(self, model: nn.Module) -> Iterator[None]:
@@ -160,6 +161,7 @@ class LiveMemory(TorchDispatchMode):
         flops = FLOPS_OF.get(func.overloadpacket)
         if flops is not None:
             self.flops += flops(*args, **kwargs, out_val=out)
+        self.operators += 1
         self.moved_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if nbytes := workspace_bytes(func, args, out):
             piece = Piece(nbytes, WORKSPACE, self._modules[-1] if self._modules else '', str(func))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ['cuda_peak_mib', 'held_bytes', 'peak_rss_mib', 'rss_mib']
+__all__ = ['cuda_figures', 'cuda_peak_mib', 'held_bytes', 'peak_rss_mib', 'rss_mib']
 
 _MIB = 2**20
 _STATM = Path('/proc/self/statm')
@@ -53,6 +53,27 @@ def cuda_peak_mib(device: torch.device | int | None = None) -> float:
         MiB.
     """
     return torch.cuda.max_memory_allocated(device) / _MIB
+
+
+def cuda_figures(device: torch.device | int | None = None) -> dict[str, float]:
+    """What tells how near the limit of a CUDA device is, since its peaks were last reset.
+
+    Args:
+        device: The device; None for the current one.
+
+    Returns:
+        By name, in MiB: the peak of what tensors occupied (``memory_mib``), of what the allocator
+        had taken from the device for them (``reserved_mib``), and of what lay unused between
+        tensors in blocks that it can neither give to larger ones nor back (``fragmented_mib``);
+        and ``alloc_retries``, how often in this process it gave its cache back to find room.
+    """
+    stats = torch.cuda.memory_stats(device)
+    return {
+        'memory_mib': cuda_peak_mib(device),
+        'reserved_mib': stats.get('reserved_bytes.all.peak', 0) / _MIB,
+        'fragmented_mib': stats.get('inactive_split_bytes.all.peak', 0) / _MIB,
+        'alloc_retries': float(stats.get('num_alloc_retries', 0)),
+    }
 
 
 def held_bytes(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, int]:

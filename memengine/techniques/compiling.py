@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from memengine._torch_private.modules import forget_compilation, is_compiled
+from memengine._torch_private.modules import forget_compilation, is_compiled, without_compilation
 from memengine.technique import Handle, Report, Settings, Technique, setting
 from memengine.techniques.checkpointing.checkpoint_activations import (
     TECHNIQUE as ACTIVATION_CHECKPOINTING,
@@ -106,6 +107,10 @@ class CompiledBlocks(Handle):
         """Run the modules as they are again."""
         for module in self._modules.values():
             forget_compilation(module)
+
+    def paused(self) -> AbstractContextManager[Any]:
+        """A context in which the modules run as they are."""
+        return without_compilation(self._modules.values())
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memengine._torch_private.autograd import is_under_functorch, storage_key, version_of
 from memengine._torch_private.ops import do_not_compile, pytree
 from memengine.memory.ledger import owned_by
-from memengine.technique import Handle, Report, Settings, Technique, setting, with_settings
+from memengine.technique import PausableHandle, Report, Settings, Technique, setting, with_settings
 from memengine.techniques.modules.saved_tensors import (
     KeptAsIs,
     is_parameter,
@@ -95,7 +95,7 @@ def offload_activations(
     return offload
 
 
-class ActivationOffload(WrappedForward, Handle):
+class ActivationOffload(WrappedForward, PausableHandle):
     """A model's forward whose saved tensors move; made by :func:`offload_activations`.
 
     Attributes:
@@ -118,7 +118,7 @@ class ActivationOffload(WrappedForward, Handle):
     @do_not_compile(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; what it saves moves."""
-        if not torch.is_grad_enabled() or is_under_functorch():
+        if self.is_paused or not torch.is_grad_enabled() or is_under_functorch():
             return self.plain(*args, **kwargs)
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         with _Offloading(self, inputs):

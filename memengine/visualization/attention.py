@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-__all__ = ['NoAttentionError', 'attention_maps', 'save_attention_figure']
+__all__ = ['NoAttentionError', 'attention_maps', 'in_eval_mode', 'save_attention_figure']
 
 _SOFTMAX = (torch.softmax, Tensor.softmax, F.softmax)
 
@@ -52,7 +52,8 @@ class _AttentionRecorder(TorchFunctionMode):
 
 
 @contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Without gradients, and dropout off; the model's modules are left as they were."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -97,7 +98,7 @@ def attention_maps(backbone: nn.Module, images: Tensor) -> Tensor:
         blocks[-1].register_forward_hook(lambda *_: setattr(recorder, 'on', False)),
     ]
     try:
-        with _in_eval_mode(backbone), recorder:
+        with in_eval_mode(backbone), recorder:
             backbone(images)
     finally:
         for handle in handles:
@@ -157,15 +158,13 @@ def save_attention_figure(images: Tensor, maps: Tensor, path: str | Path) -> Non
         maps: [B, heads, h, w], from ``attention_maps``.
         path: Where the PNG goes; folders are made.
     """
-    from memengine.visualization.figures import figure_of, save_figure
+    from memengine.visualization.figures import figure_of, save_figure, shown
 
-    images, maps = images.detach().float().cpu(), maps.detach().float().cpu()
+    maps = maps.detach().float().cpu()
     columns = 2 + maps.shape[1]
     figure, axes = figure_of(len(images), columns, width=1.3 * columns, height=1.3 * len(images))
     for row, (image, heads) in enumerate(zip(images, maps, strict=True)):
-        low, high = image.min(), image.max()
-        shown = ((image - low) / (high - low).clamp_min(1e-12)).permute(1, 2, 0)  # [H, W, C]
-        axes[row][0].imshow(shown.squeeze(-1).numpy(), cmap='gray', vmin=0, vmax=1)
+        axes[row][0].imshow(shown(image), cmap='gray', vmin=0, vmax=1)
         for column, one in enumerate([heads.mean(dim=0), *heads], start=1):
             axes[row][column].imshow(one.numpy(), cmap='viridis', vmin=0)
     for column, title in enumerate(

@@ -8,8 +8,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from torch import Tensor
 
-__all__ = ['figure_of', 'save_figure']
+__all__ = ['figure_of', 'save_figure', 'shown']
 
 
 def figure_of(
@@ -48,3 +49,11 @@ def save_figure(figure: Figure, path: str | Path) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def shown(image: Tensor) -> Any:
+    """An image [C, H, W] of any range as ``imshow`` takes it: [H, W, 3] or [H, W], 0 to 1."""
+    image = image.detach().float().cpu()
+    low, high = image.min(), image.max()
+    stretched = (image - low) / (high - low).clamp_min(1e-12)
+    return stretched.permute(1, 2, 0).squeeze(-1).numpy()

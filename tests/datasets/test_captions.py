@@ -78,7 +78,7 @@ def test_bad_captions_are_named(settings, named):
 def test_what_a_sample_lacks_is_named():
     with pytest.raises(ValueError, match='label 1 has none of the 1 names'):
         LabelCaption(['zero'], ['{}'])(dict(label=1, index=0))
-    with pytest.raises(ValueError, match='put LabelCaption'):
+    with pytest.raises(ValueError, match='put ChooseCaption or LabelCaption'):
         Tokenize(dict(type='WordTokenizer', vocabulary=WORDS))(dict(label=1))
     with pytest.raises(ValueError, match="did you mean 'WordTokenizer'"):
         Tokenize(dict(type='WordTokeniser', vocabulary=WORDS))

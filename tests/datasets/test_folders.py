@@ -6,8 +6,9 @@ import pytest
 import torchvision
 from PIL import Image
 
-from memengine.datasets import CIFAR10, CIFAR100, ImageFolder, ImageNet, folders
-from memengine.datasets.folders import load_rgb
+from memengine.datasets import CIFAR10, CIFAR100, ImageFolder, ImageNet
+from memengine.datasets.sources import folders
+from memengine.datasets.sources.folders import load_rgb
 from memengine.registry import DATASETS
 from tests.datasets.toy import write_cifar
 from tests.engine.malice import Attack, bare_pickle

@@ -4,7 +4,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from memengine.datasets import Digits, Photographs, sources
+from memengine.datasets import Digits, Photographs
+from memengine.datasets.sources import bundled as sources
 
 
 def pixels(source, index):

@@ -192,6 +192,11 @@ def _variants(rank, world_size):
     )
 
 
+@pytest.mark.edge(
+    'disco',
+    'exact',
+    'One’s own loss, another loss beside it, batch statistics over ranks, frozen towers',
+)
 def test_ones_own_loss_another_loss_batchnorm_and_frozen_towers():
     expected = dict(
         own=train(build(SimCLR, loss=OwnLoss()), SimCLR, ALL, sgd=True),
@@ -349,5 +354,6 @@ def _by_itself(rank, world_size):
     return wrapped.broadcast_buffers
 
 
+@pytest.mark.edge('disco', 'refused', 'A model without a loss that could see all ranks')
 def test_what_it_leaves_alone_and_refuses():
     assert run_ranks(2, _by_itself) == [False, False]

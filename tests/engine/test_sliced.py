@@ -240,6 +240,11 @@ class Unsliced(BaseModel):
         return {'loss': self.layer(inputs).sum()}
 
 
+@pytest.mark.edge(
+    'accumulation',
+    'refused',
+    'A loss in which samples meet, for accumulation; an additive one, for the gradient cache',
+)
 def test_what_cannot_be_is_refused_with_the_remedy():
     simclr, data = model_and_batch(SimCLR)
     with pytest.raises(ValueError, match='GradCacheOptimWrapper.*chunk_size=4'):
@@ -285,6 +290,11 @@ class OfMMEngine(BaseModel):
         return {'loss': self.net(inputs).square().mean()}
 
 
+@pytest.mark.edge(
+    'accumulation',
+    'refused',
+    'A step that somebody else’s `train_step` carries out, on the whole batch',
+)
 @pytest.mark.parametrize(
     ('kind', 'settings'),
     [
@@ -302,6 +312,11 @@ def test_a_train_step_of_others_is_refused_at_its_first_update(kind, settings):
     model.train_step(data, wrap(model, kind, **settings))  # which says how
 
 
+@pytest.mark.edge(
+    'accumulation_over_iterations',
+    'refused',
+    'A loss in which samples meet, unless `accumulate_coupled=True`',
+)
 @pytest.mark.parametrize(
     ('kind', 'settings'), [(OptimWrapper, {}), (GradCacheOptimWrapper, dict(chunk_size=2))]
 )

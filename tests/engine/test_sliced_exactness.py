@@ -91,6 +91,7 @@ def test_batchnorm_counts_each_sample_once(kind, keep_graph):
     assert_follows(lambda kind: build(kind, **BATCHNORM), kind, size=4, **settings)
 
 
+@pytest.mark.edge('grad_cache', 'assumed', 'BatchNorm in training normalises by each slice')
 @pytest.mark.parametrize(('head', 'lines'), [({}, 0), (BATCHNORM, 1)])
 def test_batchnorm_in_slices_is_said_once(head, lines, monkeypatch):
     said = []

@@ -146,6 +146,7 @@ def test_a_run_with_schedules_resumes_exactly(tmp_path):
 # ------------------------------------------------------------------ host memory
 
 
+@pytest.mark.edge('optimizer_offload', 'refused', 'Parameters that are on no GPU')
 @pytest.mark.parametrize('groups', [False, True])
 def test_offloading_without_a_gpu_is_refused(groups):
     net = network()
@@ -206,6 +207,11 @@ def offloaded_and_plain(offloading, **settings):
         yield net, OptimWrapper(optimizer, **settings)
 
 
+@pytest.mark.edge(
+    'optimizer_offload',
+    'exact',
+    'The update: it is that of the optimiser on the host',
+)
 @pytest.mark.parametrize(
     'settings', [dict(), dict(clip_grad=dict(max_norm=0.01)), dict(accumulative_counts=2)]
 )

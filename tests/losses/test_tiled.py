@@ -67,6 +67,7 @@ def test_low_precision_is_summed_in_fp32(name, dtype):
         assert relative_error(actual[key], value) < rounding, key
 
 
+@pytest.mark.edge('tiled_loss', 'exact', 'Scales that are numbers or learned, frozen towers')
 @pytest.mark.parametrize('loss', [ClipLoss, SigLipLoss])
 def test_plain_numbers_frozen_towers_and_shapes_of_the_scale(loss):
     tensors = two_towers(7, 10.0)
@@ -91,6 +92,7 @@ def test_towers_of_two_types(loss):
         assert relative_error(actual, expected) < 2 * torch.finfo(expected.dtype).eps * 10
 
 
+@pytest.mark.edge('tiled_loss', 'refused', 'A gradient of the gradient')
 @pytest.mark.parametrize('name', ['clip', 'siglip', 'ntxent', 'supcon with labels', 'selfcon'])
 def test_a_second_derivative_is_refused(name):
     case = CASES[name]

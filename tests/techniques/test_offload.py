@@ -39,6 +39,11 @@ def test_same_steps(name, way):
     assert handle.moved_bytes[0] > 0 and handle.stored_bytes == 0
 
 
+@pytest.mark.edge(
+    'activation_offload',
+    'exact',
+    'Parts of one memory that are written to one by one (gates of an LSTM)',
+)
 @pytest.mark.parametrize('kind', [nn.LSTM, nn.GRU, nn.RNN])
 def test_gates_that_are_computed_in_place_in_one_memory(kind):
     torch.manual_seed(0)
@@ -178,6 +183,11 @@ def test_files_are_removed_with_the_graph(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.edge(
+    'activation_offload',
+    'exact',
+    'A second backward, a gradient of a gradient, a graph that is thrown away',
+)
 def test_backward_twice_double_backward_and_a_graph_that_is_thrown_away():
     model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 1)).double()
     x = torch.randn(8, 32, dtype=torch.float64, requires_grad=True)
@@ -193,6 +203,11 @@ def test_backward_twice_double_backward_and_a_graph_that_is_thrown_away():
     assert_same_step(gradients(model), gradients(plain))
 
 
+@pytest.mark.edge(
+    'activation_offload',
+    'refused',
+    'A saved tensor that is written to, as in the plain step',
+)
 def test_a_saved_tensor_that_stays_and_is_overwritten_is_an_error():
     class Overwriting(nn.Module):
         def forward(self, x):
@@ -254,6 +269,11 @@ def test_under_compile():
     assert handle.moved_bytes[0] > 0
 
 
+@pytest.mark.edge(
+    'activation_offload',
+    'exact',
+    '`torch.func.jvp`, `vjp` and `grad`: nothing moves',
+)
 @pytest.mark.parametrize('transform', ['jvp', 'vjp', 'grad'])
 def test_transforms_of_torch_func_run_as_without(transform):
     torch.manual_seed(0)
@@ -273,6 +293,7 @@ def test_transforms_of_torch_func_run_as_without(transform):
     torch.testing.assert_close(result(), plain, rtol=0, atol=0)
 
 
+@pytest.mark.edge('activation_offload', 'exact', 'A forward that raises: the offload ends with it')
 def test_offload_ends_with_a_forward_that_raises():
     model = nn.Linear(6, 6)
     offload_activations(model, min_bytes=0)

@@ -1,4 +1,4 @@
-"""From a label to a caption, and from a caption to tokens."""
+"""From a label or several texts to a caption, and from a caption to tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memengine.datasets import tokenizers  # noqa: F401 (registers them)
 from memengine.datasets.build import build
 from memengine.registry import TRANSFORMS, TransformConfig
 
-__all__ = ['LabelCaption', 'Tokenize']
+__all__ = ['ChooseCaption', 'LabelCaption', 'Tokenize']
 
 
 @TRANSFORMS.register_module()
@@ -60,6 +60,36 @@ class LabelCaption:
 
 
 @TRANSFORMS.register_module()
+class ChooseCaption:
+    """Caption an image with one of the texts that its source has for it: ``results['caption']``.
+
+    Args:
+        choice: ``'random'`` draws one anew each time, ``'first'`` takes the first, which is what
+            validation wants.
+
+    Raises:
+        ValueError: For another ``choice``, and on a sample without texts.
+    """
+
+    def __init__(self, choice: Literal['random', 'first'] = 'random') -> None:
+        if choice not in ('random', 'first'):
+            raise ValueError(f"ChooseCaption: choice must be 'random' or 'first', got {choice!r}")
+        self.choice = choice
+
+    def __call__(self, results: dict[str, Any]) -> dict[str, Any]:
+        """Add the caption."""
+        texts = results.get('captions')
+        if not texts:
+            raise ValueError(
+                'ChooseCaption: the sample has no captions; its source must have some, as '
+                'ImageTable(caption=...), CocoCaptions or Shards'
+            )
+        drawn = int(torch.randint(len(texts), ())) if self.choice == 'random' else 0
+        results['caption'] = texts[drawn]
+        return results
+
+
+@TRANSFORMS.register_module()
 class Tokenize:
     """Turn ``results['caption']`` into ``results['tokens']``, Long[L].
 
@@ -80,8 +110,8 @@ class Tokenize:
         """Add the tokens."""
         if 'caption' not in results:
             raise ValueError(
-                'Tokenize: the sample has no caption; put LabelCaption, or a transform of your '
-                "own that sets results['caption'], before it"
+                'Tokenize: the sample has no caption; put ChooseCaption or LabelCaption, or a '
+                "transform of your own that sets results['caption'], before it"
             )
         results['tokens'] = self.tokenizer(results['caption'])
         return results

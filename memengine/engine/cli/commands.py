@@ -16,13 +16,23 @@ from memengine.engine.checkpoint.files import DamagedError
 from memengine.engine.checkpoint.latest import find_latest
 from memengine.engine.checkpoint.sharded import SUFFIX, is_sharded
 from memengine.engine.cli.tracking import track
-from memengine.engine.config.check import ConfigError, check_config
+from memengine.engine.config.check import check_config
+from memengine.engine.config.error import ConfigError
 from memengine.engine.config.file import load_config, similar_files
 from memengine.engine.config.types import arguments_of, find_type
 from memengine.engine.distributed.threads import set_threads
 from memengine.registry import RUNNERS
 
-__all__ = ['convert', 'read_config', 'replay', 'test', 'train', 'verify']
+__all__ = [
+    'convert',
+    'examine_data',
+    'of_memory',
+    'read_config',
+    'replay',
+    'test',
+    'train',
+    'verify',
+]
 
 _DTYPE = {'bf16': 'bfloat16', 'fp16': 'float16'}
 
@@ -51,6 +61,8 @@ def read_config(args: argparse.Namespace) -> Config:
         _set_train_options(cfg, args)
     elif args.command == 'test':
         cfg.load_from, cfg.resume = args.checkpoint, False
+    if args.command != 'train':
+        cfg.pop('memory_budget', None)
     check_config(cfg)
     done = 'test' if args.command == 'test' else 'train'
     if cfg.get(f'{done}_cfg') is None:
@@ -70,6 +82,23 @@ def train(cfg: Config) -> None:
 def test(cfg: Config) -> None:
     """Test the checkpoint that ``load_from`` names."""
     _build(cfg, 'test_dataloader').test()
+
+
+def of_memory(args: argparse.Namespace, cfg: Config) -> str:
+    """What a step takes, predicted or measured, or how it can take less."""
+    from memengine.engine.cli.memory import measure_step, predict_step
+    from memengine.engine.cli.plan import plan_step
+
+    if args.command == 'plan':
+        return plan_step(cfg, args)
+    return (predict_step if args.command == 'predict' else measure_step)(cfg, args.json)
+
+
+def examine_data(cfg: Config) -> str:
+    """What the model sees, and whether data or model is the bottleneck."""
+    from memengine.engine.cli import data
+
+    return data.examine_data(cfg)
 
 
 def convert(source: str, target: str) -> str:

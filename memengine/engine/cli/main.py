@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memengine.engine.cli.parser import AFTER_TRAINING, make_parser
+from memengine.engine.config.early import check_top_keys
+from memengine.engine.config.error import ConfigError
 from memengine.engine.faults.signals import (
     Interrupted,
     exit_status,
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ['main']
 
-_OF_MEMORY = ('predict', 'measure')
+_OF_MEMORY = ('predict', 'measure', 'plan')
+_ON_CONFIG = ('train', 'test', 'data', *_OF_MEMORY)
 _RANK_VARIABLES = ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK', 'PMI_RANK')
 
 
@@ -53,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 0
-    if args.command in ('train', 'test', 'replay', *_OF_MEMORY):
+    if args.command in ('replay', *_ON_CONFIG):
         if args.local_rank is not None:
             os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
         # Last, so that nothing that is installed is hidden by a file of the user's.
@@ -93,6 +96,8 @@ class _Command:
 
             print(describe(self.args.name) if self.args.name else list_techniques())
             return
+        if self.args.command in _ON_CONFIG:
+            check_top_keys(self.args.config, self.args.cfg_options)
         from memengine.engine.cli import commands
 
         if self.args.command == 'convert':
@@ -116,10 +121,9 @@ class _Command:
             return
         self.cfg = commands.read_config(self.args)
         if self.args.command in _OF_MEMORY:
-            from memengine.engine.cli.memory import measure_step, predict_step
-
-            said_of = predict_step if self.args.command == 'predict' else measure_step
-            print(said_of(self.cfg, self.args.json))
+            print(commands.of_memory(self.args, self.cfg))
+        elif self.args.command == 'data':
+            print(commands.examine_data(self.cfg))
         elif self.args.command == 'train':
             commands.train(self.cfg)
         else:
@@ -153,22 +157,24 @@ class _Command:
 
     def report_error(self, error: Exception) -> None:
         """Say what went wrong: in a sentence, with ``--debug`` below the traceback."""
+        if self.args.debug:
+            traceback.print_exception(error)
+        if isinstance(error, ConfigError):
+            count = len(error.problems)
+            heading = [f'{count} problems in the config'] if count > 1 else []
+            self.print_error('error: ' + '\n  '.join([*heading, *error.problems]))
+            return
         from memengine.engine.cli.failure import explain, explain_lost_connection
         from memengine.engine.faults.ranks import RankError, lost_connection
 
-        if self.args.debug:
-            traceback.print_exception(error)
         if isinstance(error, RankError):
             self.print_error(f'error: {error}')
             return
         if lost_connection(error):
             self.print_error(f'error: {explain_lost_connection(error, self.cfg)}')
             return
-        problems = explain(error, self.cfg).splitlines()
-        if len(problems) > 1:
-            problems = [f'{len(problems)} problems in the config', *problems]
-        self.print_error('error: ' + '\n  '.join(problems))
-        if not self.args.debug and not hasattr(error, 'problems'):
+        self.print_error(f'error: {explain(error, self.cfg)}')
+        if not self.args.debug:
             log = _log_traceback(error) or self._write_traceback(error)
             self.print_error(
                 f'run again with --debug for the traceback{f" (it is in {log})" if log else ""}'

@@ -18,6 +18,7 @@ AFTER_TRAINING = {  # what each command does
     'embed': 'write features to files',
     'zeroshot': 'classify images by texts, with a model of both',
     'retrieve': 'find images by texts and texts by images: recall',
+    'look': 'draw nearest neighbours, a map, attention and patches',
     'export': 'write the backbone for other libraries and runtimes',
 }
 
@@ -50,6 +51,11 @@ examples:
   memengine convert epoch_60.pth epoch_60.dcp
 
 .dcp and .pth hold all of a run, and training goes on from either; .safetensors holds the weights.
+"""
+PLAN_EXAMPLES = """\
+examples:
+  memengine plan configs/simclr_vit.py --budget 40MiB
+  memengine plan configs/simclr_vit.py --budget 40MiB --batch 512 --write simclr_40mib.py
 """
 REPLAY_EXAMPLES = """\
 examples:
@@ -158,6 +164,14 @@ def make_parser() -> argparse.ArgumentParser:
     test = _add_command(commands, 'test', 'test a checkpoint', TEST_EXAMPLES)
     test.add_argument('checkpoint', metavar='CHECKPOINT', help='the checkpoint to test')
     _add_common(test)
+    data = _add_command(
+        commands,
+        'data',
+        'draw what the model sees, and say whether data or model is slower',
+        'example:\n  memengine data configs/dino_vit.py',
+    )
+    data.add_argument('--work-dir', metavar='DIR', help='for DIR/data/views.png')
+    _add_options(data)
     _add_memory_commands(commands)
     for name, does in AFTER_TRAINING.items():
         _add_after(commands, name, does)
@@ -178,6 +192,22 @@ def _add_memory_commands(commands: Any) -> None:
         )
         command.add_argument('--json', action='store_true', help='print figures in bytes')
         _add_options(command)
+    plan = _add_command(
+        commands, 'plan', 'say what to switch on so that training fits a budget', PLAN_EXAMPLES
+    )
+    plan.add_argument(
+        '--budget', required=True, metavar='SIZE', help='what a training step may take, as 24GiB'
+    )
+    plan.add_argument('--batch', type=int, metavar='N', help='train_dataloader.batch_size')
+    plan.add_argument(
+        '--allow',
+        choices=['exact', 'rounding'],
+        default='exact',
+        help='techniques that leave what is learned as it is (exact), or other precisions, too',
+    )
+    plan.add_argument('--write', metavar='FILE', help='write the config with the plan in it')
+    plan.add_argument('--json', action='store_true', help='print figures in bytes')
+    _add_options(plan)
 
 
 def _add_techniques(commands: Any) -> None:

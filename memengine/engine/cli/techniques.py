@@ -29,7 +29,7 @@ def describe(key: str) -> str:
     """
     found = techniques()
     if key not in found:
-        from memengine.engine.config.check import ConfigError  # which imports MMEngine
+        from memengine.engine.config.error import ConfigError
 
         raise ConfigError(f"there is no technique '{key}'{did_you_mean(key, found)}")
     technique = found[key]

@@ -10,7 +10,7 @@ from typing import Any
 
 from mmengine.config import Config
 
-from memengine.engine.config.check import ConfigError
+from memengine.engine.config.error import ConfigError
 
 __all__ = ['track']
 

@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ['config_files', 'used_names']
+import memengine
+
+__all__ = ['config_files', 'find_config', 'used_names']
+
+
+def find_config(name: str | Path) -> Path:
+    """The file that a config's name stands for.
+
+    Args:
+        name: A path; or the name of a config that comes along, as ``dino_vit`` or
+            ``dino/dino_vit-small-p16_8xb64-100e_imagenet``. A path that exists goes first.
+
+    Returns:
+        The path; ``name`` itself where there is no such file.
+    """
+    package = Path(memengine.__file__).parent
+    for folder in (package / 'configs', package.parent / 'configs'):  # installed; in a checkout
+        file = folder / f'{name}.py'
+        if not os.path.exists(name) and file.is_file():
+            return file
+    return Path(name)
 
 
 def used_names(file: Path) -> set[str]:

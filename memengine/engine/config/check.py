@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from mmengine.config import Config
 from memengine.engine.apply import refusals, wrong_settings
 from memengine.engine.config.bases import used_names
 from memengine.engine.config.checker import Checker
+from memengine.engine.config.error import FREE_KEYS, ConfigError, unknown_key
 from memengine.engine.config.runner_schema import (
-    FREE_KEYS,
     TOP_CONSTRAINTS,
     TOP_KEYS,
     TOP_SCHEMAS,
@@ -28,24 +28,12 @@ from memengine.engine.config.runner_schema import (
 )
 from memengine.engine.config.types import arguments_of, find_type
 from memengine.engine.hooks.technique import register_hooks
-from memengine.suggest import ONE_LETTER, STRICT, did_you_mean, similar
+from memengine.suggest import ONE_LETTER, STRICT, similar
 from memengine.technique import Technique, techniques
 
 __all__ = ['ConfigError', 'check_config', 'import_custom_modules', 'known_keys']
 
 DEFAULT_SCOPE = 'memengine'
-
-
-class ConfigError(ValueError):
-    """A config that says something that is not there, or cannot be.
-
-    Args:
-        problems: One sentence each, beginning with the setting's dotted path.
-    """
-
-    def __init__(self, problems: str | Iterable[str]) -> None:
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
-        super().__init__('\n'.join(self.problems))
 
 
 def check_config(cfg: Config | Mapping[str, Any]) -> None:
@@ -69,8 +57,7 @@ def check_config(cfg: Config | Mapping[str, Any]) -> None:
     known = known_keys(cfg)
     unknown = _unknown_keys(cfg, entries, known)
     for key in unknown:
-        own = '' if similar(key, known, STRICT) else '; a key of your own goes below vars=dict(...)'
-        checker.problems.append(f"unknown key '{key}'{did_you_mean(key, known)}{own}")
+        checker.problems.append(unknown_key(key, known))
     for key, value in entries.items():
         if key in known:
             _check_entry(checker, key, value)

@@ -11,31 +11,12 @@ from typing import Any
 from mmengine.config import Config
 from mmengine.config.utils import ConfigParsingError
 
-import memengine
-from memengine.engine.config.bases import config_files
-from memengine.engine.config.check import ConfigError, import_custom_modules, known_keys
-from memengine.engine.config.runner_schema import FREE_KEYS
-from memengine.suggest import did_you_mean, similar
+from memengine.engine.config.bases import config_files, find_config
+from memengine.engine.config.check import import_custom_modules, known_keys
+from memengine.engine.config.error import ConfigError, unknown_option
+from memengine.suggest import similar
 
 __all__ = ['find_config', 'load_config', 'merge_options', 'similar_files']
-
-
-def find_config(name: str | Path) -> Path:
-    """The file that a config's name stands for.
-
-    Args:
-        name: A path; or the name of a config that comes along, as ``dino_vit`` or
-            ``dino/dino_vit-small-p16_8xb64-100e_imagenet``. A path that exists goes first.
-
-    Returns:
-        The path; ``name`` itself where there is no such file.
-    """
-    package = Path(memengine.__file__).parent
-    for folder in (package / 'configs', package.parent / 'configs'):  # installed; in a checkout
-        file = folder / f'{name}.py'
-        if not os.path.exists(name) and file.is_file():
-            return file
-    return Path(name)
 
 
 def similar_files(path: str | Path, patterns: tuple[str, ...] = ('*.py',)) -> str:
@@ -172,9 +153,7 @@ def _option_problem(cfg: Config, path: str, value: Any) -> str | None:
                 f"--cfg-options {path}: '{keys[0]}' is a name that the config file uses itself; by "
                 'now it has been used, so setting it changes nothing: set the places it went to'
             )
-        return f"unknown key '{keys[0]}'{did_you_mean(keys[0], known)}" + (
-            '' if similar(keys[0], known) else f'; a key of your own goes below {FREE_KEYS[0]}'
-        )
+        return unknown_option(keys[0], known)
     node: Any = cfg
     for depth, key in enumerate(keys):
         before = '.'.join(keys[:depth])

@@ -38,11 +38,11 @@ from memengine.engine.config.schema import (
     one_of,
 )
 from memengine.engine.config.types import arguments_of
+from memengine.memory.planning import parse_bytes
 from memengine.technique import is_of
 
 __all__ = [
     'DEFAULT_HOOK_TYPES',
-    'FREE_KEYS',
     'PARAMETERS',
     'TOP_CONSTRAINTS',
     'TOP_KEYS',
@@ -284,12 +284,20 @@ def _names_weights(value: Any) -> bool:
     )
 
 
+def _is_size(value: Any) -> bool:
+    try:
+        return value is None or bool(parse_bytes(value))
+    except ValueError:
+        return False
+
+
 # The loops of commands that are run after training, by command, which is their key in a config.
 AFTER_TRAINING: Mapping[str, str] = {
     'probe': 'ProbeLoop',
     'embed': 'EmbedLoop',
     'zeroshot': 'ZeroShotLoop',
     'retrieve': 'RetrieveLoop',
+    'look': 'LookLoop',
     'export': 'ExportLoop',
 }
 
@@ -326,6 +334,22 @@ TOP_SCHEMAS: Mapping[str, SchemaChoice] = {
         supplied=('module', 'device_ids'),
     ),
     'compile': _unless_off(Schema(accepts=torch.compile, supplied=('model',))),
+    'verify_exactness': _unless_off(
+        Schema(
+            accepts=('every', 'samples', 'tolerance'),
+            constraints={
+                'every': POSITIVE_INT,
+                'samples': Constraint(
+                    'a positive integer or None',
+                    lambda value: value is None or POSITIVE_INT.holds(value),
+                ),
+                'tolerance': Constraint(
+                    'a positive number or None',
+                    lambda value: value is None or POSITIVE_NUMBER.holds(value),
+                ),
+            },
+        )
+    ),
     'custom_imports': Schema(accepts=('imports', 'allow_failed_imports')),
     'runner_type': Schema('RUNNERS', bare_type=True),
     'tta_model': Schema('MODELS', supplied=('module',)),
@@ -351,6 +375,11 @@ TOP_CONSTRAINTS: Mapping[str, Constraint] = {
         'a path, or dict(path=..., part=..., into=..., strict=True or False)', _names_weights
     ),
     'find_unused_parameters': BOOL,
+    'memory_budget': Constraint("a size such as '20GiB', or None", _is_size),
+    'verify_exactness': Constraint(
+        'True, False or dict(every=..., samples=..., tolerance=...)',
+        lambda value: value is None or isinstance(value, (bool, Mapping)),
+    ),
 }
 
 # What a run reads from its config beside the keys of techniques: the Runner's arguments, and more.
@@ -360,8 +389,6 @@ TOP_KEYS = frozenset(inspect.signature(Runner.__init__).parameters) - {'self', '
     'trusted_globals',
     '_scope_',
 }
-FREE_KEYS = ('vars', 'custom')
-
 TRIPLETS = (
     ('train_dataloader', 'train_cfg', 'optim_wrapper'),
     ('val_dataloader', 'val_cfg', 'val_evaluator'),

@@ -13,6 +13,7 @@ from mmengine.logging import MMLogger
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DefaultScope
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from memengine._torch_private.ops import pytree
 from memengine.engine.apply import apply_before_wrapping, apply_to_model, hooks_of_keys, refuse
@@ -22,18 +23,23 @@ from memengine.engine.step import run_step
 from memengine.memory import TrainingStep
 from memengine.registry import HOOKS, MODELS
 
-__all__ = ['first_batch', 'step_of']
+__all__ = ['first_batch', 'loader_of', 'step_of']
 
 
 def first_batch(cfg: Config) -> Any:
     """The first batch that training sees, loaded in this process."""
+    return next(iter(loader_of(cfg)))
+
+
+def loader_of(cfg: Config) -> DataLoader:
+    """The data loader of training, which loads in this process."""
     from memengine.engine.runner import Runner
 
     loader = dict(cfg.train_dataloader, num_workers=0, persistent_workers=False)
     for option in ('prefetch_factor', 'multiprocessing_context', 'timeout'):
         loader.pop(option, None)
     with _scope(cfg):
-        return next(iter(Runner.build_dataloader(loader, seed=0)))
+        return Runner.build_dataloader(loader, seed=0)
 
 
 def step_of(cfg: Config, batch: Any) -> Callable[[], TrainingStep]:

@@ -7,6 +7,7 @@ from memengine.engine.hooks.checkpoint import CheckpointHook
 from memengine.engine.hooks.collapse import CollapseHook
 from memengine.engine.hooks.ema import EMAHook
 from memengine.engine.hooks.evaluate_first import EvaluateFirstHook
+from memengine.engine.hooks.exactness import ExactnessError, ExactnessHook
 from memengine.engine.hooks.memory import MemoryHook
 from memengine.engine.hooks.progress import ProgressHook
 from memengine.engine.hooks.random_state import RandomStateHook
@@ -22,6 +23,8 @@ __all__ = [
     'CollapseHook',
     'EMAHook',
     'EvaluateFirstHook',
+    'ExactnessError',
+    'ExactnessHook',
     'MemoryHook',
     'NonFiniteError',
     'NonFiniteHook',

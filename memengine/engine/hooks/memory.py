@@ -12,7 +12,7 @@ from mmengine.hooks import Hook, LoggerHook
 from memengine.engine.hooks.batches import count_images
 from memengine.engine.hooks.next_call import wrap_next_call
 from memengine.engine.step import unwrap
-from memengine.memory import SavedBytes, cuda_peak_mib, rss_mib
+from memengine.memory import SavedBytes, cuda_figures, rss_mib
 from memengine.registry import HOOKS
 
 __all__ = ['MemoryHook']
@@ -24,7 +24,9 @@ _MIB = 2**20
 class MemoryHook(Hook):
     """Logs memory and throughput each logging interval.
 
-    On CUDA ``memory_mib``: the peak of allocated memory since the last log. On CPU ``saved_mib``,
+    On CUDA ``memory_mib``, the peak of allocated memory since the last log, ``reserved_mib``,
+    ``fragmented_mib`` and ``alloc_retries`` (see ``memengine.memory.cuda_figures``): reserved
+    memory is what has to fit, and retries cost time. On CPU ``saved_mib``,
     the most bytes that autograd kept for backward in the step that is logged, and ``rss_mib``,
     the resident memory of the process. All are the largest of all ranks. ``images_per_s`` counts
     the images of all ranks, and the time in between, data loading included, validation not.
@@ -44,7 +46,7 @@ class MemoryHook(Hook):
             raise ValueError(f'MemoryHook: interval must be at least 1, got {interval}')
         self.interval = interval
         self._meter = SavedBytes()
-        self._on_cuda = False
+        self._device = torch.device('cpu')
         self._first_iter = 0
         self._images = 0
         self._elapsed_s = 0.0
@@ -55,8 +57,7 @@ class MemoryHook(Hook):
         if self.interval is None:
             intervals = [h.interval for h in runner.hooks if isinstance(h, LoggerHook)]
             self.interval = intervals[0] if intervals else 10
-        device = next((p.device for p in runner.model.parameters()), torch.device('cpu'))
-        self._on_cuda = device.type == 'cuda'
+        self._device = next((p.device for p in runner.model.parameters()), torch.device('cpu'))
         self._first_iter = runner.iter
         self._last_s = time.perf_counter()
 
@@ -68,7 +69,7 @@ class MemoryHook(Hook):
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Meter the step if it is to be logged."""
-        if self._is_due(runner, batch_idx) and not self._on_cuda:
+        if self._is_due(runner, batch_idx) and self._device.type != 'cuda':
             self._meter = SavedBytes(unwrap(runner.model))
             wrap_next_call(runner.model, 'train_step', self._meter)
 
@@ -101,8 +102,8 @@ class MemoryHook(Hook):
         return due or runner.iter == self._first_iter
 
     def _memory_mib(self) -> dict[str, float]:
-        if self._on_cuda:
-            return {'memory_mib': cuda_peak_mib()}
+        if self._device.type == 'cuda':
+            return cuda_figures(self._device)
         memory = {'saved_mib': self._meter.peak_bytes / _MIB}
         resident = rss_mib()
         if resident is not None:

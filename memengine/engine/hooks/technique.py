@@ -53,6 +53,11 @@ class TechniqueHook(Hook):
         if self._handle is None:
             apply_in_order(unwrap(runner.model), runner.hooks)
 
+    @property
+    def handle(self) -> Handle | None:
+        """The technique at work, while it is."""
+        return self._handle
+
     def apply(self, model: nn.Module) -> None:
         """Begin; called by :func:`apply_in_order`."""
         assert self.technique.apply is not None, 'hooks are made of such techniques only'

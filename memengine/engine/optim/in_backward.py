@@ -19,6 +19,7 @@ from memengine.registry import OPTIM_WRAPPERS
 from memengine.techniques.optimizer.in_backward import (
     TECHNIQUE,
     check_steps_alone,
+    fuse_where_possible,
     step_in_backward,
 )
 from memengine.techniques.sharding.clipping import local_part
@@ -64,6 +65,7 @@ class OptimizerInBackwardOptimWrapper(OptimWrapper):
         self._norms: list[Tensor] = []
         self._logs_norm = (clip_grad or {}).get('type') == 'each_norm'
         check_steps_alone(optimizer)
+        fuse_where_possible(optimizer)
 
     @contextmanager
     def sync_context(self, model: nn.Module) -> Iterator[None]:

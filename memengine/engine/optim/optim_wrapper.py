@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, get_args
 
@@ -134,10 +134,12 @@ class OptimWrapper(_OptimWrapper):
 
     Attributes:
         guard: Asked before each update, if there is one; the Runner sets it.
+        on_gradient: Called once a step's gradient is there, as its backward has left it.
         updates_in_backward: Whether parameters have changed by then.
     """
 
     updates_in_backward = False
+    _inner_count: int
 
     def __init__(
         self,
@@ -169,6 +171,8 @@ class OptimWrapper(_OptimWrapper):
         self.nonfinite_limit = nonfinite_limit
         self.accumulate_coupled = accumulate_coupled
         self.guard: StepGuard | None = None
+        self.on_gradient: Callable[[], None] | None = None
+        self._counts_steps = True
         self._loss: Tensor | None = None
         self._is_spoilt = False  # by an iteration of those whose gradients are accumulated
 
@@ -210,6 +214,17 @@ class OptimWrapper(_OptimWrapper):
         with super().optim_context(model):
             yield
 
+    @contextmanager
+    def gradients_only(self) -> Iterator[None]:
+        """Steps that are carried out here add their gradient, and are counted nowhere."""
+        count: int = self._inner_count
+        self._counts_steps = False
+        try:
+            yield
+        finally:
+            self._inner_count = count
+            self._counts_steps = True
+
     def update_params(
         self,
         loss: Tensor,
@@ -232,6 +247,10 @@ class OptimWrapper(_OptimWrapper):
         step_kwargs: dict[str, Any] | None = None,
         zero_kwargs: dict[str, Any] | None = None,
     ) -> None:
+        if self.on_gradient is not None:
+            self.on_gradient()
+        if not self._counts_steps:
+            return
         self._loss = loss.detach()
         if self.should_update():
             self.step(**(step_kwargs or {}))

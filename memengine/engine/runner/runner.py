@@ -31,6 +31,7 @@ from memengine.engine.checkpoint.weights import (
     load_from_options,
 )
 from memengine.engine.cli.console import describe_run, log_environment, set_up_console
+from memengine.engine.config.memory_budget import keep_budget
 from memengine.engine.config.runner_schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
 from memengine.engine.distributed.launchers import DEFAULT_TIMEOUT_S
@@ -44,7 +45,13 @@ from memengine.engine.faults.workers import (
     guard_workers,
     samples_named,
 )
-from memengine.engine.hooks import AlgorithmHook, CheckpointHook, NonFiniteHook, RandomStateHook
+from memengine.engine.hooks import (
+    AlgorithmHook,
+    CheckpointHook,
+    ExactnessHook,
+    NonFiniteHook,
+    RandomStateHook,
+)
 from memengine.engine.runner.loading import load, resume_newest, roll_back
 from memengine.engine.runner.saving import collect
 from memengine.engine.runner.wrapping import initialize_weights, refuse_lone_samples, wrap
@@ -106,7 +113,11 @@ class Runner(_Runner):
         # than to write it.
         object.__setattr__(cfg, '_format_python_code', False)
         cfg.setdefault('default_scope', 'memengine')
-        return super().from_cfg(cfg)
+        planned = keep_budget(cfg)
+        runner = super().from_cfg(cfg)
+        if planned:
+            runner.logger.info(planned)
+        return runner
 
     def setup_env(self, env_cfg: dict[str, Any]) -> None:
         """Join the process group on whatever device there is, then do as MMEngine does."""
@@ -183,6 +194,7 @@ class Runner(_Runner):
             random_state=dict(type=RandomStateHook),
             algorithm=dict(type=AlgorithmHook),
             finite_loss=dict(type=NonFiniteHook),
+            exactness=ExactnessHook.of_key(self.cfg.get('verify_exactness')),
             **hooks_of_keys(self.cfg),
         )
         chosen = {**ours, **(hooks or {})}

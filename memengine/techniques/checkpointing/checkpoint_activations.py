@@ -13,7 +13,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from memengine.technique import Handle, Report, Settings, Technique, setting, with_settings
+from memengine.technique import (
+    PausableHandle,
+    Report,
+    Settings,
+    Technique,
+    setting,
+    with_settings,
+)
 from memengine.techniques.checkpointing.budget import Kept, Trace, plan_by_budget, plan_by_ops
 from memengine.techniques.checkpointing.op_policy import Op, op_names
 from memengine.techniques.checkpointing.repeatable_forward import SETTING, CheckpointedForward
@@ -93,7 +100,7 @@ def checkpoint_activations(
     return Checkpointing(chosen, ops, budget)
 
 
-class Checkpointing(Handle):
+class Checkpointing(PausableHandle):
     """Modules that are checkpointed; made by :func:`checkpoint_activations`."""
 
     def __init__(
@@ -179,8 +186,10 @@ class Checkpointing(Handle):
                 for trace in traces.values()
                 for op in trace.may_be_kept
             )
+            asked = sorted(self.ops)
+            more = f' and {len(asked) - 3} more' if len(asked) > 3 else ''
             raise ValueError(
-                f'{SETTING}: keep: none of {", ".join(sorted(self.ops))} computes anything in '
+                f'{SETTING}: keep: none of {", ".join(asked[:3])}{more} computes anything in '
                 f'{", ".join(self.names[:3])} that backward waits for and that can be kept; there '
                 f'are {", ".join(sorted(there)) or "none"}'
             )

@@ -22,7 +22,7 @@ from memengine._torch_private.ops import (
 from memengine.techniques.checkpointing.budget import Kept, Trace, measure, without_autocast_cache
 from memengine.techniques.checkpointing.op_policy import KeepCalls, keep_ops
 from memengine.techniques.modules.module_state import ModuleState
-from memengine.techniques.modules.random_state import RandomState, accelerators_of
+from memengine.techniques.modules.random_state import RandomState
 from memengine.techniques.modules.wrapped_forward import WrappedForward
 
 __all__ = ['SETTING', 'CheckpointedForward']
@@ -35,6 +35,7 @@ class Planner(Protocol):
 
     ops: frozenset[str]
     budget: float | None
+    is_paused: bool
 
     def kept(self, name: str, training: bool, trace: Callable[[], Trace]) -> Kept:
         """What is kept; ``trace()`` measures the module."""
@@ -73,13 +74,15 @@ class CheckpointedForward(WrappedForward):
 
     @do_not_compile
     def _eager(self, *args: Any, **kwargs: Any) -> Any:
+        if self.planner.is_paused:
+            return self.plain(*args, **kwargs)
         self.calls += 1
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not torch.is_grad_enabled() or not self._needs_gradient(tensors):
             return self.plain(*args, **kwargs)
         run = _FlatCall(self.plain, structure, (args, kwargs))
-        state = RandomState(accelerators_of(self.module, tensors))
+        state = RandomState.of(self.module, tensors)
         kept = self.planner.kept(
             self.name, self.module.training, partial(self._measure, run, leaves, tensors, state)
         )

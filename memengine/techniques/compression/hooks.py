@@ -31,7 +31,7 @@ from memengine._torch_private.autograd import (
 from memengine._torch_private.modules import is_compiled
 from memengine._torch_private.ops import do_not_compile
 from memengine.memory.ledger import owned_by, tensors_in
-from memengine.technique import Handle, Report
+from memengine.technique import PausableHandle, Report
 from memengine.techniques.compression.backward_needs import IN_PLACE_FORMS, needs_of, operation_name
 from memengine.techniques.compression.recomputable_ops import Source, recomputation_of
 from memengine.techniques.compression.rules import EXACT, KeptBytes, Rule
@@ -155,7 +155,7 @@ def remove_rule(model: nn.Module, rule: Rule) -> None:
             forward.undo()
 
 
-class RuleHandle(Handle):
+class RuleHandle(PausableHandle):
     """A rule's way back to its model, which it does not hold and copies do not take along.
 
     Attributes:
@@ -232,6 +232,7 @@ class CompressedForward(WrappedForward):
             return self._run_with(hooks, args, kwargs)
         off = not torch.is_grad_enabled() or not self.module.training
         off |= is_under_functorch()  # which has no graph
+        off |= any(rule.is_paused for rule in self.model_rules)
         if off or is_in_backward() or is_checkpointing():  # of which the middle one recomputes
             return self.plain(*args, **kwargs)
         hooks = _state.hooks = _ForwardHooks(self.module)

@@ -48,12 +48,14 @@ class Rule(Protocol):
             that gives back what there was, which comes before all others.
         codes_each_view: Whether views of one storage have codes of their own: their shape matters.
         kept: What it has saved so far.
+        is_paused: Whether the model runs as if it did not hold.
     """
 
     setting: str
     fidelity: int
     codes_each_view: bool
     kept: KeptBytes
+    is_paused: bool
 
     def begin_forward(self) -> None:
         """A forward of the model, or of a part of it that is called by itself, begins."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +76,15 @@ class ConvBNEval(Handle):
             self._handles.pop().remove()
 
     undo = remove
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which all layers run as they are."""
+        self._pairs.is_paused = True
+        try:
+            yield
+        finally:
+            self._pairs.is_paused = False
 
     def check(self) -> None:
         """Report what has been found; called after the first forward pass with gradients.

@@ -57,12 +57,13 @@ class ConvBNPairs:
         frozen: BatchNorm layers by name that read something else and kept nothing, as their
             weight takes no gradient.
         has_run: Whether a layer was called with gradients.
+        is_paused: Whether layers run as they are.
     """
 
     def __init__(self) -> None:
         self.found: dict[Pair, str | None] = {}
         self.frozen: dict[str, None] = {}
-        self.has_run = False
+        self.has_run = self.is_paused = False
         self._has_other_user: dict[Pair, int] = {}  # and the backward pass in which this was seen
         self._forget_tensors()
 
@@ -222,6 +223,8 @@ class EnterLayer(OwnHook):
     @do_not_compile
     def __call__(self, layer: nn.Module, args: Any) -> None:
         """Watch what the layer calls."""
+        if self.pairs.is_paused:
+            return
         self.pairs.has_run |= torch.is_grad_enabled()
         mode = _LayerMode(self.pairs, layer, self.name)
         mode.__enter__()

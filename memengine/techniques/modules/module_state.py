@@ -166,6 +166,10 @@ class ModuleState:
             for name, tensor in table.tensors()
         ]
 
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors that are held, one by one."""
+        return (tensor for _, _, tensor, _ in self._versions)
+
     def written_to(self) -> str | None:
         """The name of a tensor that was written to since, if there is one."""
         for table, name, tensor, version in self._versions:

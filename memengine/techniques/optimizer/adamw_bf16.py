@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from memengine._torch_private.ops import foreach_copy_
 from memengine.technique import Settings, Technique
 from memengine.techniques.sharding.clipping import local_part
 
@@ -16,6 +17,42 @@ __all__ = ['AdamWBf16', 'stochastically_rounded']
 
 _AVERAGES = ('exp_avg', 'exp_avg_sq')
 _LOW_BITS = 16  # of float32, which bfloat16 lacks
+# Of parameters that are updated together, where starting a kernel takes as long as a small one.
+_MOST_NUMBERS = 2**21
+
+
+class _AllInOne(NamedTuple):
+    """Tensors that lie in one, one behind the other."""
+
+    flat: Tensor
+    parts: list[Tensor]
+
+    def like(self, flat: Tensor) -> _AllInOne:
+        """Another one of the same parts."""
+        pieces = flat.split([part.numel() for part in self.parts])
+        pairs = zip(pieces, self.parts, strict=True)
+        return _AllInOne(
+            flat,
+            [piece.as_strided(p.shape, p.stride(), piece.storage_offset()) for piece, p in pairs],
+        )
+
+
+def _all_in_one(tensors: list[Tensor], dtype: torch.dtype) -> _AllInOne:
+    """Tensors in another precision; dense ones lie as they lay."""
+    flat = torch.empty(sum(t.numel() for t in tensors), dtype=dtype, device=tensors[0].device)
+    together = _AllInOne(flat, [torch.empty_like(t, device='meta') for t in tensors]).like(flat)
+    foreach_copy_(together.parts, tensors)
+    return together
+
+
+def _noise(numel: int, step: int, device: torch.device) -> Iterator[Tensor]:
+    """Uniform integers of 16 bits for each of the two averages, from one draw."""
+    generator = torch.Generator(device).manual_seed(step)
+    bits = torch.empty(numel, dtype=torch.int32, device=device)
+    bits.random_(-(2**31), 2**31, generator=generator)
+    lowest = 2**_LOW_BITS - 1
+    yield bits & lowest
+    yield bits.bitwise_right_shift_(_LOW_BITS).bitwise_and_(lowest)
 
 
 def stochastically_rounded(value: Tensor, generator: torch.Generator) -> Tensor:
@@ -27,12 +64,17 @@ def stochastically_rounded(value: Tensor, generator: torch.Generator) -> Tensor:
         value: Any floating-point tensor.
         generator: Draws the noise, on the tensor's device.
     """
-    bits = value.float().view(torch.int32)
     noise = torch.randint(
         2**_LOW_BITS, value.shape, generator=generator, dtype=torch.int32, device=value.device
     )
-    rounded = (bits + noise).bitwise_and_(-(2**_LOW_BITS)).view(torch.float32)
-    return torch.where(value.isnan(), torch.nan, rounded).bfloat16()  # noise may carry out of NaN
+    return _rounded_by(value, noise)
+
+
+def _rounded_by(value: Tensor, noise: Tensor) -> Tensor:
+    """What is rounded; the noise is written over."""
+    bits = noise.add_(value.float().view(torch.int32)).bitwise_and_(-(2**_LOW_BITS))
+    rounded = bits.view(torch.float32)
+    return rounded.masked_fill_(value.isnan(), torch.nan).bfloat16()  # noise may carry out of NaN
 
 
 class AdamWBf16(torch.optim.AdamW):
@@ -52,16 +94,18 @@ class AdamWBf16(torch.optim.AdamW):
     Raises:
         TypeError: For parameters in half precision, whose averages torch's AdamW keeps in it.
 
-    Cost: 4 bytes of state per parameter instead of 8. While it runs, 12 bytes for each number of
-    the parameter that it is at; no multi-tensor kernels.
+    Cost: 4 bytes of state per parameter instead of 8. While it runs, some 20 bytes for each number
+    of the parameters that it is at: one parameter, or on a GPU several of up to two million numbers
+    together, which take some 30 kernels.
 
     Lossy: forward and gradients are untouched; each average is off by less than 1/128 of itself,
     with mean zero, in every step. The page ``docs/techniques/optimizer_memory.md`` says how far
     that leads from AdamW.
 
-    The noise follows from the step's number alone: ranks that hold the same parameter round alike,
-    a resumed run goes on exactly, and the random state of the training is not touched. DDP,
-    ``fully_shard`` (each rank rounds its shard), autocast and gradient scaling are as for AdamW.
+    The noise follows from the step's number alone, and each parameter has the first of it: ranks
+    that hold the same parameter round alike, a resumed run goes on exactly, and the random state of
+    the training is not touched. DDP, ``fully_shard`` (each rank rounds its shard), autocast and
+    gradient scaling are as for AdamW.
     Checkpoints have AdamW's names: either loads the other's, and rounds or widens the averages.
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019); Gupta et al., Deep
@@ -103,27 +147,40 @@ class AdamWBf16(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for parameter in group['params']:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
+            for together in self._updated_together(group['params']):
+                self._update(together, group)
         return loss
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state['step'] = torch.tensor(0.0, dtype=torch.float32)
-            for name in _AVERAGES:
-                state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-        assert parameter.grad is not None
-        averages = [local_part(state[name]) for name in _AVERAGES]
-        first, second = (average.to(parameter.dtype) for average in averages)
+    def _updated_together(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+        """Parameters with a gradient, of one device, dtype and step, few at a time."""
+        found: dict[tuple[Any, ...], list[list[Tensor]]] = {}
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if not state:
+                state['step'] = torch.tensor(0.0, dtype=torch.float32, device='cpu')
+                for name in _AVERAGES:
+                    state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+            kind = parameter.device, parameter.dtype, int(state['step'])
+            lists = found.setdefault(kind, [[]])
+            most = 0 if parameter.device.type == 'cpu' else _MOST_NUMBERS
+            if sum(other.numel() for other in lists[-1]) + parameter.numel() > most:
+                lists.append([])
+            lists[-1].append(parameter)
+        return [together for lists in found.values() for together in lists if together]
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        states = [self.state[parameter] for parameter in parameters]
+        averages = [[local_part(state[name]) for state in states] for name in _AVERAGES]
+        exact = [_all_in_one(tensors, parameters[0].dtype) for tensors in averages]
         adamw(
-            [local_part(parameter)],
-            [local_part(parameter.grad)],
-            [first],
-            [second],
+            [local_part(parameter) for parameter in parameters],
+            [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None],
+            exact[0].parts,
+            exact[1].parts,
             [],
-            [state['step']],
+            [state['step'] for state in states],
             amsgrad=False,
             beta1=group['betas'][0],
             beta2=group['betas'][1],
@@ -132,9 +189,13 @@ class AdamWBf16(torch.optim.AdamW):
             eps=group['eps'],
             maximize=False,
         )
-        generator = torch.Generator(parameter.device).manual_seed(int(state['step']))
-        for average, exact in zip(averages, (first, second), strict=True):
-            average.copy_(stochastically_rounded(exact, generator))
+        step = int(states[0]['step'])
+        noise = _noise(max(part.numel() for part in exact[0].parts), step, parameters[0].device)
+        for tensors, together, drawn in zip(averages, exact, noise, strict=True):
+            parts = [drawn[: part.numel()] for part in together.parts]
+            ours = torch.cat(parts) if len(parts) > 1 else drawn
+            rounded = together.like(_rounded_by(together.flat, ours))
+            foreach_copy_(tensors, rounded.parts)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimiser or of AdamW.

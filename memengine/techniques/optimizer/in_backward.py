@@ -13,13 +13,16 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memengine._torch_private.modules import without_step_hooks
 from memengine.technique import Settings, Technique
 
-__all__ = ['check_steps_alone', 'step_in_backward']
+__all__ = ['check_steps_alone', 'fuse_where_possible', 'step_in_backward']
+
+_WITH_FUSED_KERNELS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 def check_steps_alone(optimizer: Optimizer) -> None:
@@ -41,6 +44,20 @@ def check_steps_alone(optimizer: Optimizer) -> None:
                 f'{name}: max_grad_norm={group["max_grad_norm"]} needs all gradients at once, '
                 'which a step inside backward never has; set max_grad_norm=None'
             )
+
+
+def fuse_where_possible(optimizer: Optimizer) -> None:
+    """Let torch's Adam, AdamW and SGD update a parameter of a GPU by one kernel, not by ten.
+
+    Nothing is done where ``fused`` or ``foreach`` was chosen, or training has begun. The rounding
+    is the fused kernels'.
+    """
+    if type(optimizer) not in _WITH_FUSED_KERNELS or optimizer.state:
+        return
+    for group in optimizer.param_groups:
+        is_free = group['fused'] is None and group['foreach'] is None
+        if is_free and all(p.is_cuda and p.is_floating_point() for p in group['params']):
+            group['fused'] = True
 
 
 @contextmanager
@@ -74,7 +91,8 @@ def step_in_backward(
 
     Cost: gradients alive at once are those of the largest parameter, or of as many as autograd
     makes in one operation, instead of all. The optimiser runs once per parameter, without its
-    multi-tensor kernels. Nothing is computed twice.
+    multi-tensor kernels; on a GPU ``fused=True`` makes that one kernel each (see
+    :func:`fuse_where_possible`). Nothing is computed twice.
 
     The update is that of the plain step, bit for bit where the optimiser's kernels for one and
     for many tensors are: no parameter is changed before all of its uses are behind backward, a
@@ -151,6 +169,8 @@ TECHNIQUE = Technique(
         "together, but in backward they are never there at once; set clip_grad.type='each_norm' "
         "(each parameter's own norm, as DINO does) or 'value', or clip_grad=None, or use "
         "optim_wrapper.type='OptimWrapper'",
+        'verify_exactness': 'gradients are gone when the step could be compared with the plain '
+        "one; use optim_wrapper.type='OptimWrapper' for the time of the check",
         'optim_wrapper.precision=fp16|float16': 'fp16 skips a step in which any gradient '
         "overflowed, which is known only after backward; use precision='bf16', or "
         "optim_wrapper.type='OptimWrapper'",

@@ -294,6 +294,10 @@ OPTIMIZER_OFFLOAD = Technique(
     title='optimiser states on the host',
     settings=CPUOffloadOptimizerSettings,
     switch='optim_wrapper.optimizer.type=CPUOffloadOptimizer',
+    conflicts={
+        'verify_exactness': 'it moves gradients to the host inside backward; use '
+        "optim_wrapper.optimizer.type='AdamW' for the time of the check"
+    },
     use_when="the optimiser's state does not fit on the GPU, and host memory is free",
     saves="the optimiser's state, all of it, on the GPU",
     price='gradients to the host, weights back, and the CPU does the update; needs torchao',

@@ -331,6 +331,8 @@ TECHNIQUE = Technique(
         f'compile the blocks (compile_blocks=True), or {_DDP}',
         'custom_hooks.type=EMAHook': 'EMAHook copies the model, which a sharded one does not '
         f'allow; {_DDP}, or an algorithm that holds its own average, as DINO does',
+        'verify_exactness': 'no rank holds the whole model, which the plain step needs; '
+        f'{_DDP} for the time of the check',
         'sync_bn.kind=mmcv': 'it does not know of sharding; set sync_bn=torch',
     },
     use_when="parameters, gradients or the optimiser's state do not fit",

@@ -44,6 +44,12 @@ def train(work_dir, *options, ranks=1, config='configs/dino_vit.py'):
     return scalars(work_dir)
 
 
+@pytest.mark.edge(
+    'data_parallel',
+    'exact',
+    'Losses that are means over a rank’s samples, on ranks that hold as many each: they '
+    'follow one process',
+)
 @pytest.mark.slow
 def test_two_ranks_follow_one_process(tmp_path):
     """Two ranks of batch 32 do what one process does with batch 64, up to rounding."""

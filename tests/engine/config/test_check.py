@@ -340,6 +340,21 @@ REFUSED = [
         "did you mean 'pytorch'?",
     ),
     (
+        'verify_exactness',
+        dict(evry=10),
+        "verify_exactness.evry: there is no such setting: did you mean 'every'?",
+    ),
+    (
+        'verify_exactness',
+        dict(samples=0),
+        'verify_exactness.samples: must be a positive integer or None, got 0',
+    ),
+    (
+        'verify_exactness',
+        1000,
+        'verify_exactness: must be True, False or dict(every=..., samples=..., tolerance=...), got',
+    ),
+    (
         'compile',
         dict(bakend='eager'),
         "compile.bakend: there is no such setting: did you mean 'backend'?",

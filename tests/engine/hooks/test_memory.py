@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memengine.engine import Runner
 from memengine.engine.hooks import MemoryHook
 from memengine.engine.hooks.batches import count_images
-from memengine.memory import SavedBytes
+from memengine.memory import SavedBytes, cuda_figures
 from memengine.testing import run_ranks
 from tests.engine.hooks.images import Classifier, Images, image_runner
 
@@ -216,4 +216,6 @@ def test_on_cuda_the_allocator_is_asked(tmp_path):
     image_runner(tmp_path, dict(type='MemoryHook')).train()
     lines = lines_of(tmp_path, 'memory_mib')
     assert len(lines) == 2 and all('saved_mib' not in line for line in lines)
-    assert all(0 < line['memory_mib'] < 1000 for line in lines)
+    assert all(0 < line['memory_mib'] <= line['reserved_mib'] < 1000 for line in lines)
+    assert all(line['fragmented_mib'] >= 0 for line in lines)
+    assert {line['alloc_retries'] for line in lines} == {cuda_figures()['alloc_retries']}

@@ -377,6 +377,11 @@ class Attending(nn.Module):
         return torch.bernoulli(torch.full_like(x, 0.5)) * x
 
 
+@pytest.mark.edge(
+    'activation_checkpointing',
+    'exact',
+    'Random numbers inside, with `keep`: they are drawn alike',
+)
 @pytest.mark.parametrize(
     'options', [dict(keep=['attention', 'matmuls', 'bernoulli']), dict(budget=0.8)]
 )
@@ -417,6 +422,11 @@ class Changing(nn.Module):
         return self.linear(x).tanh()
 
 
+@pytest.mark.edge(
+    'activation_checkpointing',
+    'refused',
+    'A forward that writes into its inputs or a buffer',
+)
 @pytest.mark.parametrize(
     ('inplace', 'message'),
     [(True, '0 changes its input in place'), (False, 'count of 0 changes in its forward')],
@@ -440,6 +450,11 @@ class Caching(nn.Module):
         return sum(cache.seen).tanh()
 
 
+@pytest.mark.edge(
+    'activation_checkpointing',
+    'refused',
+    '`keep` and `budget` with a model that fills a cache: the error names `use_cache=False`',
+)
 @pytest.mark.parametrize('options', [dict(keep='matmuls'), dict(budget=0.5)])
 def test_a_cache_that_a_measured_forward_would_fill_is_named(options):
     model = Caching()
@@ -464,11 +479,21 @@ def test_wrong_settings(options, message):
         checkpoint_activations(vit(), **options)
 
 
-def test_ops_that_do_not_occur():
+@pytest.mark.parametrize(
+    ('keep', 'named'),
+    [
+        ('aten.cumsum', r'aten\.cumsum'),
+        (
+            ['aten.cumsum', 'aten.sort', 'aten.cumprod', 'aten.topk'],
+            r'aten\.cumprod, aten\.cumsum, aten\.sort and 1 more',
+        ),
+    ],
+)
+def test_ops_that_do_not_occur(keep, named):
     model = vit()
-    checkpoint_activations(model, keep='aten.cumsum')
+    checkpoint_activations(model, keep=keep)
     model(torch.randn(1, 3, 32, 32))  # measures all of them
-    with pytest.raises(ValueError, match=r'none of aten\.cumsum .* there are aten\.\w+'):
+    with pytest.raises(ValueError, match=rf'none of {named} computes .* there are aten\.\w+'):
         model(torch.randn(1, 3, 32, 32))
 
 
@@ -485,6 +510,7 @@ def in_thread(work):
         return threads.submit(work).result()
 
 
+@pytest.mark.edge('activation_checkpointing', 'exact', 'Several threads that use one model')
 @pytest.mark.parametrize('call', range(2))
 def test_another_thread_measures_while_one_plans(monkeypatch, call):
     """Whichever moment of planning it is, both go on with plans of their own."""

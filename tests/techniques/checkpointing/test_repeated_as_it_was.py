@@ -36,6 +36,12 @@ def assert_exact(model, between=lambda model: None, calls=1):
         torch.testing.assert_close(found, value, rtol=1e-12, atol=0)
 
 
+@pytest.mark.edge(
+    'activation_checkpointing',
+    'exact',
+    '`eval()`, a rate of dropout or another weight that is set between forward and '
+    'backward: the repetition has what the forward had',
+)
 @pytest.mark.parametrize(
     'between',
     [
@@ -61,6 +67,11 @@ def test_what_is_set_between_forward_and_backward_is_for_the_next_forward(betwee
     assert states == ([dict(vars(m)) for m in model.modules()], list(model.parameters()))
 
 
+@pytest.mark.edge(
+    'activation_checkpointing',
+    'exact',
+    'Parameters that `torch.func.functional_call` has swapped in',
+)
 def test_functional_call_repeats_with_the_parameters_that_it_was_given():
     model = block().eval()
     given = {name: (p * 1.5).detach().requires_grad_() for name, p in model.named_parameters()}
@@ -75,6 +86,11 @@ def test_functional_call_repeats_with_the_parameters_that_it_was_given():
         torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
 
 
+@pytest.mark.edge(
+    'activation_checkpointing',
+    'refused',
+    'A parameter that is written to between forward and backward',
+)
 def test_parameters_stepped_before_backward_are_refused():
     model = block()
     checkpoint_activations(model, '')
@@ -106,6 +122,11 @@ class Counting(nn.Module):
         return torch.tanh(self.layer(x) * (self.calls if self.way == 'number' else self.count))
 
 
+@pytest.mark.edge(
+    'activation_checkpointing',
+    'exact',
+    'A number or buffer that each forward replaces: it is counted once',
+)
 @pytest.mark.parametrize('way', ['number', 'buffer'])
 def test_what_a_forward_replaces_is_counted_once(way):
     torch.manual_seed(0)
@@ -114,6 +135,11 @@ def test_what_a_forward_replaces_is_counted_once(way):
     assert model.calls == 3
 
 
+@pytest.mark.edge(
+    'activation_checkpointing',
+    'refused',
+    'A buffer other than a norm’s statistics that a forward writes to, from whichever call on',
+)
 @pytest.mark.parametrize('warm_up', [0, 2])
 def test_a_buffer_that_is_written_to_is_refused_in_whichever_call(warm_up):
     model = Counting('in place', warm_up)
@@ -139,6 +165,11 @@ class KeepingResults(nn.Module):
         return torch.tanh(x @ self.kept['weight'] * self.scale)
 
 
+@pytest.mark.edge(
+    'activation_checkpointing',
+    'exact',
+    'Results that a module computes in its first call and keeps',
+)
 def test_results_that_are_kept_are_computed_again_where_they_were_computed():
     torch.manual_seed(0)
     model = KeepingResults()
@@ -146,6 +177,12 @@ def test_results_that_are_kept_are_computed_again_where_they_were_computed():
     assert model.sizes == [4, 4] and set(model.kept) == {'weight'} and model.scale.requires_grad
 
 
+@pytest.mark.edge(
+    'activation_checkpointing',
+    'refused',
+    'Spectral norm (the parametrisation) in training, which writes its vectors; in eval '
+    'mode it is exact',
+)
 def test_spectral_norm_is_exact_in_eval_mode_and_refused_where_it_iterates():
     torch.manual_seed(0)
     model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), nn.Tanh())
@@ -154,6 +191,12 @@ def test_spectral_norm_is_exact_in_eval_mode_and_refused_where_it_iterates():
         gradients(model.train())
 
 
+@pytest.mark.edge(
+    'activation_checkpointing',
+    'exact',
+    'A weight that a pre-hook computes outside of the wrapped forward (the older spectral '
+    'norm): it is that of its call',
+)
 def test_a_weight_that_a_hook_computes_outside_is_the_one_of_its_call():
     torch.manual_seed(0)
     model = nn.utils.spectral_norm(nn.Linear(6, 6)).double().eval()
@@ -189,3 +232,32 @@ def test_results_of_a_step_before_are_let_go():
     gc.collect()
     assert before() is None
     out.sum().backward()
+
+
+class OwnGenerator(nn.Module):
+    """Drops by a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.generator = nn.Linear(6, 6).double(), None
+
+    def forward(self, x):
+        return self.layer(x).tanh() * (torch.rand(x.shape, generator=self.generator) < 0.5)
+
+
+@pytest.mark.edge(
+    'activation_checkpointing',
+    'exact',
+    'Random numbers from a `torch.Generator` that a module inside has as an attribute: the '
+    'repetition draws the same',
+)
+def test_a_generator_of_a_modules_own_is_replayed():
+    torch.manual_seed(0)
+    model = OwnGenerator()
+    same = copy.deepcopy(model)
+    checkpoint_activations(model, '')
+    for each in (model, same):
+        each.generator = torch.Generator().manual_seed(3)
+    for _ in range(2):
+        for found, value in zip(gradients(model), gradients(same), strict=True):
+            torch.testing.assert_close(found, value, rtol=1e-12, atol=0)

@@ -358,6 +358,11 @@ def test_what_does_not_come_out_the_same_is_kept(operation):
     assert ('2', 'linear') not in handle.kept.places
 
 
+@pytest.mark.edge(
+    'recomputed_activations',
+    'exact',
+    'A norm with a forward of one’s own: compared in each step, and kept where it differs',
+)
 def test_the_norm_that_is_not_a_librarys_is_compared_each_time():
     class OwnForward(nn.LayerNorm):
         eps_in_use = 1e-5
@@ -379,6 +384,11 @@ def test_the_norm_that_is_not_a_librarys_is_compared_each_time():
     assert saved == [True, True, True, False, True]
 
 
+@pytest.mark.edge(
+    'recomputed_activations',
+    'exact',
+    'A result that is written to, from whichever step on',
+)
 def test_an_edit_that_begins_later_is_seen_by_its_version():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), Edited(begin=1), nn.Linear(16, 16)).double()
@@ -389,6 +399,11 @@ def test_an_edit_that_begins_later_is_seen_by_its_version():
         assert_bitwise(step(model, x), step(same, x))
 
 
+@pytest.mark.edge(
+    'recomputed_activations',
+    'refused',
+    'A result that is written to through `.data`, in the step in which its place is compared',
+)
 def test_one_that_no_version_counts_is_an_error_when_it_is_compared():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), Edited(1, data=True), nn.Linear(16, 16))
@@ -425,6 +440,12 @@ class EditedInOnePlace(nn.Module):
         return x
 
 
+@pytest.mark.edge(
+    'recomputed_activations',
+    'exact',
+    'A layer that is called several times, with `.data` edits at one of them: each call is '
+    'compared by itself',
+)
 def test_each_place_is_compared_also_where_a_module_has_several():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), EditedInOnePlace()).double()
@@ -448,6 +469,11 @@ class Counted(nn.Module):
         return weight * 2
 
 
+@pytest.mark.edge(
+    'recomputed_activations',
+    'exact',
+    'Norms whose weight is computed: it is computed once',
+)
 def test_weights_that_are_computed_are_not_computed_once_more():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16)).double()
@@ -459,6 +485,7 @@ def test_weights_that_are_computed_are_not_computed_once_more():
     assert counted.calls == 1
 
 
+@pytest.mark.edge('recomputed_activations', 'exact', '`eps` that changes before backward')
 @pytest.mark.parametrize('norm', [nn.LayerNorm(16), nn.GroupNorm(4, 16), nn.BatchNorm1d(16)])
 def test_epsilon_is_that_of_the_forward(norm):
     torch.manual_seed(0)
@@ -506,6 +533,7 @@ def test_layers_of_torch_with_attention_written_out():
     assert handle.kept.before
 
 
+@pytest.mark.edge('recomputed_activations', 'exact', '`torch.func`: nothing is left out')
 def test_under_transforms_of_functions_nothing_happens():
     model, x = network('gelu')
     parameters = dict(model.named_parameters())
@@ -521,6 +549,11 @@ def test_under_transforms_of_functions_nothing_happens():
     assert_bitwise(gradient(), expected)
 
 
+@pytest.mark.edge(
+    'recomputed_activations',
+    'refused',
+    'Weights that are written to before backward, as in the plain step',
+)
 def test_weights_changed_before_backward_are_an_error():
     model, x = network('layer norm')
     recompute_activations(model)

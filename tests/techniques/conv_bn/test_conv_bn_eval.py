@@ -187,6 +187,11 @@ class TwoUsers(nn.Module):
         return z + (self.use(y) if other is None else other)
 
 
+@pytest.mark.edge(
+    'efficient_conv_bn_eval',
+    'exact',
+    'Another user of a convolution’s output: BatchNorm keeps its input',
+)
 @pytest.mark.parametrize('first', [True, False])
 @pytest.mark.parametrize('use', [torch.sin, lambda y: y.flatten(2).mean(2)[..., None, None]])
 def test_another_user_of_the_output(use, first):
@@ -218,6 +223,11 @@ class InPlace(nn.Module):
         return self.bn(y)
 
 
+@pytest.mark.edge(
+    'efficient_conv_bn_eval',
+    'exact',
+    'Outputs that are changed in place between the two; inputs are an error, as without',
+)
 def test_changes_in_place():
     assert check(frozen(InPlace('output')), images(), saves=False).fused == []
     model = frozen(InPlace('input'))
@@ -232,6 +242,7 @@ def test_changes_in_place():
     assert_same_step(found, unchanged, 1e-10)
 
 
+@pytest.mark.edge('efficient_conv_bn_eval', 'exact', '`train()` and `eval()` at any time')
 def test_modes_may_change_at_any_time():
     model = pair(nn.Conv2d(3, 4, 3), None, nn.Dropout(0.5), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
     model.append(nn.BatchNorm2d(4).double())
@@ -253,6 +264,7 @@ def test_without_running_statistics():
     assert found.pairs == {('0', '1'): PLAIN}
 
 
+@pytest.mark.edge('efficient_conv_bn_eval', 'exact', 'Hooks of layers and of tensors')
 @pytest.mark.parametrize('kind', ['forward hook', 'pre-hook', 'backward hooks', 'retain_grad'])
 def test_hooks_see_what_they_always_see(kind):
     def watched(model):
@@ -323,6 +335,12 @@ def _by_hooks_put_on_afterwards(model, x):
     return [seen[0], seen[1], *(p.grad for p in model.parameters())]
 
 
+@pytest.mark.edge(
+    'efficient_conv_bn_eval',
+    'exact',
+    'A convolution’s output that the model returns or retains, and hooks put on it '
+    'afterwards: its gradient is whole',
+)
 @pytest.mark.parametrize('ask', [_by_grad, _by_retain_grad, _by_hooks_put_on_afterwards])
 @pytest.mark.parametrize('frozen_weight', [False, True])
 @pytest.mark.parametrize('act', [nn.ReLU, nn.SiLU])

@@ -33,6 +33,11 @@ def _rank(rank, world_size, momentum):
     return out.detach(), x.grad, layer.weight.grad, layer.bias.grad, dict(layer.named_buffers())
 
 
+@pytest.mark.edge(
+    'sync_bn',
+    'exact',
+    'Outputs, gradients and running statistics of a batch that is spread over ranks',
+)
 @pytest.mark.parametrize('momentum', [0.1, None])
 @pytest.mark.parametrize('world_size', [2, 4])
 def test_outputs_gradients_and_statistics(world_size, momentum):

@@ -75,6 +75,7 @@ def moved(net):
     return torch.cat([(now - first).flatten() for now, first in pairs]).detach()
 
 
+@pytest.mark.edge('adamw_bf16', 'exact', 'NaN and infinity of any bits: they stay what they are')
 @pytest.mark.parametrize('bits', [0x7FFFFFFF, 0x7FC00000, -1, 0x7F800000])
 def test_what_is_not_finite_stays_so(bits):
     value = torch.full((1000,), bits, dtype=torch.int32).view(torch.float32)
@@ -103,8 +104,8 @@ def test_twenty_steps_stay_near_adamw():
 @pytest.mark.parametrize('stochastic', [True, False])
 def test_the_second_average_follows_only_when_rounded_stochastically(stochastic, monkeypatch):
     if not stochastic:
-        name = 'memengine.techniques.optimizer.adamw_bf16.stochastically_rounded'
-        monkeypatch.setattr(name, lambda value, generator: value.bfloat16())
+        name = 'memengine.techniques.optimizer.adamw_bf16._rounded_by'
+        monkeypatch.setattr(name, lambda value, noise: value.bfloat16())
     weight = nn.Parameter(torch.zeros(4096))
     optimizer = AdamWBf16([weight], lr=0.0)
     optimizer.state[weight] = {

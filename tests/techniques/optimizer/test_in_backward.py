@@ -208,6 +208,11 @@ def test_nothing_is_left_behind_when_backward_fails():
     assert net.first.weight.grad is not None
 
 
+@pytest.mark.edge(
+    'optimizer_in_backward',
+    'refused',
+    'A parameter that gets a second gradient in a step',
+)
 def test_a_second_gradient_is_refused():
     net, optimizer, _ = build(OPTIMIZERS['SGD'])
     with step_in_backward(optimizer):
@@ -236,6 +241,11 @@ class Spread(torch.optim.SGD):
         return self.inner.param_groups
 
 
+@pytest.mark.edge(
+    'optimizer_in_backward',
+    'refused',
+    'Optimisers that need more than one parameter’s gradient',
+)
 def test_optimisers_that_need_more_than_one_gradient_are_refused():
     net = nn.Linear(2, 2)
     with (
@@ -255,6 +265,11 @@ def test_optimisers_that_need_more_than_one_gradient_are_refused():
         net(torch.ones(1, 2)).sum().backward()
 
 
+@pytest.mark.edge(
+    'optimizer_in_backward',
+    'exact',
+    'Backward that reads weights late (Conv-BN eval): before they change',
+)
 def test_conv_bn_eval_reads_its_weights_before_they_change():
     states = []
     for in_backward in (False, True):

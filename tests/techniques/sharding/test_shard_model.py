@@ -115,6 +115,11 @@ def test_units_are_the_blocks_or_what_is_named():
         choose_units(vit, 0)
 
 
+@pytest.mark.edge(
+    'sharding',
+    'exact',
+    'A block that reads a child’s weight without calling it: it stays whole',
+)
 def test_blocks_that_use_their_childrens_weights_stay_whole():
     layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2)
     assert choose_units(layers, fine=True) == ['layers.0', 'layers.1']
@@ -426,6 +431,7 @@ def _refused(rank, world_size):
         shard_model(build(), free_after='never')
 
 
+@pytest.mark.edge('sharding', 'refused', 'Units that overlap, and other settings that cannot be')
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match='needs a process group.*torchrun'):
         shard_model(build())

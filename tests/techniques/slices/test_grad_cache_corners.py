@@ -18,6 +18,11 @@ from memengine.testing import assert_same_step, relative_error
 from tests.techniques.toy import CHUNK, Case, Encoder, cached, gradients, plain, train
 
 
+@pytest.mark.edge(
+    'grad_cache',
+    'exact',
+    'BatchNorm’s running statistics: each slice counts once, in order',
+)
 @pytest.mark.parametrize('momentum', [0.1, None])
 @pytest.mark.parametrize('keep_graph', [0, 1, 3])
 def test_batchnorm_counts_every_slice_once_and_in_order(momentum, keep_graph):
@@ -58,11 +63,17 @@ class Counting(nn.Module):
         return self.linear(x)
 
 
+@pytest.mark.edge(
+    'grad_cache',
+    'refused',
+    'A buffer other than a norm’s statistics that every forward changes',
+)
 def test_another_buffer_that_changes_is_refused():
     with pytest.raises(RuntimeError, match='steps of Counting changes'):
         cached([Counting()], [torch.randn(8, 12)], torch.Tensor.sum)
 
 
+@pytest.mark.edge('grad_cache', 'refused', 'An encoder that writes into its input')
 def test_an_encoder_that_changes_its_input_is_refused():
     encoder = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(12, 6))
     with pytest.raises(ValueError, match='Sequential changes its input in place.*keep_graph'):
@@ -104,12 +115,22 @@ RESULTS = ['a result', 'a result and a flag']
 OTHERS = ['a random constant', 'a buffer for each size', 'how often it was called']
 
 
+@pytest.mark.edge(
+    'grad_cache',
+    'exact',
+    'A buffer or attribute that is computed in the first call only (ConViT)',
+)
 @pytest.mark.parametrize('way', RESULTS)
 def test_a_result_that_is_kept_has_no_graph_in_slices_that_keep_theirs(way):
     with pytest.raises(RuntimeError, match=r'computed from parameters in one .* set keep_graph=0'):
         cached([Keeping(way)], [torch.randn(10, 12)], lambda z: z.square().sum(), keep_graph=1)
 
 
+@pytest.mark.edge(
+    'grad_cache',
+    'exact',
+    'What a forward keeps on its module: the second pass finds what the first found',
+)
 @pytest.mark.parametrize(
     ('way', 'keep_graph'), [*((way, 0) for way in RESULTS + OTHERS), *((way, 1) for way in OTHERS)]
 )
@@ -139,6 +160,7 @@ class OtherRandomness(nn.Module):
         return self.linear(x * np.random.rand()) * random.random()
 
 
+@pytest.mark.edge('grad_cache', 'exact', 'Random numbers of Python and NumPy')
 def test_randomness_of_python_and_numpy_is_replayed():
     import numpy as np
 
@@ -149,6 +171,32 @@ def test_randomness_of_python_and_numpy_is_replayed():
         random.seed(0), np.random.seed(0)
         step([module], [x], lambda z: (z.sum(0) ** 3).sum())
     assert_same_step(gradients(model), gradients(expected))
+
+
+class OwnGenerator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.generator = nn.Linear(12, 6), None
+
+    def forward(self, x):
+        x = self.linear(x)
+        return x * (torch.rand(x.shape, generator=self.generator) < 0.5)
+
+
+@pytest.mark.edge(
+    'grad_cache',
+    'exact',
+    'Random numbers from a `torch.Generator` that a module inside has as an attribute',
+)
+def test_a_generator_of_a_modules_own_is_replayed():
+    torch.manual_seed(0)
+    model, x = OwnGenerator().double(), torch.randn(9, 12, dtype=torch.float64)
+    expected = copy.deepcopy(model)
+    for module, step in ((expected, plain), (model, cached)):
+        module.generator = torch.Generator().manual_seed(3)
+        step([module], [x], lambda z: (z.sum(0) ** 3).sum())
+    assert_same_step(gradients(model), gradients(expected))
+    assert torch.equal(model.generator.get_state(), expected.generator.get_state())
 
 
 class Nested(nn.Module):
@@ -331,6 +379,7 @@ def test_compiled_encoders():
     assert_same_step(gradients(model), gradients(expected))
 
 
+@pytest.mark.edge('grad_cache', 'exact', 'An error in the second pass: the model is as it was')
 def test_an_error_in_the_second_pass_leaves_the_model_as_it_was():
     class Fails(Encoder):
         def forward(self, x):

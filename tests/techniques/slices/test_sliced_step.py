@@ -218,6 +218,7 @@ def one_rank_main(rank, world_size):
         step(ddp, data(), size=4)
 
 
+@pytest.mark.edge('grad_cache', 'refused', 'DDP with `static_graph=True`')
 def test_a_static_graph_of_ddp_is_refused_where_it_has_several():
     run_ranks(1, one_rank_main)
 

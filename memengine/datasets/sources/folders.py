@@ -7,6 +7,7 @@ import os
 import struct
 from collections import Counter
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,25 +16,35 @@ from mmengine.logging import print_log
 from PIL import Image
 
 from memengine.datasets.build import one_line
+from memengine.datasets.sources.protocols import NO_LABEL
 from memengine.registry import DATASETS
 
-__all__ = ['CIFAR10', 'CIFAR100', 'MOST_PIXELS', 'ImageFolder', 'ImageNet', 'load_rgb']
+__all__ = [
+    'CIFAR10',
+    'CIFAR100',
+    'MOST_PIXELS',
+    'SUFFIXES',
+    'ImageFolder',
+    'ImageNet',
+    'UnlabelledFolder',
+    'load_rgb',
+]
 
 MOST_PIXELS = 100_000_000
 """Of an image, unless more are asked for; as RGB they take 300 MB in each worker."""
 
+SUFFIXES = ('.jpg', '.jpeg', '.png', '.ppm', '.bmp', '.pgm', '.tif', '.tiff', '.webp')
+"""Of files that are taken for images."""
 
-_SUFFIXES = ('.jpg', '.jpeg', '.png', '.ppm', '.bmp', '.pgm', '.tif', '.tiff', '.webp')
 
-
-def load_rgb(path: str, max_pixels: int = MOST_PIXELS) -> Image.Image:
+def load_rgb(path: str | BytesIO, max_pixels: int = MOST_PIXELS) -> Image.Image:
     """Read an image file as 8-bit RGB, whatever it holds.
 
     Sixteen-bit greyscale is scaled to eight bits (Pillow's own conversion cuts it off at 255),
     grey is repeated over the channels, transparency is dropped.
 
     Args:
-        path: The file.
+        path: The file, or its content.
         max_pixels: Larger images are refused, before memory is taken for them.
 
     Returns:
@@ -43,7 +54,7 @@ def load_rgb(path: str, max_pixels: int = MOST_PIXELS) -> Image.Image:
         OSError: When the file is missing, truncated, larger, or no image that can be read; when it
             is no file but a pipe or a device, from which reading might never end.
     """
-    if os.path.exists(path) and not os.path.isfile(path):
+    if isinstance(path, str) and os.path.exists(path) and not os.path.isfile(path):
         raise OSError('it is no regular file')
     limit_of_pillow, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, max_pixels
     try:
@@ -148,7 +159,7 @@ class ImageFolder:
             if _identity(str(folder / name)) in entered:
                 raise ValueError(f'{str(folder / name)!r} is a link to another class or to root')
             entered.add(_identity(str(folder / name)))
-        beside = [it.name for it in os.scandir(folder) if it.name.lower().endswith(_SUFFIXES)]
+        beside = [it.name for it in os.scandir(folder) if it.name.lower().endswith(SUFFIXES)]
         if beside := sorted(set(beside) - set(self.classes)):
             self._warn(
                 f'{len(beside)} images lie beside the folders of the classes and are left out, as '
@@ -158,12 +169,12 @@ class ImageFolder:
         left_out: Counter[str] = Counter()
         for label, name in enumerate(self.classes):
             files = list(_files_below(str(folder / name), entered, again))
-            images = [(file, label) for file in files if file.lower().endswith(_SUFFIXES)]
+            images = [(file, label) for file in files if file.lower().endswith(SUFFIXES)]
             left_out.update(Path(file).suffix.lower() or 'without suffix' for file in files)
             if not images:
                 raise ValueError(
                     f'root={str(folder)!r} must hold one folder of images per class: there is no '
-                    f'{", ".join(_SUFFIXES)} in {name!r}'
+                    f'{", ".join(SUFFIXES)} in {name!r}'
                 )
             self._samples += images
         if again:
@@ -171,7 +182,7 @@ class ImageFolder:
                 f'{len(again)} links lead to folders that are read already and are not followed '
                 f'({again[0]!r})'
             )
-        for suffix in _SUFFIXES:
+        for suffix in SUFFIXES:
             del left_out[suffix]
         if left_out:
             most = sorted(left_out.items(), key=lambda each: (-each[1], each[0]))[:5]
@@ -199,6 +210,41 @@ class ImageFolder:
     def path(self, index: int) -> str:
         """The file that sample ``index`` is read from."""
         return self._samples[index][0]
+
+
+@DATASETS.register_module()
+class UnlabelledFolder:
+    """All images in and below a folder, read as RGB, without labels (each has the label -1).
+
+    Links to folders are followed, but no folder is entered twice. Files whose suffix is none of
+    torchvision's are left out.
+
+    Args:
+        root: The folder.
+        max_pixels: An image of more pixels cannot be read (see the dataset's ``on_error``).
+
+    Raises:
+        ValueError: When ``root`` is no folder, or holds no image.
+    """
+
+    def __init__(self, root: str, max_pixels: int = MOST_PIXELS) -> None:
+        folder = _existing_folder(root)
+        files = _files_below(str(folder), {_identity(str(folder))}, [])
+        self._files = [file for file in files if file.lower().endswith(SUFFIXES)]
+        self._max_pixels = max_pixels
+        if not self._files:
+            raise ValueError(f'there is no {", ".join(SUFFIXES)} in root={str(folder)!r}')
+        self.classes: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        return load_rgb(self._files[index], self._max_pixels), NO_LABEL
+
+    def path(self, index: int) -> str:
+        """The file that sample ``index`` is read from."""
+        return self._files[index]
 
 
 @DATASETS.register_module()

@@ -1,9 +1,4 @@
-"""Sources of real images that ship inside a library, so that a first run needs no download.
-
-A source is a map-style object: ``len(source)``, ``source[i] -> (PIL image, int label)`` and
-``source.classes``. Where its images are files, ``source.path(i)`` names them. An image that cannot
-be read raises ``OSError``, which is what the dataset's ``on_error`` setting acts on.
-"""
+"""Sources of real images that ship inside a library, so that a first run needs no download."""
 
 from __future__ import annotations
 
@@ -11,39 +6,14 @@ import functools
 import importlib.util
 import math
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import numpy as np
 from PIL import Image
 
 from memengine.registry import DATASETS
 
-__all__ = ['Digits', 'HasLabels', 'HasPaths', 'Photographs', 'Source']
-
-
-class Source(Protocol):
-    """What :class:`memengine.datasets.ImageDataset` reads its samples from."""
-
-    classes: list[str]
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]: ...
-
-
-@runtime_checkable
-class HasPaths(Protocol):
-    """A source whose images are files."""
-
-    def path(self, index: int) -> str:
-        """The file that sample ``index`` is read from."""
-
-
-@runtime_checkable
-class HasLabels(Protocol):
-    """A source that knows the labels of its samples without reading them."""
-
-    labels: list[int]
+__all__ = ['Digits', 'Photographs']
 
 
 def _check_choice(setting: str, value: str, choices: tuple[str, ...]) -> None:

@@ -1,0 +1,27 @@
+"""Where images come from: folders, tables, shards, libraries; with labels and captions if any."""
+
+from memengine.datasets.sources.bundled import Digits, Photographs
+from memengine.datasets.sources.folders import (
+    CIFAR10,
+    CIFAR100,
+    ImageFolder,
+    ImageNet,
+    UnlabelledFolder,
+)
+from memengine.datasets.sources.shards import Shards
+from memengine.datasets.sources.split import Split
+from memengine.datasets.sources.tables import CocoCaptions, ImageTable
+
+__all__ = [
+    'CIFAR10',
+    'CIFAR100',
+    'CocoCaptions',
+    'Digits',
+    'ImageFolder',
+    'ImageNet',
+    'ImageTable',
+    'Photographs',
+    'Shards',
+    'Split',
+    'UnlabelledFolder',
+]

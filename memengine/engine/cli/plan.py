@@ -1,0 +1,134 @@
+"""``memengine plan``: what to switch on so that a config's training step fits a budget."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from mmengine.config import Config
+from mmengine.device import get_device
+from mmengine.logging import MMLogger
+
+from memengine.engine.config.check import ConfigError
+from memengine.engine.config.file import merge_options
+from memengine.engine.config.planning import HEADROOM, Planner
+from memengine.memory.planning import Found, Tried, parse_bytes, rates_of
+
+__all__ = ['plan_step']
+
+_MIB = 2**20
+
+
+def plan_step(cfg: Config, args: argparse.Namespace) -> str:
+    """The plan that the command line asks for.
+
+    Raises:
+        ConfigError: When nothing fits, with what would.
+    """
+    MMLogger.get_current_instance().setLevel('ERROR')  # a prediction says what a run says once
+    try:
+        budget = parse_bytes(args.budget)
+    except ValueError as error:
+        raise ConfigError(f'--budget: {error}') from error
+    if args.batch is not None:
+        merge_options(cfg, {'train_dataloader.batch_size': args.batch})
+    planner = Planner(cfg, args.allow)
+    found = planner.find(budget)
+    if found.chosen is None:
+        raise ConfigError(nothing_fits(planner, found, args.budget))
+    options = planner.options(found.chosen.plan)
+    if args.batch is not None:
+        options = {'train_dataloader.batch_size': args.batch, **options}
+    if args.write is not None:
+        merge_options(cfg, options)
+        cfg.dump(args.write)
+    if args.json:
+        return json.dumps({'options': options, 'limit_bytes': found.limit_bytes} | _figures(found))
+    return '\n'.join(_report(planner, found, options, args))
+
+
+def _figures(found: Found) -> dict[str, Any]:
+    assert found.chosen is not None
+    tried = [
+        asdict(one.cost) | {'plan': dict(one.plan), 'seconds': one.seconds} for one in found.tried
+    ]
+    return {'chosen': found.tried.index(found.chosen), 'tried': tried}
+
+
+def _report(
+    planner: Planner, found: Found, options: Mapping[str, Any], args: argparse.Namespace
+) -> Iterator[str]:
+    chosen, plain, rates = found.chosen, found.plain, rates_of(get_device())
+    assert chosen is not None
+    cost = chosen.cost
+    share = cost.peak_bytes / parse_bytes(args.budget)
+    yield (
+        f'{_mib(cost.peak_bytes)} at the peak, {cost.how}: {share:.1%} of {args.budget}, of which '
+        f'{HEADROOM[get_device()]:.0%} is left over for what a prediction is wrong by'
+    )
+    yield ''
+    line = said(options)
+    yield f'memengine train {args.config}{f" --cfg-options {line}" if line else ""}'
+    yield ''
+    yield from (f'{_mib(nbytes)}  {name}' for name, nbytes in cost.by_category.items())
+    yield ''
+    if chosen is plain:
+        yield 'the step fits as it is: nothing has to be switched on'
+    else:
+        yield (
+            f'{_more(cost.flops, plain.cost.flops)} FLOPs, '
+            f'{_more(cost.moved_bytes, plain.cost.moved_bytes)} bytes moved, '
+            f'{_more(cost.operators, plain.cost.operators)} operators; expected time '
+            f'{_times(chosen, plain)} that of the step as it is: counted, and weighed by round '
+            f'figures of {rates.name}, not measured'
+        )
+        yield from _others(planner, found)
+    for name, why in planner.left_out.items():
+        yield f'left out: {name}: {why}'
+
+
+def _others(planner: Planner, found: Found) -> Iterator[str]:
+    if faster := found.next_faster:
+        lacking = faster.cost.peak_bytes - found.limit_bytes
+        yield (
+            f'next faster: {said(planner.options(faster.plan)) or "the step as it is"}: '
+            f'{_times(faster, found.plain)}, does not fit by {_mib(lacking).strip()}'
+        )
+    yield ''
+    yield f'plans that no other beats in both, of {len(found.tried)} that were tried:'
+    for one in found.front:
+        options = said(planner.options(one.plan)) or '(as it is)'
+        yield f'{_mib(one.cost.peak_bytes)}  {_times(one, found.plain)}  {options}'
+
+
+def nothing_fits(planner: Planner, found: Found, budget: str) -> str:
+    """What is said when nothing fits."""
+    leanest = found.leanest
+    needed = _mib(int(leanest.cost.peak_bytes / (1 - HEADROOM[get_device()])) + _MIB // 10)
+    options = said(planner.options(leanest.plan)) or 'nothing switched on'
+    return (
+        f'nothing fits {budget}: the smallest budget that would is {needed.strip()} '
+        f'({leanest.cost.how}), with {options} at {_times(leanest, found.plain)} the time; a '
+        'smaller train_dataloader.batch_size or model takes less'
+    )
+
+
+def said(options: Mapping[str, Any]) -> str:
+    """Options as the command line takes them."""
+    return ' '.join(shlex.quote(f'{key}={value}') for key, value in options.items())
+
+
+def _mib(nbytes: int) -> str:
+    return f'{nbytes / _MIB:9.1f} MiB'
+
+
+def _more(now: int, before: int) -> str:
+    return f'{now / before - 1:+.1%}'
+
+
+def _times(one: Tried, plain: Tried) -> str:
+    return f'{one.seconds / plain.seconds:.2f} ×'

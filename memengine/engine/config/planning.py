@@ -1,0 +1,246 @@
+"""The knobs that a config leaves open to a planner, and what each of its plans would cost."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from itertools import count, cycle, islice
+from typing import Any
+
+from mmengine.config import Config
+from mmengine.device import get_device
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from memengine.engine.config.check import check_config
+from memengine.engine.config.file import merge_options
+from memengine.engine.config.training_step import loader_of, step_of
+from memengine.engine.config.types import arguments_of, find_type
+from memengine.engine.step import SlicedModel
+from memengine.memory import TrainingStep, UnpredictableError, predict
+from memengine.memory.planning import Cost, Found, Knob, Plan, rates_of, search
+from memengine.memory.prediction import on_fake_tensors
+from memengine.techniques.modules.blocks import find_blocks
+from memengine.techniques.modules.running_statistics import layers_with_batch_statistics
+
+__all__ = ['HEADROOM', 'Planner']
+
+HEADROOM = {'cpu': 0.02, 'cuda': 0.1}
+"""The share of a budget that is left over: what a prediction is wrong by, and on a GPU fragments of
+its allocator and kernels' workspaces, of which a prediction for the CPU knows nothing."""
+
+CHECKPOINTING = 'activation_checkpointing'
+
+_MOST_TRACED = 8  # slices; what more of them cost follows from two and four
+_FEW = 4  # samples that are really loaded; a batch repeats them
+_SLICES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+_KEPT = tuple(eighth / 8 for eighth in range(8, -1, -1))
+_BUDGETS = tuple(tenth / 10 for tenth in range(9, -1, -1))
+_SIZE = {'Accumulation': 'micro_batch_size', 'GradCache': 'chunk_size'}
+_PLACES = dict(
+    tiled_loss='model.loss.tile_size',
+    optimizer_in_backward='optim_wrapper.type',
+    activation_checkpointing='activation_checkpointing.budget',
+    adamw_bf16='optim_wrapper.optimizer.type',
+    mixed_precision='optim_wrapper.precision',
+)
+_PLAIN_WRAPPERS = ('OptimWrapper', 'AmpOptimWrapper')
+
+
+class Planner:
+    """What may be switched on in a config, and what that costs.
+
+    Args:
+        cfg: A checked config of training. What it sets itself stays as it is.
+        allow: ``'exact'`` for techniques that change nothing of what is learned; ``'rounding'`` for
+            other precisions, too.
+
+    Attributes:
+        knobs: For :func:`memengine.memory.planning.search`.
+        left_out: Why a technique is not among them, by its key.
+    """
+
+    def __init__(self, cfg: Config, allow: str = 'exact') -> None:
+        self.cfg = cfg
+        self.left_out: dict[str, str] = {}
+        self._batch, self._samples = _batches(cfg), cfg.train_dataloader.batch_size
+        self._known: dict[tuple[tuple[str, Any], ...], Cost | None] = {}  # predictions, by options
+        self._wrapper, self._rows = '', 0
+        self._towers: Counter[str | None] = Counter()
+        self._coupled: dict[int, int] = {}  # slices that the coupled loss reads, by their size
+        with on_fake_tensors():
+            step = step_of(cfg, self._batch(cfg))()
+            self.knobs = [*self._slices(step), *self._checkpointing(step.model)]
+        self.knobs += [*self._tiles(), *self._of_optim_wrapper(allow)]
+
+    def find(self, budget_bytes: int) -> Found:
+        """The fastest plan within a budget, of which :data:`HEADROOM` is left over."""
+        limit = int(budget_bytes * (1 - HEADROOM[get_device()]))
+        while True:
+            found = search(self.knobs, self.cost, limit, rates_of(get_device()))
+            if found.chosen is None:
+                return found
+            # What followed from shorter steps is predicted whole before it is promised.
+            if self._predicted(self.options(found.chosen.plan)) == found.chosen.cost:
+                return found
+
+    def plain(self) -> Cost:
+        """What the step takes as it is."""
+        cost = self.cost({})
+        assert cost is not None, 'what is refused without a plan is an error'
+        return cost
+
+    def options(self, plan: Plan) -> dict[str, Any]:
+        """What a plan sets in the config, as ``--cfg-options`` takes it."""
+        options: dict[str, Any] = {}
+        if 'slices' in plan:
+            size = self._size(plan['slices'])
+            options = {
+                'optim_wrapper.type': f'{self._wrapper}OptimWrapper',
+                f'optim_wrapper.{_SIZE[self._wrapper]}': size,
+            }
+            least = int(self._wrapper == 'GradCache' and len(self._towers) == 1)  # takes no room
+            if kept := max(round(plan.get('kept', 0) * self._coupled[size]), least):
+                options['optim_wrapper.keep_graph'] = kept
+        for name, level in plan.items():
+            if name in _PLACES:
+                options[_PLACES[name]] = level
+        return options
+
+    def cost(self, plan: Plan) -> Cost | None:
+        """What a plan's step costs; None if the engine refuses it, which ``left_out`` then says.
+
+        A step of many slices follows from shorter ones: what a slice takes, and each that is kept,
+        is the same for all.
+        """
+        if {'slices', 'optimizer_in_backward'} <= plan.keys():
+            return None  # each is an OptimWrapper
+        options, slices = self.options(plan), plan.get('slices', 0)
+        is_even = len(self._towers) == 1 or not plan.get('kept')  # towers' slices differ
+        if _key(options) in self._known or slices <= _MOST_TRACED or not is_even:
+            return self._predicted(options)
+        size, kept = self._size(slices), options.pop('optim_wrapper.keep_graph', 0)
+
+        least = min(kept, 1)
+
+        def short(number: int, kept: int = least) -> Cost | None:
+            batch = math.ceil(number * size * self._samples / self._rows)
+            said = {'optim_wrapper.keep_graph': kept} if kept else {}
+            return self._predicted({**options, **said, 'train_dataloader.batch_size': batch})
+
+        pairs = slices / 2 - 1
+        parts = [(1 - pairs, short(2)), (pairs, short(4))]
+        if kept > 1:
+            parts += [(-1, short(4)), (3 - kept, short(4, 2)), (kept - 2, short(4, 3))]
+        known = [(weight, cost) for weight, cost in parts if cost is not None]
+        if len(known) < len(parts):
+            return None
+        none_kept, cost = Cost.sum(known[:2]), Cost.sum(known)
+        return replace(cost, peak_bytes=max(cost.peak_bytes, none_kept.peak_bytes))
+
+    def _predicted(self, options: Mapping[str, Any]) -> Cost | None:
+        key = _key(options)
+        if key not in self._known:
+            self._known[key] = self._predict(options)
+        return self._known[key]
+
+    def _predict(self, options: Mapping[str, Any]) -> Cost | None:
+        cfg = copy.deepcopy(self.cfg)
+        merge_options(cfg, options)
+        try:
+            check_config(cfg)
+            return Cost.of(predict(lambda: step_of(cfg, self._batch(cfg))()))
+        except UnpredictableError:
+            raise
+        except ValueError as error:
+            if not options:
+                raise
+            self.left_out[', '.join(options)] = str(error)
+            return None
+
+    # ------------------------------------------------------------------ what is open
+
+    def _size(self, slices: int) -> int:
+        return math.ceil(self._rows / slices)
+
+    def _is_plain(self) -> bool:
+        kind = self.cfg.optim_wrapper.get('type', 'OptimWrapper')
+        return kind in _PLAIN_WRAPPERS
+
+    def _slices(self, step: TrainingStep) -> Iterator[Knob]:
+        model = step.model
+        if not self._is_plain():
+            self.left_out['slices'] = 'optim_wrapper.type is set by the config'
+        elif not isinstance(model, SlicedModel):
+            self.left_out['slices'] = f'{type(model).__name__} does not say how it is cut'
+        elif layers := layers_with_batch_statistics(model):
+            self.left_out['slices'] = (
+                f'{len(layers)} BatchNorm layers ({layers[0]}, ...) would normalise by slices, '
+                'which has a part in what is learned'
+            )
+        else:
+            self._wrapper = 'GradCache' if model.coupled else 'Accumulation'
+            preprocessor: Any = model.data_preprocessor
+            batch = preprocessor(step.batch, True)
+            inputs, samples = batch['inputs'], batch.get('data_samples')
+            self._towers = Counter(piece.tower for piece in model.slices(inputs, samples, 1))
+            self._rows = max(self._towers.values())
+            levels = list({self._size(n): n for n in _SLICES if n <= self._rows}.values())
+            for size in map(self._size, levels):
+                pieces = model.slices(inputs, samples, size)
+                self._coupled[size] = sum(piece.coupled for piece in pieces)
+            if levels:
+                yield Knob('slices', levels)
+            if levels and model.coupled:
+                yield Knob('kept', _KEPT, of='slices')
+
+    def _checkpointing(self, model: nn.Module) -> Iterator[Knob]:
+        if self.cfg.get(CHECKPOINTING):
+            self.left_out[CHECKPOINTING] = 'it is set by the config'
+        elif not find_blocks(model):
+            self.left_out[CHECKPOINTING] = 'the model has no repeated blocks'
+        else:
+            yield Knob(CHECKPOINTING, _BUDGETS)
+
+    def _tiles(self) -> Iterator[Knob]:
+        loss = self.cfg.model.get('loss')
+        kind = loss.get('type') if isinstance(loss, Mapping) else None
+        if isinstance(kind, str):
+            kind = find_type('MODELS', kind, self.cfg.get('default_scope', 'memengine'))
+        if kind and 'tile_size' in arguments_of(kind).names and not loss.get('tile_size'):
+            yield Knob('tiled_loss', ('auto',))
+
+    def _of_optim_wrapper(self, allow: str) -> Iterator[Knob]:
+        wrapper = self.cfg.optim_wrapper
+        if self._is_plain():
+            yield Knob('optimizer_in_backward', ('OptimizerInBackwardOptimWrapper',))
+        if allow != 'exact' and wrapper.optimizer.type == 'AdamW':
+            yield Knob('adamw_bf16', ('AdamWBf16',))
+        if allow != 'exact' and self._is_plain() and not wrapper.get('precision'):
+            yield Knob('mixed_precision', ('bf16',))
+
+
+def _key(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(options.items()))
+
+
+def _batches(cfg: Config) -> Callable[[Config], Any]:
+    """What gives a config's batch from a few samples, each many times.
+
+    So a batch of any size can be predicted, without its memory, and without loading it.
+    """
+    loader = loader_of(cfg)
+    dataset: Any = loader.dataset
+    several = (
+        iter(dataset) if isinstance(dataset, IterableDataset) else map(dataset.__getitem__, count())
+    )
+    samples = list(islice(several, min(_FEW, cfg.train_dataloader.batch_size)))
+
+    def batch(cfg: Config) -> Any:
+        assert loader.collate_fn is not None
+        return loader.collate_fn(list(islice(cycle(samples), cfg.train_dataloader.batch_size)))
+
+    return batch

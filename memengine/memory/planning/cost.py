@@ -1,0 +1,120 @@
+"""What a plan costs: bytes at the peak, and counted work, from which a time follows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from memengine.memory.prediction import Prediction
+
+__all__ = ['Cost', 'Rates', 'parse_bytes', 'rates_of']
+
+_UNITS = {
+    **{f'{letter}iB': 1024**power for power, letter in enumerate('KMGT', 1)},
+    **{f'{letter}B': 1000**power for power, letter in enumerate('KMGT', 1)},
+}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast a machine works, in round figures: they decide which plan is the faster one.
+
+    Attributes:
+        name: Of which machine.
+        flops_per_s: Of products of matrices and convolutions.
+        bytes_per_s: Read and written.
+        operator_s: Seconds of an operator beside its work: Python, autograd, the launch.
+    """
+
+    name: str
+    flops_per_s: float
+    bytes_per_s: float
+    operator_s: float
+
+
+_CPU = Rates('one core of a CPU', flops_per_s=60e9, bytes_per_s=8e9, operator_s=10e-6)
+_GPU = Rates('a GPU', flops_per_s=60e12, bytes_per_s=1e12, operator_s=8e-6)
+
+
+def rates_of(device_type: str) -> Rates:
+    """The round figures of a kind of device: ``'cpu'``, or any other."""
+    return _CPU if device_type == 'cpu' else _GPU
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a training step costs.
+
+    Attributes:
+        peak_bytes: The most at once.
+        flops: Of products of matrices and convolutions.
+        moved_bytes: Read and written by operators.
+        operators: How many were carried out.
+        by_category: The peak's bytes by what they are for; empty where they were measured.
+        how: Where it is known from: ``'predicted'`` or ``'measured'``.
+    """
+
+    peak_bytes: int
+    flops: int
+    moved_bytes: int
+    operators: int
+    by_category: Mapping[str, int] = field(default_factory=dict)
+    how: str = 'predicted'
+
+    @classmethod
+    def of(cls, predicted: Prediction) -> Cost:
+        """What was predicted of a step."""
+        return cls(
+            predicted.peak_bytes,
+            predicted.flops,
+            predicted.moved_bytes,
+            predicted.operators,
+            predicted.by_category,
+        )
+
+    @classmethod
+    def sum(cls, parts: Sequence[tuple[float, Cost]]) -> Cost:
+        """Several costs, each so many times."""
+
+        def total(values: Iterable[float]) -> int:
+            return round(
+                sum(weight * value for (weight, _), value in zip(parts, values, strict=True))
+            )
+
+        costs = [cost for _, cost in parts]
+        return cls(
+            total(cost.peak_bytes for cost in costs),
+            total(cost.flops for cost in costs),
+            total(cost.moved_bytes for cost in costs),
+            total(cost.operators for cost in costs),
+            {
+                name: total(cost.by_category.get(name, 0) for cost in costs)
+                for name in dict.fromkeys(name for cost in costs for name in cost.by_category)
+            },
+        )
+
+    def seconds(self, rates: Rates) -> float:
+        """The time that the counted work takes at these rates, one thing after another."""
+        return (
+            self.flops / rates.flops_per_s
+            + self.moved_bytes / rates.bytes_per_s
+            + self.operators * rates.operator_s
+        )
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as ``'24GiB'``, ``'800 MiB'`` or ``'16GB'``.
+
+    Raises:
+        ValueError: For a text without one of these units, or no size above 0.
+    """
+    found = re.fullmatch(r'\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*', str(text))
+    unit = _UNITS.get(found.group(2)) if found else None
+    nbytes = int(float(found.group(1)) * unit) if found and unit else 0
+    if not nbytes:
+        raise ValueError(
+            f"a size is a number with one of the units {', '.join(_UNITS)}, as '24GiB'; got "
+            f'{text!r}'
+        )
+    return nbytes

@@ -1,0 +1,98 @@
+"""Plans of configs: what they leave open, and that what is printed is what is predicted."""
+
+import json
+
+import pytest
+from mmengine.logging import MMLogger
+
+from memengine.engine.cli.main import main
+from memengine.engine.config.check import check_config
+from memengine.engine.config.file import load_config
+from memengine.engine.config.planning import Planner
+
+SMALL = {'model.backbone.embed_dim': 32, 'model.backbone.num_heads': 2}
+OPTIONS = [f'{key}={value}' for key, value in SMALL.items()]
+CLASSIFIER, SIMCLR, DINO = (f'configs/{name}_vit.py' for name in ('classify', 'simclr', 'dino'))
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logger = MMLogger.get_current_instance()
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
+
+def planner(config, batch_size=32, **options):
+    cfg = load_config(config, {**SMALL, 'train_dataloader.batch_size': batch_size, **options})
+    cfg.setdefault('default_scope', 'memengine')
+    check_config(cfg)
+    return Planner(cfg)
+
+
+def names(some):
+    return [knob.name for knob in some.knobs]
+
+
+def test_slices_are_those_of_the_loss():
+    assert names(planner(CLASSIFIER))[:2] == ['slices', 'activation_checkpointing']
+    some = planner(SIMCLR)
+    assert names(some)[:2] == ['slices', 'kept']
+    assert some.options({'slices': 4, 'kept': 0.5}) == {
+        'optim_wrapper.type': 'GradCacheOptimWrapper',
+        'optim_wrapper.chunk_size': 16,  # of 64 images
+        'optim_wrapper.keep_graph': 2,
+    }
+    assert 'tiled_loss' in names(some)
+
+
+def test_batch_statistics_leave_slices_out():
+    some = planner(DINO)
+    assert 'slices' not in names(some)
+    assert 'BatchNorm' in some.left_out['slices']
+
+
+def test_what_the_config_sets_stays():
+    options = {
+        'activation_checkpointing': ['blocks'],
+        'optim_wrapper.type': 'GradCacheOptimWrapper',
+    }
+    some = planner(SIMCLR, **options, **{'optim_wrapper.chunk_size': 16})
+    assert names(some) == ['tiled_loss']
+    assert set(some.left_out) == {'slices', 'activation_checkpointing'}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('config', [CLASSIFIER, SIMCLR])
+def test_many_slices_follow_from_few(config):
+    some = planner(config)
+    followed = some.cost({'slices': 16})
+    predicted = some._predicted(some.options({'slices': 16}))
+    assert followed != predicted
+    assert followed.operators == pytest.approx(predicted.operators, rel=0.02)
+    assert followed.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.02)
+    assert followed.flops == pytest.approx(predicted.flops, rel=0.05)
+
+
+def test_a_plan_is_printed_that_fits(capsys):
+    plain = planner(CLASSIFIER).cost({})
+    budget = f'{plain.peak_bytes * 0.8 / 2**20:.2f}MiB'
+    command = ['plan', CLASSIFIER, '--budget', budget, '--batch', '32', '--json']
+    assert main([*command, '--cfg-options', *OPTIONS]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    options = figures['options']
+    assert options.pop('train_dataloader.batch_size') == 32
+    assert options
+    assert planner(CLASSIFIER, **options).cost({}).peak_bytes <= figures['limit_bytes']
+
+
+def test_nothing_fits(capsys):
+    assert main(['plan', DINO, '--budget', '1MiB', '--cfg-options', *OPTIONS]) == 1
+    said = capsys.readouterr().err
+    assert 'nothing fits 1MiB: the smallest budget that would is' in said
+    assert 'predicted' in said
+
+
+def test_a_size_without_unit_is_refused(capsys):
+    assert main(['plan', DINO, '--budget', '24']) == 1
+    assert 'GiB' in capsys.readouterr().err

@@ -1,0 +1,116 @@
+"""The search for a plan, on costs that follow from a formula."""
+
+import pytest
+
+from memengine.memory.planning import Cost, Knob, parse_bytes, rates_of, search
+
+RATES = rates_of('cpu')
+SLICES = Knob('slices', (2, 3, 4, 5, 6, 8, 12, 16))
+KEPT = Knob('kept', (1.0, 0.75, 0.5, 0.25, 0.0), of='slices')
+DEPTH = Knob('checkpointing', (0.8, 0.6, 0.4, 0.2, 0.0))
+
+
+class Step:
+    """A step of 16 samples of 100 bytes on 40 that stay, in which a second forward is a third."""
+
+    def __init__(self, second_forward=True, refused=()):
+        self.second_forward, self.refused = second_forward, refused
+        self.asked = []
+
+    def __call__(self, plan):
+        assert plan not in self.asked
+        self.asked.append(plan)
+        if set(plan) & set(self.refused):
+            return None
+        slices, kept = plan.get('slices', 1), plan.get('kept', 1.0)
+        share = 1 / slices if not self.second_forward else 1 / slices + (1 - 1 / slices) * kept
+        depth = plan.get('checkpointing', 1.0)
+        extra = (1 - kept) / 3 + (1 - depth) / 3
+        return Cost(
+            peak_bytes=40 + int(1600 * share * (0.1 + 0.9 * depth)),
+            flops=int(3e9 * (1 + extra)),
+            moved_bytes=0,
+            operators=100 * slices,
+        )
+
+
+def find(limit, *knobs, **kwargs):
+    step = Step(**kwargs)
+    found = search(knobs, step, limit, RATES)
+    assert len(found.tried) <= len(step.asked)
+    return found
+
+
+def test_a_step_that_fits_is_left_as_it_is():
+    found = find(1640, SLICES, KEPT, DEPTH)
+    assert found.chosen == found.plain and not found.chosen.plan
+    assert len(found.tried) == 1
+
+
+def test_the_fewest_slices_that_fit_are_chosen():
+    found = find(40 + 1600 // 5, SLICES, second_forward=False)
+    assert found.chosen.plan == {'slices': 5}
+    assert found.next_faster.plan == {'slices': 4}
+
+
+def test_as_many_graphs_are_kept_as_there_is_room_for():
+    found = find(40 + 1600 // 2, SLICES, KEPT)
+    assert found.chosen.plan == {'slices': 4, 'kept': 0.25}
+
+
+def test_what_is_cheaper_is_preferred():
+    assert find(600, SLICES, DEPTH, second_forward=False).chosen.plan == {'slices': 3}
+    assert 'slices' not in find(1400, SLICES, KEPT, DEPTH).chosen.plan  # 0.8 costs a fifteenth
+
+
+def test_several_are_combined_where_one_does_not_do_it():
+    found = find(60, SLICES, DEPTH, second_forward=False)
+    assert set(found.chosen.plan) == {'slices', 'checkpointing'}
+
+
+def test_what_is_refused_is_no_plan():
+    found = find(600, SLICES, DEPTH, second_forward=False, refused=('slices',))
+    assert set(found.chosen.plan) == {'checkpointing'}
+
+
+def test_nothing_fits():
+    found = find(41, SLICES, DEPTH, second_forward=False)
+    assert found.chosen is None
+    assert found.leanest.cost.peak_bytes == min(one.cost.peak_bytes for one in found.tried)
+    assert found.leanest.plan == {'slices': 16, 'checkpointing': 0.0}
+
+
+@pytest.mark.parametrize('second_forward', [False, True])
+def test_more_budget_is_never_slower(second_forward):
+    knobs = (SLICES, KEPT, DEPTH) if second_forward else (SLICES, DEPTH)
+    chosen = [
+        find(limit, *knobs, second_forward=second_forward).chosen for limit in range(60, 1700, 20)
+    ]
+    times = [one.seconds for one in chosen]
+    assert times == sorted(times, reverse=True)
+
+
+def test_the_front_falls_in_bytes_and_rises_in_time():
+    front = find(60, SLICES, DEPTH, second_forward=False).front
+    assert not front[0].plan
+    pairs = list(zip(front, front[1:], strict=False))
+    assert len(pairs) > 3
+    for one, other in pairs:
+        assert one.seconds <= other.seconds
+        assert one.cost.peak_bytes > other.cost.peak_bytes
+
+
+def test_few_are_tried():
+    assert len(find(40 + 1600 // 12, SLICES, second_forward=False).tried) <= 7
+
+
+def test_sizes():
+    assert parse_bytes('24GiB') == 24 * 2**30
+    assert parse_bytes('1.5 MiB') == 3 * 2**19
+    assert parse_bytes('16GB') == 16 * 10**9
+
+
+@pytest.mark.parametrize('text', ['24', 'GiB', '-1GiB', '0MiB', '24gigs', ''])
+def test_other_sizes_are_refused(text):
+    with pytest.raises(ValueError, match='GiB'):
+        parse_bytes(text)

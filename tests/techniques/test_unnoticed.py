@@ -1,0 +1,281 @@
+"""What exact techniques do not notice: each is a wrong gradient without a word, and known.
+
+All are edits that autograd does not count either (``.data``), or things that no technique can see:
+what code reads beside its module, generators of its own, samples that meet inside an encoder. In
+each the error is beyond the tolerance of ``verify_exactness``.
+"""
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from memengine.techniques import (
+    checkpoint_activations,
+    efficient_conv_bn_eval,
+    offload_activations,
+    recompute_activations,
+)
+from memengine.testing import relative_error
+from tests.techniques.toy import cached, plain
+
+TOLERANCE = 1e-3  # of verify_exactness in fp32
+
+
+def gradient(model, x, between=lambda model: None):
+    torch.manual_seed(1)
+    loss = model(x).square().sum()
+    between(model)
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+def error(model, apply, x, between=lambda model: None, steps=1):
+    """Of the last step's gradient."""
+    same = copy.deepcopy(model)
+    apply(model)
+    for _ in range(steps):
+        found, expected = gradient(model, x, between), gradient(same, x, between)
+    return relative_error(found, expected)
+
+
+def network(*layers):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), *layers, nn.Linear(6, 6)).double()
+
+
+def rows(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.mark.edge(
+    'activation_checkpointing',
+    'unnoticed',
+    'A weight that is written to through `.data` between forward and backward: the repetition '
+    'takes the new one',
+)
+def test_checkpointing_takes_the_weight_that_it_finds():
+    def edit(model):
+        model[0].weight.data.mul_(2)
+
+    assert error(network(nn.Tanh()), checkpoint_activations_of_all, rows(4, 6), edit) > TOLERANCE
+
+
+def checkpoint_activations_of_all(model):
+    checkpoint_activations(model, '')
+
+
+SURROUNDINGS = {'scale': 1.0}
+
+
+class ReadingSurroundings(nn.Module):
+    def forward(self, x):
+        return (x * SURROUNDINGS['scale']).tanh()
+
+
+@pytest.mark.edge(
+    'activation_checkpointing',
+    'unnoticed',
+    'What a forward reads beside its module (a global, a file, the time) and what has changed by '
+    'backward',
+)
+def test_checkpointing_does_not_know_what_is_beside_the_module(monkeypatch):
+    monkeypatch.setitem(SURROUNDINGS, 'scale', 1.0)
+
+    def change(model):
+        SURROUNDINGS['scale'] = 3.0
+
+    def apply(model):
+        SURROUNDINGS['scale'] = 1.0
+        checkpoint_activations(model, '')
+
+    model, x = network(ReadingSurroundings()), rows(4, 6)
+    expected = gradient(copy.deepcopy(model), x, change)
+    apply(model)
+    assert relative_error(gradient(model, x, change), expected) > TOLERANCE
+
+
+class OwnGenerator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seed = 3
+
+    def begin(self):
+        self.generator = random.Random(self.seed)
+        return self
+
+    def forward(self, x):
+        mask = [self.generator.random() < 0.5 for _ in range(x.numel())]
+        return x * torch.tensor(mask).view_as(x)
+
+
+@pytest.mark.edge(
+    'activation_checkpointing',
+    'unnoticed',
+    'Random numbers from a generator of another library, or that is no attribute of a module '
+    'inside (a `random.Random`; NumPy’s global one is replayed): the repetition draws the '
+    'next ones',
+)
+def test_checkpointing_replays_global_generators_only():
+    model, x = network(nn.Tanh(), OwnGenerator()), rows(8, 6)
+    same = copy.deepcopy(model)
+    model[2].begin(), same[2].begin()
+    checkpoint_activations(model, '')
+    assert relative_error(gradient(model, x), gradient(same, x)) > TOLERANCE
+
+
+@pytest.mark.edge(
+    'activation_offload',
+    'unnoticed',
+    'A tensor that is written to through `.data` after an operation has saved it: what comes back '
+    'is as it was saved, where the plain step takes the new one',
+)
+def test_offload_brings_back_what_was_saved():
+    class Writing(nn.Module):
+        def forward(self, x):
+            y = x.exp()
+            y.data.mul_(2)
+            return y
+
+    def apply(model):
+        offload_activations(model, 'host', min_bytes=0)
+
+    assert error(network(Writing()), apply, rows(4, 6)) > TOLERANCE
+
+
+@pytest.mark.edge(
+    'efficient_conv_bn_eval',
+    'unnoticed',
+    'A convolution’s output that is written to through `.data` before BatchNorm reads it',
+)
+def test_conv_bn_does_not_see_data_edits_between_the_two():
+    class Writing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4).eval()
+
+        def forward(self, x):
+            y = self.conv(x)
+            y.data.mul_(2)
+            return self.norm(y)
+
+    torch.manual_seed(0)
+    model = Writing().double()
+    assert error(model, efficient_conv_bn_eval, rows(2, 3, 8, 8)) > TOLERANCE
+
+
+class WritingAt(nn.Module):
+    """Writes into its input in one of its calls."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call, self.calls = call, 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = F.gelu(x)
+        if self.calls == self.call:
+            x.data.mul_(2)
+        return x
+
+
+@pytest.mark.edge(
+    'recomputed_activations',
+    'unnoticed',
+    'A result that is written to through `.data` in a step in which that place is not compared '
+    '(any but its second, fourth, eighth, ... use)',
+)
+def test_recomputation_does_not_see_data_edits_where_it_does_not_compare():
+    model = network(WritingAt(3))
+    assert error(model, recompute_activations, rows(4, 6), steps=3) > TOLERANCE
+
+
+class Centring(nn.Module):
+    """Samples meet: each is measured from the mean of those beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(12, 6)
+
+    def forward(self, x):
+        x = self.layer(x).tanh()
+        return x - x.mean(0)
+
+
+class WritingIntoItsInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(12, 6)
+
+    def forward(self, x):
+        x.data.mul_(0.5)
+        return self.layer(x)
+
+
+class Masking(OwnGenerator):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(12, 6)
+
+    def forward(self, x):
+        return super().forward(self.layer(x))
+
+
+def cached_error(encoder, chunk):
+    """Of the gradient cache, against all rows at once or the same slices."""
+    torch.manual_seed(0)
+    model = encoder().double()
+    same, x = copy.deepcopy(model), rows(8, 12)
+    for one, step, options in ((model, cached, {}), (same, plain, {'chunk': chunk})):
+        if isinstance(one, OwnGenerator):
+            one.begin()
+        step([one], [x.clone()], lambda z: (z.sum(0) ** 3).sum() + z.square().sum(), **options)
+    return max(
+        relative_error(p.grad, q.grad)
+        for p, q in zip(model.parameters(), same.parameters(), strict=True)
+    )
+
+
+@pytest.mark.edge(
+    'grad_cache',
+    'unnoticed',
+    'Samples that meet inside an encoder in another way than by BatchNorm (a mean over the batch): '
+    'those of a slice do',
+)
+def test_the_gradient_cache_does_not_know_that_samples_meet_in_an_encoder():
+    assert cached_error(Centring, None) > TOLERANCE
+
+
+@pytest.mark.edge(
+    'accumulation', 'unnoticed', 'Samples that meet inside an encoder: as for the gradient cache'
+)
+def test_slices_of_an_encoder_in_which_samples_meet_have_another_gradient():
+    torch.manual_seed(0)
+    model, x = Centring().double(), rows(8, 12)
+    whole, parts = (
+        torch.autograd.grad(
+            sum(model(part).square().sum() for part in x.split(size)), model.layer.weight
+        )[0]
+        for size in (8, 4)
+    )
+    assert relative_error(parts, whole) > TOLERANCE
+
+
+@pytest.mark.edge(
+    'grad_cache',
+    'unnoticed',
+    'An encoder that writes into its input through `.data`: the second pass writes once more',
+)
+def test_the_gradient_cache_does_not_see_data_edits_of_the_input():
+    assert cached_error(WritingIntoItsInput, None) > TOLERANCE
+
+
+@pytest.mark.edge(
+    'grad_cache',
+    'unnoticed',
+    'Random numbers from such generators: the second pass draws the next ones',
+)
+def test_the_gradient_cache_replays_global_generators_only():
+    assert cached_error(Masking, 4) > TOLERANCE
