@@ -76,9 +76,9 @@ def gather_on_compute_stream(model: Any) -> None:
 
 
 def forget_reduction(module: Any) -> None:
-    """Let a DistributedDataParallel begin anew: it waits for a backward that was broken off, and where its buckets were
-    being made again, it has but a part of them.
+    """Let a DistributedDataParallel begin anew after a step that was broken off.
 
+    It waits for a backward, and where its buckets were being made again, it has but a part of them.
     Whatever its group was given before has ended when this returns. All ranks of the group call it.
     """
     dist.barrier(module.process_group)  # else what is still reduced is written into the next step
