@@ -23,7 +23,16 @@ from memengine.engine.config.types import arguments_of, find_type
 from memengine.engine.distributed.threads import set_threads
 from memengine.registry import RUNNERS
 
-__all__ = ['convert', 'of_memory', 'read_config', 'replay', 'test', 'train', 'verify']
+__all__ = [
+    'convert',
+    'examine_data',
+    'of_memory',
+    'read_config',
+    'replay',
+    'test',
+    'train',
+    'verify',
+]
 
 _DTYPE = {'bf16': 'bfloat16', 'fp16': 'float16'}
 
@@ -52,6 +61,8 @@ def read_config(args: argparse.Namespace) -> Config:
         _set_train_options(cfg, args)
     elif args.command == 'test':
         cfg.load_from, cfg.resume = args.checkpoint, False
+    if args.command != 'train':
+        cfg.pop('memory_budget', None)
     check_config(cfg)
     done = 'test' if args.command == 'test' else 'train'
     if cfg.get(f'{done}_cfg') is None:
@@ -81,6 +92,13 @@ def of_memory(args: argparse.Namespace, cfg: Config) -> str:
     if args.command == 'plan':
         return plan_step(cfg, args)
     return (predict_step if args.command == 'predict' else measure_step)(cfg, args.json)
+
+
+def examine_data(cfg: Config) -> str:
+    """What the model sees, and whether data or model is the bottleneck."""
+    from memengine.engine.cli import data
+
+    return data.examine_data(cfg)
 
 
 def convert(source: str, target: str) -> str:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ['main']
 
 _OF_MEMORY = ('predict', 'measure', 'plan')
+_ON_CONFIG = ('train', 'test', 'data', *_OF_MEMORY)
 _RANK_VARIABLES = ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK', 'PMI_RANK')
 
 
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 0
-    if args.command in ('train', 'test', 'replay', *_OF_MEMORY):
+    if args.command in ('replay', *_ON_CONFIG):
         if args.local_rank is not None:
             os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
         # Last, so that nothing that is installed is hidden by a file of the user's.
@@ -95,7 +96,7 @@ class _Command:
 
             print(describe(self.args.name) if self.args.name else list_techniques())
             return
-        if self.args.command in ('train', 'test', *_OF_MEMORY):
+        if self.args.command in _ON_CONFIG:
             check_top_keys(self.args.config, self.args.cfg_options)
         from memengine.engine.cli import commands
 
@@ -121,6 +122,8 @@ class _Command:
         self.cfg = commands.read_config(self.args)
         if self.args.command in _OF_MEMORY:
             print(commands.of_memory(self.args, self.cfg))
+        elif self.args.command == 'data':
+            print(commands.examine_data(self.cfg))
         elif self.args.command == 'train':
             commands.train(self.cfg)
         else:

@@ -164,6 +164,14 @@ def make_parser() -> argparse.ArgumentParser:
     test = _add_command(commands, 'test', 'test a checkpoint', TEST_EXAMPLES)
     test.add_argument('checkpoint', metavar='CHECKPOINT', help='the checkpoint to test')
     _add_common(test)
+    data = _add_command(
+        commands,
+        'data',
+        'draw what the model sees, and say whether data or model is slower',
+        'example:\n  memengine data configs/dino_vit.py',
+    )
+    data.add_argument('--work-dir', metavar='DIR', help='for DIR/data/views.png')
+    _add_options(data)
     _add_memory_commands(commands)
     for name, does in AFTER_TRAINING.items():
         _add_after(commands, name, does)

@@ -186,8 +186,10 @@ class Checkpointing(PausableHandle):
                 for trace in traces.values()
                 for op in trace.may_be_kept
             )
+            asked = sorted(self.ops)
+            more = f' and {len(asked) - 3} more' if len(asked) > 3 else ''
             raise ValueError(
-                f'{SETTING}: keep: none of {", ".join(sorted(self.ops))} computes anything in '
+                f'{SETTING}: keep: none of {", ".join(asked[:3])}{more} computes anything in '
                 f'{", ".join(self.names[:3])} that backward waits for and that can be kept; there '
                 f'are {", ".join(sorted(there)) or "none"}'
             )

@@ -479,11 +479,21 @@ def test_wrong_settings(options, message):
         checkpoint_activations(vit(), **options)
 
 
-def test_ops_that_do_not_occur():
+@pytest.mark.parametrize(
+    ('keep', 'named'),
+    [
+        ('aten.cumsum', r'aten\.cumsum'),
+        (
+            ['aten.cumsum', 'aten.sort', 'aten.cumprod', 'aten.topk'],
+            r'aten\.cumprod, aten\.cumsum, aten\.sort and 1 more',
+        ),
+    ],
+)
+def test_ops_that_do_not_occur(keep, named):
     model = vit()
-    checkpoint_activations(model, keep='aten.cumsum')
+    checkpoint_activations(model, keep=keep)
     model(torch.randn(1, 3, 32, 32))  # measures all of them
-    with pytest.raises(ValueError, match=r'none of aten\.cumsum .* there are aten\.\w+'):
+    with pytest.raises(ValueError, match=rf'none of {named} computes .* there are aten\.\w+'):
         model(torch.randn(1, 3, 32, 32))
 
 
