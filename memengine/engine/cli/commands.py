@@ -61,6 +61,8 @@ def read_config(args: argparse.Namespace) -> Config:
         _set_train_options(cfg, args)
     elif args.command == 'test':
         cfg.load_from, cfg.resume = args.checkpoint, False
+    if args.command != 'train':
+        cfg.pop('memory_budget', None)
     check_config(cfg)
     done = 'test' if args.command == 'test' else 'train'
     if cfg.get(f'{done}_cfg') is None:

@@ -29,7 +29,7 @@ def plan_step(cfg: Config, args: argparse.Namespace) -> str:
     Raises:
         ConfigError: When nothing fits, with what would.
     """
-    MMLogger.get_current_instance().setLevel('WARNING')
+    MMLogger.get_current_instance().setLevel('ERROR')  # a prediction says what a run says once
     try:
         budget = parse_bytes(args.budget)
     except ValueError as error:

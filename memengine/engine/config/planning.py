@@ -87,6 +87,12 @@ class Planner:
             if self._predicted(self.options(found.chosen.plan)) == found.chosen.cost:
                 return found
 
+    def plain(self) -> Cost:
+        """What the step takes as it is."""
+        cost = self.cost({})
+        assert cost is not None, 'what is refused without a plan is an error'
+        return cost
+
     def options(self, plan: Plan) -> dict[str, Any]:
         """What a plan sets in the config, as ``--cfg-options`` takes it."""
         options: dict[str, Any] = {}

@@ -38,6 +38,7 @@ from memengine.engine.config.schema import (
     one_of,
 )
 from memengine.engine.config.types import arguments_of
+from memengine.memory.planning import parse_bytes
 from memengine.technique import is_of
 
 __all__ = [
@@ -283,6 +284,13 @@ def _names_weights(value: Any) -> bool:
     )
 
 
+def _is_size(value: Any) -> bool:
+    try:
+        return value is None or bool(parse_bytes(value))
+    except ValueError:
+        return False
+
+
 # The loops of commands that are run after training, by command, which is their key in a config.
 AFTER_TRAINING: Mapping[str, str] = {
     'probe': 'ProbeLoop',
@@ -367,6 +375,7 @@ TOP_CONSTRAINTS: Mapping[str, Constraint] = {
         'a path, or dict(path=..., part=..., into=..., strict=True or False)', _names_weights
     ),
     'find_unused_parameters': BOOL,
+    'memory_budget': Constraint("a size such as '20GiB', or None", _is_size),
     'verify_exactness': Constraint(
         'True, False or dict(every=..., samples=..., tolerance=...)',
         lambda value: value is None or isinstance(value, (bool, Mapping)),

@@ -31,6 +31,7 @@ from memengine.engine.checkpoint.weights import (
     load_from_options,
 )
 from memengine.engine.cli.console import describe_run, log_environment, set_up_console
+from memengine.engine.config.memory_budget import keep_budget
 from memengine.engine.config.runner_schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
 from memengine.engine.distributed.launchers import DEFAULT_TIMEOUT_S
@@ -112,7 +113,11 @@ class Runner(_Runner):
         # than to write it.
         object.__setattr__(cfg, '_format_python_code', False)
         cfg.setdefault('default_scope', 'memengine')
-        return super().from_cfg(cfg)
+        planned = keep_budget(cfg)
+        runner = super().from_cfg(cfg)
+        if planned:
+            runner.logger.info(planned)
+        return runner
 
     def setup_env(self, env_cfg: dict[str, Any]) -> None:
         """Join the process group on whatever device there is, then do as MMEngine does."""

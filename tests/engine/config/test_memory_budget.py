@@ -1,0 +1,61 @@
+"""Training under a budget: planned once, remembered, and the same weights."""
+
+import json
+
+import pytest
+import torch
+
+from memengine.engine.cli.main import main
+from memengine.engine.config.check import ConfigError, check_config
+from memengine.engine.config.file import load_config
+from memengine.engine.config.memory_budget import PLAN_FILE, keep_budget
+from tests.engine.config.test_planning import DINO, OPTIONS, planner
+
+
+def train(folder, *options):
+    command = ['train', DINO, '--max-iters', '2', '--work-dir', str(folder), '--quiet']
+    name = f'experiment_name={folder.name}'  # loggers go by it
+    options = [*OPTIONS, name, 'train_dataloader.batch_size=32', *options]
+    assert main([*command, '--cfg-options', *options]) == 0
+    return torch.load(folder / 'iter_2.pth', weights_only=False)['state_dict']
+
+
+@pytest.mark.slow
+def test_the_same_weights(tmp_path):
+    plain = planner(DINO).plain().peak_bytes
+    budget = f'{0.95 * plain / 2**20:.3f}MiB'
+    planned = train(tmp_path / 'planned', f'memory_budget={budget}')
+    for name, value in train(tmp_path / 'plain').items():
+        assert torch.equal(value, planned[name]), name
+    kept = json.loads((tmp_path / 'planned' / PLAN_FILE).read_text())
+    assert list(kept['options']) == ['activation_checkpointing.budget']
+    config = load_config(tmp_path / 'planned' / 'dino_vit.py')
+    assert (
+        config.activation_checkpointing.budget == kept['options']['activation_checkpointing.budget']
+    )
+
+
+def config(folder, **options):
+    cfg = load_config(DINO, {'work_dir': str(folder), **options})
+    check_config(cfg)
+    return cfg
+
+
+def test_a_plan_is_remembered(tmp_path, monkeypatch):
+    cfg = config(tmp_path, memory_budget='1GiB')
+    assert keep_budget(cfg) == 'memory_budget=1GiB: the step fits as it is'
+    monkeypatch.setattr('memengine.engine.config.memory_budget.Planner', None)
+    assert keep_budget(config(tmp_path, memory_budget='1GiB'))
+    with pytest.raises(TypeError):  # it is asked again
+        keep_budget(config(tmp_path, memory_budget='2GiB'))
+
+
+@pytest.mark.slow
+def test_what_cannot_be_kept_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match='nothing fits 1MiB'):
+        keep_budget(config(tmp_path, memory_budget='1MiB'))
+    sharded = {'launcher': 'pytorch', 'model_wrapper_cfg.type': 'FullyShardedDataParallel'}
+    with pytest.raises(ConfigError, match='FullyShardedDataParallel'):
+        keep_budget(config(tmp_path, memory_budget='1GiB', **sharded))
+    with pytest.raises(ConfigError, match="a size such as '20GiB'"):
+        config(tmp_path, memory_budget=20)
