@@ -23,6 +23,7 @@ _HOME = {
     'SavedBytes': 'memory',
     'SigLipLoss': 'losses',
     'SupConLoss': 'losses',
+    'apply_techniques': 'techniques',
     'checkpoint_activations': 'techniques',
     'compile_blocks': 'techniques',
     'drop_activations': 'techniques',

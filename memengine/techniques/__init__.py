@@ -1,5 +1,6 @@
 """How a step spends less memory; plain torch, one file each."""
 
+from memengine.techniques.applying import AppliedTechniques, apply_techniques
 from memengine.techniques.checkpointing.checkpoint_activations import (
     Checkpointing,
     checkpoint_activations,
@@ -36,6 +37,7 @@ from memengine.techniques.slices.tower import Tower
 __all__ = [
     'ActivationOffload',
     'AdamWBf16',
+    'AppliedTechniques',
     'Cast',
     'Checkpointing',
     'CompiledBlocks',
@@ -53,6 +55,7 @@ __all__ = [
     'Tower',
     'WeightNormLinear',
     'additive_step',
+    'apply_techniques',
     'cached_step',
     'checkpoint_activations',
     'clip_grad_norm_',

@@ -6,6 +6,7 @@ each the error is beyond the tolerance of ``verify_exactness``.
 """
 
 import copy
+import random
 
 import pytest
 import torch
@@ -102,17 +103,19 @@ class OwnGenerator(nn.Module):
         self.seed = 3
 
     def begin(self):
-        self.generator = torch.Generator().manual_seed(self.seed)
+        self.generator = random.Random(self.seed)
         return self
 
     def forward(self, x):
-        return x * (torch.rand(x.shape, generator=self.generator) < 0.5)
+        mask = [self.generator.random() < 0.5 for _ in range(x.numel())]
+        return x * torch.tensor(mask).view_as(x)
 
 
 @pytest.mark.edge(
     'activation_checkpointing',
     'unnoticed',
-    'Random numbers from a `torch.Generator` of the module’s own: the repetition draws the '
+    'Random numbers from a generator of another library, or that is no attribute of a module '
+    'inside (a `random.Random`; NumPy’s global one is replayed): the repetition draws the '
     'next ones',
 )
 def test_checkpointing_replays_global_generators_only():
@@ -272,8 +275,7 @@ def test_the_gradient_cache_does_not_see_data_edits_of_the_input():
 @pytest.mark.edge(
     'grad_cache',
     'unnoticed',
-    'Random numbers from a `torch.Generator` of the encoder’s own: the second pass draws the '
-    'next ones',
+    'Random numbers from such generators: the second pass draws the next ones',
 )
 def test_the_gradient_cache_replays_global_generators_only():
     assert cached_error(Masking, 4) > TOLERANCE

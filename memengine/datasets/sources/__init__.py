@@ -8,6 +8,7 @@ from memengine.datasets.sources.folders import (
     ImageNet,
     UnlabelledFolder,
 )
+from memengine.datasets.sources.hugging_face import HuggingFace
 from memengine.datasets.sources.shards import Shards
 from memengine.datasets.sources.split import Split
 from memengine.datasets.sources.tables import CocoCaptions, ImageTable
@@ -17,6 +18,7 @@ __all__ = [
     'CIFAR100',
     'CocoCaptions',
     'Digits',
+    'HuggingFace',
     'ImageFolder',
     'ImageNet',
     'ImageTable',

@@ -7,9 +7,9 @@ from os.path import exists
 from pathlib import Path
 
 from memengine.engine.checkpoint.files import CheckpointError, backup_path, read_pickle
-from memengine.engine.checkpoint.sharded import RUN_FILE, SUFFIX
+from memengine.engine.checkpoint.sharded import RUN_FILE, SUFFIX, is_sharded
 
-__all__ = ['find_latest', 'newest_first']
+__all__ = ['checkpoint_of', 'find_latest', 'newest_first']
 
 _ONLY_READ = ('http', 'https', 'modelzoo', 'torchvision', 'open-mmlab', 'openmmlab', 'mmcls')
 
@@ -21,6 +21,29 @@ def find_latest(work_dir: str | Path) -> str | Path | None:
         CheckpointError: When ``last_checkpoint`` is there, but no checkpoint.
     """
     return next(newest_first(work_dir), None)
+
+
+def checkpoint_of(path: str | Path) -> str:
+    """A checkpoint by its own path, or by the folder of its run.
+
+    Args:
+        path: A checkpoint or a URL, which is given back as it is; or a work dir, of which the best
+            checkpoint is taken where training has kept one (``save_best``), else the newest.
+
+    Raises:
+        CheckpointError: When there is none in the folder, or the best of several metrics.
+    """
+    text = str(path)
+    if '://' in text or not Path(path).is_dir() or is_sharded(text):
+        return text
+    best = sorted(p for p in Path(path).glob('best_*') if p.suffix in ('.pth', SUFFIX))
+    if len(best) > 1:
+        names = ', '.join(file.name for file in best)
+        raise CheckpointError(f'{path} holds the best of several metrics: name one of {names}')
+    found = best[0] if best else find_latest(path)
+    if found is None:
+        raise CheckpointError(f'there is no checkpoint of a run in {path}')
+    return str(found)
 
 
 def newest_first(

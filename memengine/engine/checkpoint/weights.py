@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from memengine.engine.checkpoint.files import CheckpointError, DamagedError, safe_loading
+from memengine.engine.checkpoint.latest import checkpoint_of
 from memengine.engine.checkpoint.sharded import is_sharded, read_sharded
 
 __all__ = [
@@ -58,19 +60,49 @@ def read_file(
                 return dict(meta=file.metadata() or {}, state_dict=state)
         except SafetensorError as error:
             raise DamagedError(f'{filename} is damaged or incomplete: {error}') from error
+    path = os.path.expanduser(filename)
+    if _is_program(path):
+        raise CheckpointError(
+            f"{filename} is a TorchScript program, which is code, as OpenAI's files of CLIP are; "
+            "the same weights as data: OpenClipImage(pretrained='openai'), or ask for its "
+            'state_dict as a .safetensors file'
+        )
     with safe_loading(filename, trusted):
-        path = os.path.expanduser(filename)
         load = torch.load if os.path.isfile(path) else _load_checkpoint  # of MMEngine, for URLs
         read = load(path, map_location=map_location)
     entry = next((key for key in entries if isinstance(read, dict) and key in read), None)
-    state = read if entry is None else read[entry]
+    state = _flattened(read) if entry is None else read[entry]
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise CheckpointError(f'{filename} holds no weights by name')
     return {'meta': {}, **(read if entry else {}), 'state_dict': state}
 
 
+def _is_program(path: str) -> bool:
+    if not (os.path.isfile(path) and zipfile.is_zipfile(path)):  # a pipe would be waited for
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.rpartition('/')[2] == 'constants.pkl' for name in archive.namelist())
+
+
+def _flattened(read: Any) -> Any:
+    """Weights of several networks side by side, as official files of DINO have them, in one dict.
+
+    ``{'teacher': {'backbone.norm.bias': ...}}`` becomes ``{'teacher.backbone.norm.bias': ...}``.
+    """
+    if not isinstance(read, dict) or any(isinstance(value, Tensor) for value in read.values()):
+        return read
+    networks = {
+        name: value
+        for name, value in read.items()
+        if isinstance(value, dict) and any(isinstance(entry, Tensor) for entry in value.values())
+    }
+    flat = {f'{name}.{key}': v for name, state in networks.items() for key, v in state.items()}
+    return flat or read
+
+
 def read_weights(filename: str, entries: Sequence[str] = ('state_dict', 'model')) -> dict[str, Any]:
-    """The weights in a file of any form, or in a sharded checkpoint, by name."""
+    """The weights in a file of any form, in a sharded checkpoint or in a run's folder, by name."""
+    filename = checkpoint_of(filename)
     if not is_sharded(filename):
         return read_file(filename, entries=entries)['state_dict']
     return read_sharded(Path(filename), entries='state_dict'.__eq__)['state_dict']

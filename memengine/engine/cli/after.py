@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mmengine.config import Config
 
-from memengine.engine.checkpoint.latest import find_latest
+from memengine.engine.checkpoint.latest import checkpoint_of
 from memengine.engine.checkpoint.sharded import is_sharded
 from memengine.engine.config.check import check_config
 from memengine.engine.config.error import ConfigError
@@ -30,9 +30,7 @@ def read_run(args: argparse.Namespace) -> Config:
         raise ConfigError(f'RUN: there is no {path}; name the folder of a run, or a checkpoint')
     is_folder = path.is_dir() and not is_sharded(str(path))
     folder = path if is_folder else path.parent
-    checkpoint = find_latest(folder) if is_folder else path
-    if checkpoint is None:
-        raise ConfigError(f'RUN: there is no checkpoint in {folder}')
+    checkpoint = checkpoint_of(path)
     beside = sorted(folder.glob('*.py'))
     if args.config is None and len(beside) != 1:
         raise ConfigError(

@@ -22,7 +22,7 @@ from memengine.engine.step import SlicedModel, plain_step
 from memengine.technique import Handle
 from memengine.techniques.modules.module_state import ModuleState
 from memengine.techniques.modules.private_random import PrivateRandomState
-from memengine.techniques.modules.random_state import RandomState, accelerators_of
+from memengine.techniques.modules.random_state import RandomState
 from memengine.techniques.modules.running_statistics import layers_with_batch_statistics
 from memengine.techniques.modules.saved_tensors import is_plain
 from memengine.techniques.slices.out_of_memory import run_until_it_fits
@@ -249,12 +249,10 @@ def left_as_it_is(module: nn.Module) -> Iterator[RandomState]:
 
     Cost: a copy of parameters, buffers and other tensors that modules hold, for the block.
     """
-    random, state = RandomState(accelerators_of(module)), ModuleState(module)
+    random, state = RandomState.of(module), ModuleState(module)
     private = PrivateRandomState()
     held = {id(t): t for t in (*module.buffers(), *state.tensors()) if is_plain(t)}
     kept = [(tensor, tensor.detach().clone()) for tensor in held.values()]
-    own = [v for m in module.modules() for v in vars(m).values() if isinstance(v, torch.Generator)]
-    generators = [(generator, generator.get_state()) for generator in own]
     gradients = [(p, p.grad) for p in module.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
@@ -268,8 +266,6 @@ def left_as_it_is(module: nn.Module) -> Iterator[RandomState]:
                     tensor.copy_(value)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for generator, drawn in generators:
-            generator.set_state(drawn)
         random.restore()
         private.restore()
 

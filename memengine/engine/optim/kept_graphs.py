@@ -10,6 +10,7 @@ import torch.distributed as dist
 from mmengine.logging import MMLogger
 from torch import nn
 
+from memengine.engine.distributed.processes import cpu_group
 from memengine.memory import SavedBytes, headroom_bytes
 
 __all__ = ['KeptGraphs']
@@ -41,7 +42,8 @@ class KeptGraphs:
             raise ValueError(f"keep_graph must be a number of slices or 'auto', got {setting!r}")
         self.number = setting if isinstance(setting, int) else 0
         self._auto = setting == 'auto'
-        self._slice_bytes = 0  # once measured
+        self._slice_bytes: int | None = None  # once measured
+        self._kept = self.number
         self.decided = not self._auto
 
     @contextmanager
@@ -52,7 +54,7 @@ class KeptGraphs:
             model: What the step trains.
             updated: Whether the optimiser has made an update, and so has its state.
         """
-        if not self.decided and self._slice_bytes and updated:
+        if not self.decided and self._slice_bytes is not None and updated:
             self.number = _graphs_that_fit(self._slice_bytes, model)
             self.decided = True
             MMLogger.get_current_instance().info(
@@ -66,20 +68,25 @@ class KeptGraphs:
             yield
         self._slice_bytes = saved.peak_bytes
 
-    def halve(self, slices: int) -> bool:
-        """Keep half as many of a step's ``slices``; False when that would free nothing.
+    def of(self, slices: int) -> int:
+        """How many of a step's ``slices`` keep their graph."""
+        self._kept = min(self.number, slices)
+        return self._kept
+
+    def halve(self) -> bool:
+        """Keep half as many as the last step did; False when that would free nothing.
 
         A single kept graph takes no more than a slice that is repeated, but what is left over when
         the number was measured.
         """
-        kept = min(self.number, slices)
+        kept = self._kept
         if kept <= (0 if self._auto else 1):
             return False
         MMLogger.get_current_instance().warning(
             f'Out of memory: keep_graph goes from {kept} to {kept // 2} slices. The step is '
             'repeated, and the run goes on so.'
         )
-        self.number = kept // 2
+        self.number = self._kept = kept // 2
         return True
 
 
@@ -90,7 +97,8 @@ def _graphs_that_fit(slice_bytes: int, model: nn.Module) -> int:
     headroom = headroom_bytes(device) or 0
     gradients = sum(p.numel() * p.element_size() for p in trained if p.grad is None)
     room = _SHARE.get(device.type, 0.5) * headroom - gradients
-    number = torch.tensor(max(int(room // slice_bytes), 0), device=device)
-    if dist.is_initialized():
-        dist.all_reduce(number, op=dist.ReduceOp.MIN)
+    number = torch.tensor(max(int(room // max(slice_bytes, 1)), 0), device='cpu')
+    group = cpu_group('running out of memory')
+    if group is not None:
+        dist.all_reduce(number, dist.ReduceOp.MIN, group)
     return int(number)

@@ -132,15 +132,10 @@ class _SlicedOptimWrapper(OptimWrapper):
     ) -> dict[str, Tensor]:
         """Add the batch's gradient, in smaller slices if memory wants it; the losses."""
         step = partial(self._sliced_step, model, module, inputs, data_samples)
-
-        def shrink() -> bool:
-            pieces = module.slices(inputs, data_samples, self.size)
-            return self.kept_graphs.halve(sum(piece.coupled for piece in pieces)) or self._halve()
-
         updated = self._inner_count >= self._accumulative_counts
         kept = self.kept_graphs
         with nullcontext() if kept.decided else kept.measured(model, updated):
-            return run_until_it_fits(step, shrink, model, cpu_group('running out of memory'))
+            return run_until_it_fits(step, self._shrink, model, cpu_group('running out of memory'))
 
     def _sliced_step(
         self,
@@ -151,6 +146,7 @@ class _SlicedOptimWrapper(OptimWrapper):
     ) -> dict[str, Tensor]:
         with self.precision.autocast():
             targets = module.targets(inputs, data_samples, self.size)
+        slices = module.slices(inputs, data_samples, self.size)
 
         def coupled_loss(*embeddings: Any) -> Any:
             return module.coupled_loss(module.join(embeddings), targets, data_samples)
@@ -170,15 +166,13 @@ class _SlicedOptimWrapper(OptimWrapper):
                 coupled=attrgetter('coupled'),
                 coupled_part=module.coupled_part,
             )
-            for name, pieces in groupby(
-                module.slices(inputs, data_samples, self.size), key=attrgetter('tower')
-            )
+            for name, pieces in groupby(slices, key=attrgetter('tower'))
         ]
         losses = sliced_step(
             towers,
             coupled_loss if module.coupled else None,
             slice_loss if module.additive else None,
-            keep_graph=self.kept_graphs.number,
+            keep_graph=self.kept_graphs.of(sum(piece.coupled for piece in slices)),
             context=self.precision.autocast,
             backward=self.add_gradient,
         )
@@ -190,6 +184,9 @@ class _SlicedOptimWrapper(OptimWrapper):
             return 1
         size = self.size[tower or ''] if isinstance(self.size, Mapping) else self.size
         return self.forward_chunk_size // int(size) or 1
+
+    def _shrink(self) -> bool:
+        return self.kept_graphs.halve() or self._halve()
 
     def _halve(self) -> bool:
         """Halve the slices, said in the log; False when they are of one image already."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from memengine.engine.checkpoint.checksums import verify
 from memengine.engine.checkpoint.files import CheckpointError, DamagedError
-from memengine.engine.checkpoint.latest import find_latest, newest_first
+from memengine.engine.checkpoint.latest import checkpoint_of, find_latest, newest_first
 from memengine.engine.checkpoint.state import ShardLayout, check_resumable, read_checkpoint
 from memengine.engine.checkpoint.weights import advise, load_weights, only_reading, select
 from memengine.engine.distributed.processes import cpu_group
@@ -35,7 +35,7 @@ def load(
 
     Args:
         runner: The run.
-        filename: A path or URL.
+        filename: A path or URL; the folder of a run stands for its best or newest checkpoint.
         map_location: Where tensors go.
         strict: Whether names and shapes must match exactly.
         revise_keys: Pairs of pattern and replacement for names.
@@ -53,6 +53,7 @@ def load(
         ValueError: When resuming with another number of samples in a step.
     """
     named_part = bool(part or into)
+    filename = checkpoint_of(filename)
     into = part if into is None else into
     moved = (rf'^{re.escape(part)}\.' if part else '^', f'{into}.' if into else '')
     optim_wrapper = runner.optim_wrapper if is_resumed else None

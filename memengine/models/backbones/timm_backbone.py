@@ -29,9 +29,11 @@ class TimmBackbone(nn.Sequential):
         model_name: Name in timm, e.g. ``'vit_small_patch16_224'`` or ``'resnet50'``.
         pretrained: Load timm's pretrained weights (needs the network or timm's cache).
         checkpoint_path: Load these weights instead: a local file in any format that timm reads for
-            this model, or a checkpoint of a run. A classifier in it is left out.
+            this model (as those of DINO, DINOv2 and CLIP), a checkpoint of a run, or its folder. A
+            classifier in it is left out.
         checkpoint_part: Name of the module in that file that is this model, e.g.
-            ``'teacher.backbone.model'``; by default the file is the model.
+            ``'teacher.backbone.model'``; by default the file is the model, or the only module in it
+            that has all of the model's names.
         norm_eval: Keep BatchNorm layers in eval mode while training, so that their statistics stay
             those of the pretrained weights.
         **kwargs: Passed on to ``timm.create_model``, e.g. ``img_size``, ``patch_size``,
@@ -170,6 +172,9 @@ def _load(model: Any, file: str, part: str) -> None:
         return
     state = select(clean_state_dict(read_weights(file, _TIMMS_ENTRIES)), (), part, '')
     names = list(state)
+    parts = [name for name in parts_that_fit(names, model.state_dict()) if name]
+    if not part and len(parts) == 1 and model.state_dict().keys().isdisjoint(names):
+        state = select(state, (), parts[0], '')
     adapt = getattr(sys.modules[type(model).__module__], 'checkpoint_filter_fn', None)
     try:
         keys = model.load_state_dict(adapt(state, model) if adapt else state, strict=False)
@@ -185,8 +190,7 @@ def _load(model: Any, file: str, part: str) -> None:
     heads = (classifiers,) if isinstance(classifiers, str) else classifiers
     others = [key for key in keys.unexpected_keys if key.rpartition('.')[0] not in heads]
     if keys.missing_keys or others:
-        parts = parts_that_fit(names, model.state_dict())
         raise ValueError(
             f'{no_fit}: missing {keys.missing_keys[:3]}, unknown {others[:3]}'
-            + ''.join(f'; it is there as checkpoint_part={part!r}' for part in parts if part)
+            + ''.join(f'; it is there as checkpoint_part={part!r}' for part in parts)
         )

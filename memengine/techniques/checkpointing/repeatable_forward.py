@@ -22,7 +22,7 @@ from memengine._torch_private.ops import (
 from memengine.techniques.checkpointing.budget import Kept, Trace, measure, without_autocast_cache
 from memengine.techniques.checkpointing.op_policy import KeepCalls, keep_ops
 from memengine.techniques.modules.module_state import ModuleState
-from memengine.techniques.modules.random_state import RandomState, accelerators_of
+from memengine.techniques.modules.random_state import RandomState
 from memengine.techniques.modules.wrapped_forward import WrappedForward
 
 __all__ = ['SETTING', 'CheckpointedForward']
@@ -82,7 +82,7 @@ class CheckpointedForward(WrappedForward):
         if not torch.is_grad_enabled() or not self._needs_gradient(tensors):
             return self.plain(*args, **kwargs)
         run = _FlatCall(self.plain, structure, (args, kwargs))
-        state = RandomState(accelerators_of(self.module, tensors))
+        state = RandomState.of(self.module, tensors)
         kept = self.planner.kept(
             self.name, self.module.training, partial(self._measure, run, leaves, tensors, state)
         )

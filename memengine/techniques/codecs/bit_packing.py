@@ -7,12 +7,15 @@ faster on CPU than to put neighbours into one byte.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-__all__ = ['PACKED_BITS', 'pack_bits', 'packed_numel', 'unpack_bits']
+__all__ = ['PACKED_BITS', 'pack_bits', 'pack_truths', 'packed_numel', 'unpack_bits']
 
 PACKED_BITS = (1, 2, 4, 8)
+_MOST_AT_ONCE = 2**20  # elements
 
 
 def packed_numel(numel: int, bits: int) -> int:
@@ -43,6 +46,31 @@ def pack_bits(values: Tensor, bits: int, out: Tensor | None = None) -> Tensor:
         start = shift // bits * size
         plane = flat[start : start + size]
         packed[: plane.numel()].add_(plane, alpha=1 << shift)
+    return packed
+
+
+def pack_truths(flat: Tensor, test: Callable[[Tensor], Tensor]) -> Tensor:
+    """One bit for each element: what a test says of it.
+
+    Args:
+        flat: ``[n]``.
+        test: Gives booleans for elements; it is called with some at a time.
+
+    Returns:
+        As :func:`pack_bits` gives it of all that the test gives.
+
+    Cost: what the test takes of a million elements at a time.
+    """
+    if flat.numel() <= _MOST_AT_ONCE:
+        return pack_bits(test(flat), 1)
+    size = packed_numel(flat.numel(), 1)
+    packed = flat.new_zeros(size, dtype=torch.uint8)
+    for bit in range(8):
+        plane = flat[bit * size : (bit + 1) * size]
+        for byte, elements in zip(
+            packed[: plane.numel()].split(_MOST_AT_ONCE), plane.split(_MOST_AT_ONCE), strict=True
+        ):
+            byte.add_(test(elements), alpha=1 << bit)
     return packed
 
 

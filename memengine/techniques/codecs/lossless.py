@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memengine.techniques.codecs.bit_packing import pack_bits, unpack_bits
+from memengine.techniques.codecs.bit_packing import pack_bits, pack_truths, unpack_bits
 from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_order
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NARROW_DTYPES = (torch.uint8, torch.int16, torch.int32)
 _SAMPLE_NUMEL = 1024
+_SOME_NUMEL = 2**20  # looked at together
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ def bitmask(
 
     Args:
         tensor: Of any dtype with a `test`, else of booleans.
-        test: Gives a boolean for each element; it is called with the elements in memory order.
+        test: Gives a boolean for each element; it is called with the elements in memory order, some
+            at a time.
         on: What ``decode()`` has, in the tensor's dtype, where the test holds.
         off: And where it does not.
 
@@ -102,9 +104,9 @@ def bitmask(
             f'bitmask takes booleans, got {tensor.dtype}; give it a test, as in positive_mask()'
         )
     flat, order = in_memory_order(tensor)
-    mask = flat if test is None else test(flat)
+    packed = pack_bits(flat, 1) if test is None else pack_truths(flat, test)
     values = torch.tensor([off, on], dtype=tensor.dtype, device='cpu')
-    return BitCode(pack_bits(mask, 1), _integers_of(values), order)
+    return BitCode(packed, _integers_of(values), order)
 
 
 def positive_mask(tensor: Tensor) -> BitCode:
@@ -164,10 +166,11 @@ def two_valued(tensor: Tensor) -> BitCode | None:
     if not elements.numel() or elements[::step].unique().numel() > 2:
         return None
     low, high = torch.aminmax(elements)
-    mask = elements == high
-    if not (elements == low).logical_or_(mask).all():
-        return None
-    return BitCode(pack_bits(mask, 1), _integers_of(torch.stack([low, high])), order)
+    for some in elements.split(_SOME_NUMEL):
+        if not (some == low).logical_or_(some == high).all():
+            return None
+    packed = pack_truths(elements, lambda some: some == high)
+    return BitCode(packed, _integers_of(torch.stack([low, high])), order)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ Shapes: B what is before the groups' dimension, G groups, N elements of a group 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -18,6 +19,7 @@ from memengine.techniques.modules.private_random import private_generator
 __all__ = ['RunningRangeCode', 'RunningRangeQuantizer']
 
 _BITS = 8
+_PART_NUMEL = 2**19  # of elements that are computed at once
 _DECAY = 0.9  # how much of the running extremes each tensor leaves
 
 
@@ -43,11 +45,23 @@ class RunningRangeCode:
     def decode(self) -> Tensor:
         """The tensor, a new one each time."""
         low, high = self.bounds[..., None]  # [G, 1]
-        values = UniformGrid.between(low, high, _BITS).values(self.levels)
+        grid = UniformGrid.between(low, high, _BITS)
         decoded = torch.empty_strided(
             self.shape, self.stride, dtype=self.dtype, device=self.levels.device
         )
-        return decoded.copy_(values.view(self.shape))
+        for levels, part in _parts(self.levels, decoded):
+            part.copy_(grid.values(levels).view(part.shape))
+        return decoded
+
+
+def _parts(levels: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Levels [B, G, N] and the tensor that they are of, in parts along the first dimension."""
+    first = tensor.shape[0] if tensor.ndim else 1
+    if not levels.numel() or len(levels) % first:  # the groups' dimension is the first
+        yield levels, tensor
+        return
+    rows = max(1, _PART_NUMEL // (levels.numel() // first))
+    yield from zip(levels.split(rows * (len(levels) // first)), tensor.split(rows), strict=True)
 
 
 class RunningRangeQuantizer:
@@ -73,8 +87,8 @@ class RunningRangeQuantizer:
             before.
         TypeError: When called with a tensor of integers, booleans or complex numbers.
 
-    Bytes: one for each element, and ``8 * G``. While it runs, 10 to 14 for each element, of the
-    whole tensor.
+    Bytes: one for each element, and ``8 * G``. While it runs, 10 to 14 for each element of a part:
+    some of the first dimension, half a million elements or one of these.
 
     A group that holds a NaN or an infinity comes back as such throughout, and leaves the running
     extremes alone, so a step that a GradScaler skips does no harm. Shape, dtype, device and strides
@@ -100,29 +114,45 @@ class RunningRangeQuantizer:
             )
         dim = self.dim % tensor.ndim
         grouped = prod(tensor.shape[:dim]), tensor.shape[dim], prod(tensor.shape[dim + 1 :])
-        values = tensor.detach().to(computing_dtype(tensor.dtype)).reshape(grouped)
-        bounds = self._moved_bounds(values)
+        levels = torch.empty(grouped, dtype=torch.uint8, device=tensor.device)
+
+        def parts() -> Iterator[tuple[Tensor, Tensor]]:
+            for rows, part in _parts(levels, tensor.detach()):
+                yield rows, part.to(computing_dtype(tensor.dtype)).reshape(rows.shape)
+
+        bounds = self._moved_bounds(_extremes(parts()), grouped[1])
         low, high = bounds[..., None]
-        clipped = torch.maximum(values, low)  # these two take a third of clamp's time on CPU
-        torch.minimum(clipped, high, out=clipped)
+        grid = UniformGrid.between(low, high, _BITS)
         generator = private_generator(tensor.device)
-        levels = UniformGrid.between(low, high, _BITS).levels(clipped, generator)
+        for rows, values in parts():
+            clipped = torch.maximum(values, low)  # these two take a third of clamp's time on CPU
+            torch.minimum(clipped, high, out=clipped)
+            rows.copy_(grid.levels(clipped, generator))
         stride = torch.empty_like(tensor, device='meta').stride()
         return RunningRangeCode(levels, bounds, tensor.shape, stride, tensor.dtype)
 
-    def _moved_bounds(self, values: Tensor) -> Tensor:
-        """The bounds for these values, [2, G]; the running ones move where all is finite."""
-        groups = values.shape[1]
+    def _moved_bounds(self, seen: Tensor, groups: int) -> Tensor:
+        """The bounds for a tensor of these extremes; the running ones move where all is finite."""
         if self.bounds is not None and self.bounds.shape[1] != groups:
             raise ValueError(
                 f'this RunningRangeQuantizer has ranges of {self.bounds.shape[1]} groups, got a '
                 f'tensor with {groups}: use one instance for each place'
             )
-        if not values.numel():
-            return values.new_zeros(2, groups)
-        seen = torch.stack([values.amin((0, 2)), values.amax((0, 2))])
+        if not seen.numel():
+            return seen.new_zeros(2, groups)
         finite = seen.isfinite().all(0)
         bounds = torch.full_like(seen, torch.nan) if self.bounds is None else self.bounds.to(seen)
         moved = torch.where(bounds.isnan(), seen, bounds.lerp(seen, 1 - _DECAY))
         self.bounds = torch.where(finite, moved, bounds)
         return torch.where(finite, moved, torch.nan)
+
+
+def _extremes(parts: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """Lowest and highest of each group over all parts, [2, G]; empty where there is nothing."""
+    found = []
+    for _, values in parts:
+        if not values.numel():
+            return values.new_empty(0)
+        found.append(torch.stack([values.amin((0, 2)), values.amax((0, 2))]))
+    lows, highs = torch.stack(found, dim=1)  # [parts, G]
+    return torch.stack([lows.amin(0), highs.amax(0)])

@@ -22,7 +22,7 @@ from memengine.techniques.compression.bit_allocation import allot_bits
 from memengine.techniques.compression.hooks import RuleHandle, add_rule, chosen_modules
 from memengine.techniques.compression.rules import COMPILE_CONFLICTS, FindRecomputation, KeptBytes
 from memengine.techniques.modules.blocks import Selector
-from memengine.techniques.modules.random_state import RandomState, accelerators_of
+from memengine.techniques.modules.random_state import RandomState
 from memengine.techniques.modules.running_statistics import frozen_statistics
 from memengine.techniques.modules.wrapped_forward import THE_MODEL
 
@@ -205,7 +205,7 @@ class QuantizedActivations(RuleHandle):
         if self.codes_each_view:
             raise ValueError(f"{_SETTING}: ranges='running' works at 8 bits and has none to allot")
         kept, self.kept = self.kept, KeptBytes()
-        state = RandomState(accelerators_of(self.model))
+        state = RandomState.of(self.model)
         try:
             self._gradient(loss, state, None)
             sizes = {place: before for place, (before, _) in self.kept.places.items()}

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from memengine.techniques.modules.module_state import Change, ModuleState
-from memengine.techniques.modules.random_state import RandomState
+from memengine.techniques.modules.random_state import RandomState, own_generators
 from memengine.techniques.modules.running_statistics import unrepeatable
 
 __all__ = ['FirstForwards', 'Replay']
@@ -58,7 +58,8 @@ class FirstForwards:
             RuntimeError: When it writes into a tensor that modules keep, as the forwards before it
                 could then not be repeated. The first one may: values that are set once.
         """
-        modules, random_state = ModuleState(self._module), RandomState(self._devices)
+        modules = ModuleState(self._module)
+        random_state = RandomState(self._devices, own_generators(self._module))
         yield random_state
         written = modules.written_to() if self._before else None
         if written is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memengine.techniques.modules.random_state import RandomState, accelerators_of
+from memengine.techniques.modules.random_state import RandomState
 from memengine.techniques.modules.wrapped_forward import WrappedForward
 
 __all__ = ['FrozenPart']
@@ -69,7 +69,7 @@ class FrozenPart(WrappedForward):
         return self._run_and_keep(args, kwargs) if self._keeps else self._next_kept(_rows(args)[0])
 
     def _run_and_keep(self, args: Any, kwargs: Any) -> Any:
-        state = RandomState(accelerators_of(self.module))
+        state = RandomState.of(self.module)
         outputs = self.plain(*args, **kwargs)
         rows = isinstance(outputs, Tensor) and outputs.shape[:1] == _rows(args)
         self._repeatable &= rows and state.unchanged()

@@ -108,7 +108,7 @@ class _StepStart:
     """What a step changes before the update: generators, buffers and gradients."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._random = RandomState(accelerators_of(module))
+        self._random = RandomState.of(module)
         self._private_random = PrivateRandomState()
         self._buffers = [(buffer, _copy(buffer)) for buffer in module.buffers()]
         self._gradients = [

@@ -209,3 +209,19 @@ def test_a_config_in_a_checkpoint_is_not_run(tmp_path, whole):
     toy_runner(tmp_path, losses, resume=True, load_from=str(tmp_path / 'a.pth')).train()
     assert losses.seen[0][0] == 5
     assert not (tmp_path / 'traces').exists()
+
+
+def test_a_run_is_finetuned_by_its_folder(tmp_path):
+    """The newest checkpoint of the run, and the part of it that is asked for."""
+    folder = tmp_path / 'dino'
+    folder.mkdir()
+    state = pretrained(folder / 'epoch_2.pth', 'student.backbone', 'teacher.backbone')
+    (folder / 'last_checkpoint').write_text(str(folder / 'epoch_2.pth'))
+    load_from = dict(path=str(folder), part='teacher.backbone', into='backbone')
+    runner = load(tmp_path, load_from)
+    found = runner.model.backbone.state_dict()
+    for name, value in found.items():
+        torch.testing.assert_close(value, state[f'teacher.backbone.{name}'])
+    runner.train()
+    changed = runner.model.backbone.state_dict()
+    assert any(not torch.equal(changed[name], state[f'teacher.backbone.{name}']) for name in found)

@@ -232,3 +232,32 @@ def test_results_of_a_step_before_are_let_go():
     gc.collect()
     assert before() is None
     out.sum().backward()
+
+
+class OwnGenerator(nn.Module):
+    """Drops by a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.generator = nn.Linear(6, 6).double(), None
+
+    def forward(self, x):
+        return self.layer(x).tanh() * (torch.rand(x.shape, generator=self.generator) < 0.5)
+
+
+@pytest.mark.edge(
+    'activation_checkpointing',
+    'exact',
+    'Random numbers from a `torch.Generator` that a module inside has as an attribute: the '
+    'repetition draws the same',
+)
+def test_a_generator_of_a_modules_own_is_replayed():
+    torch.manual_seed(0)
+    model = OwnGenerator()
+    same = copy.deepcopy(model)
+    checkpoint_activations(model, '')
+    for each in (model, same):
+        each.generator = torch.Generator().manual_seed(3)
+    for _ in range(2):
+        for found, value in zip(gradients(model), gradients(same), strict=True):
+            torch.testing.assert_close(found, value, rtol=1e-12, atol=0)

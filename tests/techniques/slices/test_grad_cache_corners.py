@@ -173,6 +173,32 @@ def test_randomness_of_python_and_numpy_is_replayed():
     assert_same_step(gradients(model), gradients(expected))
 
 
+class OwnGenerator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.generator = nn.Linear(12, 6), None
+
+    def forward(self, x):
+        x = self.linear(x)
+        return x * (torch.rand(x.shape, generator=self.generator) < 0.5)
+
+
+@pytest.mark.edge(
+    'grad_cache',
+    'exact',
+    'Random numbers from a `torch.Generator` that a module inside has as an attribute',
+)
+def test_a_generator_of_a_modules_own_is_replayed():
+    torch.manual_seed(0)
+    model, x = OwnGenerator().double(), torch.randn(9, 12, dtype=torch.float64)
+    expected = copy.deepcopy(model)
+    for module, step in ((expected, plain), (model, cached)):
+        module.generator = torch.Generator().manual_seed(3)
+        step([module], [x], lambda z: (z.sum(0) ** 3).sum())
+    assert_same_step(gradients(model), gradients(expected))
+    assert torch.equal(model.generator.get_state(), expected.generator.get_state())
+
+
 class Nested(nn.Module):
     """A dict in; out a tuple of a dict, of rows that come twice and of integers."""
 

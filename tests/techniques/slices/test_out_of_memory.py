@@ -7,7 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from memengine.techniques.modules.private_random import private_generator
+from memengine.techniques.compression.quantized_activations import quantize_activations
+from memengine.techniques.modules.private_random import (
+    private_generator,
+    restart_private_generators,
+)
 from memengine.techniques.slices.out_of_memory import is_out_of_memory, run_until_it_fits
 
 
@@ -67,6 +71,28 @@ def test_generators_buffers_and_gradients_are_put_back():
 
     run_until_it_fits(step, lambda: True, model)
     assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2])
+
+
+@pytest.mark.parametrize('bits', [2, 8])
+def test_quantised_activations_draw_what_the_smaller_slices_would_have_drawn(bits):
+    def gradient_of_slices(*sizes):
+        torch.manual_seed(0)
+        restart_private_generators()
+        model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+        images, tries = torch.rand(8, 8), list(sizes)
+
+        def step():
+            for number, images_of_slice in enumerate(images.split(tries[0])):
+                model(images_of_slice).square().sum().backward()
+                if number and tries[1:]:  # in the second slice
+                    raise torch.OutOfMemoryError('CUDA out of memory.')
+
+        with quantize_activations(model, bits=bits, min_numel=1):
+            run_until_it_fits(step, lambda: bool(tries.pop(0)), model)
+        return model[0].weight.grad
+
+    assert torch.equal(gradient_of_slices(4, 2), gradient_of_slices(2))
+    assert not torch.equal(gradient_of_slices(4), gradient_of_slices(2))
 
 
 def test_the_failed_step_leaves_no_tensor_behind():
