@@ -55,11 +55,23 @@ def split_batch(batch: Any, size: int) -> list[Any]:
     samples = shapes[0][0]
     return [
         pytree.tree_unflatten(
-            [leaf[start : start + size] if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+            [
+                _rows(leaf, start, start + size) if isinstance(leaf, Tensor) else leaf
+                for leaf in leaves
+            ],
             structure,
         )
         for start in range(0, samples, size)
     ]
+
+
+def _rows(sequence: Any, start: int, stop: int) -> Any:
+    """Some rows of a tensor, in the same memory, or entries of a list.
+
+    What writes a slice's graph into it would give that graph to all other views of the batch.
+    """
+    rows = sequence[start:stop]
+    return rows.detach() if isinstance(rows, Tensor) and not rows.requires_grad else rows
 
 
 def join_slices(slices: Sequence[Any]) -> Any:
@@ -153,7 +165,7 @@ def take(tree: Any, rows: range) -> Any:
     """Samples ``rows`` of nested dicts of tensors and lists that hold one entry a sample."""
     if isinstance(tree, Mapping):
         return {key: take(value, rows) for key, value in tree.items()}
-    return None if tree is None else tree[rows.start : rows.stop]
+    return None if tree is None else _rows(tree, rows.start, rows.stop)
 
 
 def _join_samples(parts: Sequence[Any]) -> Any:
@@ -205,7 +217,7 @@ def slice_views(inputs: Any, data_samples: Any, size: Any) -> list[Slice]:
             for view, start in zip(views, range(0, total, batch_size), strict=True)
             if start < rows.stop and rows.start < start + batch_size
         ]
-        pieces = [view[some.start : some.stop] for view, some in parts]
+        pieces = [_rows(view, some.start, some.stop) for view, some in parts]
         samples = _join_samples([take(data_samples, some) for _, some in parts])
         slices.append(Slice(pieces if several else pieces[0], samples, rows, total))
     return slices

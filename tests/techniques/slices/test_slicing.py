@@ -252,3 +252,26 @@ def test_errors_of_the_step():
         additive_step([1, 2], torch.sum, weights=[1.0])
     with pytest.raises(ValueError, match=r'loss must be a scalar tensor, got \(2,\)'):
         additive_step([torch.ones(2)], lambda x: x)
+
+
+class WritesItsInput(nn.Module):
+    """Adds to its input, in place, what it computes of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, x):
+        y = self.layer(x.exp())
+        x.add_(y)
+        return y
+
+
+def test_a_graph_that_is_written_into_one_slice_is_not_anothers():
+    torch.manual_seed(0)
+    model, x = WritesItsInput(), torch.randn(4, 3, dtype=torch.float64)
+    model(x.clone()).square().sum().backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    additive_step(split_batch(x, 2), lambda piece: model(piece).square().sum(), modules=[model])
+    assert_same_step({name: p.grad for name, p in model.named_parameters()}, expected)
