@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from memengine.evaluation.after_training.backbones import Backbone
@@ -19,7 +18,7 @@ __all__ = ['export_to_open_clip', 'open_clip_state']
 
 
 def export_to_open_clip(whole: Backbone, images: Tensor, folder: Path) -> tuple[str, float]:
-    """Write ``NAME.json`` and ``open_clip.safetensors``; how they are loaded, and the error."""
+    """Write ``NAME.json`` and ``open_clip.pt``; how they are loaded, and the error."""
     import open_clip
 
     model: Any = whole.module
@@ -27,8 +26,8 @@ def export_to_open_clip(whole: Backbone, images: Tensor, folder: Path) -> tuple[
     config = open_clip.get_model_config(name.removesuffix('-memengine'))
     config['embed_dim'] = model.towers['image'].projection.out_features
     (folder / f'{name}.json').write_text(json.dumps(config, indent=2) + '\n')
-    path = folder / 'open_clip.safetensors'
-    save_file(open_clip_state(model), path)
+    path = folder / 'open_clip.pt'  # older versions of open_clip read no safetensors
+    torch.save(open_clip_state(model), path)
     open_clip.add_model_config(folder / f'{name}.json')
     loaded: Any = open_clip.create_model(name, pretrained=str(path)).eval()
     tokens = torch.arange(1, 1 + loaded.context_length)[None] % 7 + 1

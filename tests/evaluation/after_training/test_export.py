@@ -191,7 +191,7 @@ def test_open_clip_reads_both_towers(tmp_path):
     folder = tmp_path / 'export'
     LOOPS.build(dict(type='ExportLoop', runner=runner_of(model, folder), **options)).run()
     assert (folder / 'memengine-small-memengine.json').is_file()
-    weights = str(folder / 'open_clip.safetensors')
+    weights = str(folder / 'open_clip.pt')
     loaded = open_clip.create_model('memengine-small-memengine', pretrained=weights).eval()
     images, tokens = torch.randn(3, 3, 16, 16), torch.randint(1, 100, (4, 8))
     with torch.no_grad():
