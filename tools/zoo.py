@@ -1,9 +1,9 @@
 """Trains many models with each exact technique, and compares what they learn with the plain step.
 
-    python tools/zoo.py --results docs/zoo.json
+    python tools/zoo.py --results docs/zoo.json --page docs/zoo.md
 
 Two steps of SGD in float64. A model is trained in a process of its own. What the file holds of the
-same commit is not run again.
+same commit is not run again; outcomes other than ``same`` are written down.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import subprocess
 import sys
+import textwrap
 import time
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from same_training import (
@@ -48,7 +51,7 @@ from memengine.techniques import (
 )
 from tests.leaks import in_a_process
 
-COMMAND = 'python tools/zoo.py --results docs/zoo.json'
+COMMAND = 'python tools/zoo.py --results docs/zoo.json --page docs/zoo.md'
 MOST_SECONDS = 600  # of CPU that a model may take
 
 
@@ -100,14 +103,38 @@ def commit() -> str:
     return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
-def table(models: Mapping[str, Mapping[str, str]]) -> str:
-    """How many models each technique trained as the plain step does."""
+def tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """What the page says, by mark."""
+    found = results['models']
     kinds = ('same', 'same in the same slices', 'refused', 'unfit', 'wrong')
-    lines = [f'| technique | {" | ".join(kinds)} |', '|---' * (len(kinds) + 1) + '|']
+    counts = [['technique', *kinds]]
     for way in WAYS:
-        counts = Counter(found[way].partition(':')[0] for found in models.values())
-        lines.append(f'| {way} | ' + ' | '.join(str(counts[kind]) for kind in kinds) + ' |')
-    return '\n'.join(lines)
+        words = Counter(of.get(way, 'same').partition(':')[0] for of in found.values())
+        counts.append([way, *(str(words[kind]) for kind in kinds)])
+    sentences: dict[str, list[str]] = {}
+    for name, of in found.items():
+        for way, what in of.items():
+            if what.startswith('refused'):
+                sentence = re.sub(r' in \w+(?=;)', ' in the model', what.split(': ', 2)[2])
+                sentence = re.sub(r'\w+ has no', 'the model has no', sentence)
+                sentence = textwrap.shorten(sentence, 240, placeholder=' ...')
+                sentences.setdefault(f'{way} | {sentence}', []).append(name)
+    refused = [['technique', 'what the error says', 'models']]
+    refused += [
+        [row, f'{len(names)}: {", ".join(names[:3])}{", ..." if len(names) > 3 else ""}']
+        for row, names in sorted(sentences.items())
+    ]
+    libraries = {}
+    for name in sorted(found):
+        library, _, model = name.partition('/')
+        libraries.setdefault(library, []).append(model)
+    listed = [['library', 'models', 'which']]
+    listed += [[one, str(len(all_)), '; '.join(all_)] for one, all_ in libraries.items()]
+    return {
+        'zoo': f'{measuring.table(counts)}\n\n{len(found)} models. {measuring.origin(results)}',
+        'refusals': measuring.table(refused),
+        'models': measuring.table(listed),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -115,6 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--results', type=Path, required=True, help='JSON to go on with')
     parser.add_argument('--models', nargs='*', help='these only, e.g. timm/resnet10t')
+    parser.add_argument('--page', type=Path, help='whose tables are filled, e.g. docs/zoo.md')
     args = parser.parse_args(argv)
     known = json.loads(args.results.read_text()) if args.results.exists() else {}
     if known.get('commit') != commit():
@@ -122,18 +150,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         run = measuring.where(torch.device('cpu'), sorted(libraries))
         known = {'commit': commit(), 'run': run | {'command': COMMAND}, 'models': {}}
     models = known['models']
-    for name in args.models or zoo():
+    for name in zoo() if args.models is None else args.models:
         if name in models:
             continue
         start = time.monotonic()
         try:
-            models[name] = in_a_process(outcomes_of, name)
+            found = in_a_process(outcomes_of, name)
         except AssertionError:
-            models[name] = dict.fromkeys(WAYS, f'wrong: died, or took over {MOST_SECONDS} s of CPU')
-        bad = [f'{way}: {what}' for way, what in models[name].items() if what[:4] != 'same']
+            found = dict.fromkeys(WAYS, f'wrong: died, or took over {MOST_SECONDS} s of CPU')
+        models[name] = {way: what for way, what in found.items() if what != 'same'}
+        bad = [f'{way}: {what}' for way, what in found.items() if what[:4] != 'same']
         print(f'{name} {time.monotonic() - start:.0f} s', *bad, sep='\n    ', flush=True)
         args.results.write_text(json.dumps(known, indent=1) + '\n')
-    print(table(models))
+    for mark, text in tables(known).items():
+        print(f'{text}\n')
+        if args.page:
+            measuring.fill_page(args.page, mark, text)
 
 
 if __name__ == '__main__':

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
     'CAN_SHARD_ON_CPU',
@@ -76,13 +75,22 @@ def gather_on_compute_stream(model: Any) -> None:
     model._set_unshard_async_op(True)
 
 
-def forget_reduction(module: DistributedDataParallel) -> None:
-    """Let DDP begin anew, in the memory that it has: it waits for a backward that was broken off.
+def forget_reduction(module: Any) -> None:
+    """Let a DistributedDataParallel begin anew after a step that was broken off.
 
+    It waits for a backward, and where its buckets were being made again, it has but a part of them.
     Whatever its group was given before has ended when this returns. All ranks of the group call it.
     """
     dist.barrier(module.process_group)  # else what is still reduced is written into the next step
-    module.reducer._reset_state()
+    module.reducer = module.logger = None  # the memory of its buckets, before others are made
+    parameters, sparse = module._build_params_for_reducer()
+    names = module._build_debug_param_to_name_mapping(parameters)
+    module._ddp_init_helper(parameters, sparse, names, module.static_graph)
+    for hook, state in module._comm_hooks:
+        dist._register_comm_hook(module.reducer, state, hook)
+    if module.static_graph:
+        module.reducer._set_static_graph()
+        module.logger._set_static_graph()
 
 
 _Around: TypeAlias = Callable[[], AbstractContextManager[None]]

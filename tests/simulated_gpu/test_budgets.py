@@ -38,6 +38,8 @@ TECHNIQUES = {
     'mink': drop_activations,
     'random': lambda model: drop_activations(model, 'random'),
     'block_mink, few': lambda model: drop_activations(model, 'block_mink', 0.9),
+    'block_mink, half': lambda model: drop_activations(model, 'block_mink', 0.5),
+    'block_mink, rows': lambda model: drop_activations(model, 'block_mink', 0.5, block_size='row'),
     '8 bits': lambda model: quantize_activations(model, 8, min_numel=64),
     '4 bits': lambda model: quantize_activations(model, 4, min_numel=64),
     'running ranges': lambda model: quantize_activations(model, ranges='running', min_numel=64),

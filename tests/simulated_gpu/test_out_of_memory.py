@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -136,3 +138,15 @@ def test_at_many_allocations_of_an_algorithm(device, make, kind, monkeypatch):
         assert all(map(torch.equal, state, small if found == size else large))
         assert found_left == left
     assert halved > 10
+
+
+@pytest.mark.slow
+def test_two_ranks_of_which_one_runs_out_anywhere(device, tmp_path):
+    """In forward, in the loss over both, in backward's threads, while DDP makes its buckets."""
+    command = [sys.executable, '-m', 'tests.simulated_gpu.two_ranks']
+    ranks = [subprocess.Popen([*command, str(rank), str(tmp_path)]) for rank in range(2)]
+    try:
+        assert [rank.wait(timeout=600) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()

@@ -86,5 +86,5 @@ def test_a_lossy_technique_has_the_plain_loss_and_state_bit_for_bit():
 
 @pytest.mark.slow
 def test_random_cases_learn_what_the_plain_step_does(tmp_path):
-    words = ['--minutes', '60', '--cases', '200', '--seed', '0', '--out', str(tmp_path)]
+    words = ['--minutes', '60', '--cases', '250', '--seed', '0', '--out', str(tmp_path)]
     assert fuzz.main(words) == 0

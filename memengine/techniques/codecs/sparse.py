@@ -21,8 +21,10 @@ from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_orde
 from memengine.techniques.codecs.top_k import (
     INTEGER_OF,
     largest_elements,
+    mask_at,
     mask_of_blocks,
     offsets_in_blocks,
+    positions_in_blocks,
     positions_of,
 )
 from memengine.techniques.modules.private_random import private_generator
@@ -64,12 +66,12 @@ class Sparsifier:
     element, or one byte for each that is kept (in blocks above 256, and without blocks, also two
     for 256 elements). In fp32 at gamma 0.9, 0.127 of the dense tensor, and 0.076 with values in 16
     bits; at 0.7 and 0.5, 0.331 and 0.531. At gamma 0 the tensor itself is kept. ``'mink'`` keeps
-    no zeros, as decoding gives them anyway: after a ReLU it may cost less.
+    no zeros on CPU, as decoding gives them anyway: after a ReLU it may cost less.
 
     Time: a partition for the least magnitude that is kept. On CPU it is NumPy's, in one thread,
     some at a time of what fits its cache: blocks take a third to an eighth of the time of a
-    ``topk`` of the whole tensor. The number kept is read from the device, but for blocks up to 256
-    at gamma above 0.88.
+    ``topk`` of the whole tensor. Nothing waits for an accelerator, on which the number kept is
+    always the one asked for.
 
     The random strategy draws from a generator of its own: dropout draws what it would have drawn.
     """
@@ -153,6 +155,10 @@ class Sparsifier:
             offsets = torch.cat([offsets_in_blocks(*block) for block in blocks])
             places = Offsets(offsets, kept, size, flat.numel())
             return places.positions(), places
+        if flat.device.type != 'cpu':
+            found = [positions_in_blocks(*block) for block in blocks]
+            positions = torch.cat([found[0], *(last + whole for last in found[1:])])
+            return _in_fewest_bytes(mask_at(positions, flat.numel()), positions)
         mask = torch.cat([mask_of_blocks(*block) for block in blocks])
         return _in_fewest_bytes(mask, positions_of(mask))
 

@@ -13,7 +13,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ['INTEGER_OF', 'largest_elements', 'mask_of_blocks', 'offsets_in_blocks', 'positions_of']
+__all__ = [
+    'INTEGER_OF',
+    'largest_elements',
+    'mask_at',
+    'mask_of_blocks',
+    'offsets_in_blocks',
+    'positions_in_blocks',
+    'positions_of',
+]
 
 # Without its sign bit, a number's bits as an integer are in the order of magnitudes; NaN is above
 # infinity.
@@ -42,7 +50,7 @@ def largest_elements(flat: Tensor, kept: int) -> tuple[Tensor, Tensor]:
     keys = integers & torch.iinfo(integers.dtype).max
     if flat.device.type != 'cpu':
         positions = keys.topk(kept, sorted=False).indices.sort().values
-        return _mask_at(positions, flat.numel()), positions
+        return mask_at(positions, flat.numel()), positions
     least = max(1, int(_take_largest(keys.clone()[None], kept).amin()))
     mask = keys >= least
     positions = positions_of(mask)
@@ -80,7 +88,16 @@ def offsets_in_blocks(flat: Tensor, size: int, kept: int) -> Tensor:
     return torch.cat([offsets.to(torch.uint8).flatten() for offsets in found])
 
 
-def _mask_at(positions: Tensor, numel: int) -> Tensor:
+def positions_in_blocks(flat: Tensor, size: int, kept: int) -> Tensor:
+    """The same as positions in all of them: int64 ``[r * kept]``, rising. Waits for no device."""
+    found = [_take_largest(keys, kept) & _low_bits(size) for keys in _sortable_keys(flat, size)]
+    offsets = torch.cat(found).to(torch.int64).sort(1).values  # [r, kept]
+    starts = torch.arange(0, flat.numel(), size, device=flat.device)
+    return offsets.add_(starts[:, None]).flatten()
+
+
+def mask_at(positions: Tensor, numel: int) -> Tensor:
+    """A mask ``[n]`` that is true at positions."""
     mask = torch.zeros(numel, dtype=torch.bool, device=positions.device)
     return mask.scatter_(0, positions, True)
 
