@@ -15,7 +15,7 @@ from mmengine.logging import MMLogger
 
 from memengine.engine.config.check import ConfigError
 from memengine.engine.config.file import merge_options
-from memengine.engine.config.planning import HEADROOM, Planner
+from memengine.engine.config.planning import Planner, budget_for
 from memengine.memory.planning import Found, Tried, parse_bytes, rates_of
 
 __all__ = ['plan_step']
@@ -68,7 +68,7 @@ def _report(
     share = cost.peak_bytes / parse_bytes(args.budget)
     yield (
         f'{_mib(cost.peak_bytes)} at the peak, {cost.how}: {share:.1%} of {args.budget}, of which '
-        f'{HEADROOM[get_device()]:.0%} is left over for what a prediction is wrong by'
+        f'{_mib(found.limit_bytes).strip()} may be planned for'
     )
     yield ''
     line = said(options)
@@ -108,7 +108,7 @@ def _others(planner: Planner, found: Found) -> Iterator[str]:
 def nothing_fits(planner: Planner, found: Found, budget: str) -> str:
     """What is said when nothing fits."""
     leanest = found.leanest
-    needed = _mib(int(leanest.cost.peak_bytes / (1 - HEADROOM[get_device()])) + _MIB // 10)
+    needed = _mib(budget_for(leanest.cost.peak_bytes) + _MIB // 10)  # as it is rounded
     options = said(planner.options(leanest.plan)) or 'nothing switched on'
     return (
         f'nothing fits {budget}: the smallest budget that would is {needed.strip()} '

@@ -17,7 +17,7 @@ from mmengine.logging import MMLogger
 import memengine
 from memengine.engine.config.check import ConfigError
 from memengine.engine.config.file import merge_options
-from memengine.engine.config.planning import Planner
+from memengine.engine.config.planning import Planner, budget_for
 from memengine.engine.distributed.processes import cpu_group, init_process_group
 from memengine.engine.distributed.together import together
 from memengine.memory.planning import parse_bytes
@@ -81,10 +81,10 @@ def _remembered(cfg: Config, budget: str) -> dict[str, Any]:
             of_ranks = planner.plain().by_category['parameters']
         found = planner.find(parse_bytes(budget) - of_ranks)
     if found.chosen is None:
-        least = found.leanest.cost.peak_bytes / 2**20
+        least = (budget_for(found.leanest.cost.peak_bytes) + of_ranks) / 2**20
         raise ConfigError(
-            f'memory_budget: nothing fits {budget}: the least that is predicted is {least:.1f} '
-            f'MiB; see memengine plan CONFIG --budget {budget}'
+            f'memory_budget: nothing fits {budget}: the smallest that would is {least:.1f} MiB '
+            f'(predicted); see memengine plan CONFIG --budget {budget}'
         )
     options = planner.options(found.chosen.plan)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -26,11 +26,9 @@ from memengine.memory.prediction import on_fake_tensors
 from memengine.techniques.modules.blocks import find_blocks
 from memengine.techniques.modules.running_statistics import layers_with_batch_statistics
 
-__all__ = ['HEADROOM', 'Planner']
+__all__ = ['Planner', 'budget_for', 'usable_bytes']
 
-HEADROOM = {'cpu': 0.02, 'cuda': 0.1}
-"""The share of a budget that is left over: what a prediction is wrong by, and on a GPU fragments of
-its allocator and kernels' workspaces, of which a prediction for the CPU knows nothing."""
+_LEFT_OVER = {'cpu': (0.02, 2**19), 'cuda': (0.1, 0)}
 
 CHECKPOINTING = 'activation_checkpointing'
 
@@ -48,6 +46,23 @@ _PLACES = dict(
     mixed_precision='optim_wrapper.precision',
 )
 _PLAIN_WRAPPERS = ('OptimWrapper', 'AmpOptimWrapper')
+
+
+def usable_bytes(budget_bytes: int) -> int:
+    """What a prediction may be at most.
+
+    Left over is what predictions are wrong by: 2 % and 0.5 MiB, for Python's own objects; on a GPU
+    a tenth, for fragments of its allocator and workspaces, of which a prediction for the CPU knows
+    nothing.
+    """
+    share, nbytes = _LEFT_OVER[get_device()]
+    return int(budget_bytes * (1 - share)) - nbytes
+
+
+def budget_for(peak_bytes: int) -> int:
+    """The least budget of which so much is usable."""
+    share, nbytes = _LEFT_OVER[get_device()]
+    return math.ceil((peak_bytes + nbytes) / (1 - share))
 
 
 class Planner:
@@ -77,8 +92,8 @@ class Planner:
         self.knobs += [*self._tiles(), *self._of_optim_wrapper(allow)]
 
     def find(self, budget_bytes: int) -> Found:
-        """The fastest plan within a budget, of which :data:`HEADROOM` is left over."""
-        limit = int(budget_bytes * (1 - HEADROOM[get_device()]))
+        """The fastest plan within what is usable of a budget."""
+        limit = usable_bytes(budget_bytes)
         while True:
             found = search(self.knobs, self.cost, limit, rates_of(get_device()))
             if found.chosen is None:

@@ -8,7 +8,7 @@ from mmengine.logging import MMLogger
 from memengine.engine.cli.main import main
 from memengine.engine.config.check import check_config
 from memengine.engine.config.file import load_config
-from memengine.engine.config.planning import Planner
+from memengine.engine.config.planning import Planner, budget_for
 
 SMALL = {'model.backbone.embed_dim': 32, 'model.backbone.num_heads': 2}
 OPTIONS = [f'{key}={value}' for key, value in SMALL.items()]
@@ -76,7 +76,7 @@ def test_many_slices_follow_from_few(config):
 
 def test_a_plan_is_printed_that_fits(capsys):
     plain = planner(CLASSIFIER).cost({})
-    budget = f'{plain.peak_bytes * 0.8 / 2**20:.2f}MiB'
+    budget = f'{budget_for(int(plain.peak_bytes * 0.8)) / 2**20:.3f}MiB'
     command = ['plan', CLASSIFIER, '--budget', budget, '--batch', '32', '--json']
     assert main([*command, '--cfg-options', *OPTIONS]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
