@@ -1,5 +1,7 @@
 """What is left of a GPU's memory, and what it says of how near the limit is."""
 
+import gc
+
 import pytest
 import torch
 
@@ -9,13 +11,19 @@ pytestmark = pytest.mark.gpu
 MIB = 2**20
 
 
+@pytest.fixture(autouse=True)
+def nothing_to_collect():
+    """What other tests have left does not go in the middle of one."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
 def block(mib):
     return torch.empty(mib * MIB, dtype=torch.uint8, device='cuda')
 
 
 def test_what_the_allocator_holds_unused_is_left():
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
     before = headroom_bytes(torch.device('cuda'))
     x = block(64)
     assert headroom_bytes(torch.device('cuda')) == before - 64 * MIB
@@ -24,8 +32,6 @@ def test_what_the_allocator_holds_unused_is_left():
 
 
 def test_a_block_that_waits_for_a_stream_is_not_left(device):
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
     before, stream = headroom_bytes(torch.device('cuda')), torch.cuda.Stream()
     with device.host_running_ahead():
         x = block(64)
@@ -39,8 +45,6 @@ def test_a_block_that_waits_for_a_stream_is_not_left(device):
 
 
 def test_retries_and_reserved_memory_are_told(device):
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
     retries = cuda_figures()['alloc_retries']
     held, taken = torch.cuda.memory_allocated() // MIB, torch.cuda.memory_reserved() // MIB
     with device.memory(taken + 96):
@@ -55,7 +59,6 @@ def test_retries_and_reserved_memory_are_told(device):
 
 
 def test_gaps_are_told():
-    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     parts = [block(2) for _ in range(8)]  # of one block of 20 MiB
     del parts[1::2]

@@ -234,7 +234,10 @@ def _add_after(commands: Any, name: str, does: str) -> None:
     if name == 'export':
         parser.add_argument('--part', metavar='MODULE', help='as teacher.backbone (export.part)')
         parser.add_argument(
-            '--to', nargs='+', metavar='FORM', help='weights, onnx, torch_export (export.to)'
+            '--to',
+            nargs='+',
+            metavar='FORM',
+            help='weights, onnx, torch_export; or open_clip (export.to)',
         )
     _add_options(parser)
 

@@ -32,7 +32,8 @@ class ExportLoop:
             teacher's where there is a teacher.
         to: ``'weights'`` by the names of the network's own library (timm, torchvision,
             transformers; else those of the module itself), ``'onnx'`` (needs onnx, onnxscript and
-            onnxruntime), ``'torch_export'``.
+            onnxruntime), ``'torch_export'``; or ``'open_clip'`` alone: a CLIP of open_clip's towers
+            as one model.
         input_size: Channels, height and width of an image; by default those of the validation
             data.
         tolerance: Largest difference of an output, as a share of the largest output.
@@ -48,13 +49,17 @@ class ExportLoop:
         self,
         runner: Any,
         part: str = '',
-        to: Sequence[Literal['weights', 'onnx', 'torch_export']] = ('weights',),
+        to: Sequence[Literal['weights', 'onnx', 'torch_export', 'open_clip']] = ('weights',),
         input_size: Sequence[int] | None = None,
         tolerance: float = 1e-4,
     ) -> None:
         unknown = [form for form in to if form not in EXPORTERS]
         if isinstance(to, str) or not to or unknown:
             raise ValueError(f'export.to must be a list of {", ".join(EXPORTERS)}, got {to!r}')
+        if 'open_clip' in to and (part or len(to) > 1):
+            raise ValueError(
+                "export.to=['open_clip'] is of the whole model: no other form, no part"
+            )
         if input_size is not None and len(input_size) != 3:
             raise ValueError(f'export.input_size must be [C, H, W], got {input_size!r}')
         self.runner, self.part, self.to = runner, part, list(to)
@@ -64,7 +69,10 @@ class ExportLoop:
         """Write all forms, ``export.json`` and the card; returns what was written, and where."""
         one_process(self.runner, 'export')
         folder = Path(self.runner.work_dir)
-        backbone = find_backbone(self.runner.model, self.part, 'export.part').on_cpu()
+        if self.to == ['open_clip']:
+            backbone = Backbone('model', self.runner.model).on_cpu()
+        else:
+            backbone = find_backbone(self.runner.model, self.part, 'export.part').on_cpu()
         codes: dict[str, str] = {}
         errors: dict[str, float] = {}
         for form in self.to:

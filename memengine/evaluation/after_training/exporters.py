@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from memengine.evaluation.after_training.backbones import Backbone
+from memengine.evaluation.after_training.open_clip_layout import export_to_open_clip
 
 __all__ = ['EXPORTERS', 'Exporter', 'relative_error']
 
@@ -173,6 +174,7 @@ features = session.run(None, {{'images': images}})[0]  # NumPy, [B, C, H, W] to 
 
 EXPORTERS: Mapping[str, Exporter] = {
     'onnx': _onnx,
+    'open_clip': export_to_open_clip,
     'torch_export': _torch_export,
     'weights': _weights,
 }

@@ -172,3 +172,35 @@ def test_the_teachers_backbone_is_the_one_that_is_meant():
         find_backbone(towers)
     with pytest.raises(ValueError, match='no module called backbone'):
         find_backbone(nn.ReLU())
+
+
+def test_open_clip_reads_both_towers(tmp_path):
+    open_clip = pytest.importorskip('open_clip', reason='open_clip is not installed')
+    vision = dict(image_size=16, layers=1, width=64, patch_size=8, head_width=32)
+    text = dict(context_length=8, vocab_size=49408, width=32, heads=2, layers=1)
+    path = tmp_path / 'memengine-small.json'
+    path.write_text(json.dumps(dict(embed_dim=24, vision_cfg=vision, text_cfg=text)))
+    open_clip.add_model_config(path)
+    towers = {
+        key: dict(type=kind, model_name=path.stem)
+        for key, kind in (('image', 'OpenClipImage'), ('text', 'OpenClipText'))
+    }
+    torch.manual_seed(0)
+    model = MODELS.build(dict(type='CLIP', embed_dim=10, _scope_='memengine', **towers)).eval()
+    options = dict(_scope_='memengine', input_size=(3, 16, 16), to=['open_clip'])
+    folder = tmp_path / 'export'
+    LOOPS.build(dict(type='ExportLoop', runner=runner_of(model, folder), **options)).run()
+    assert (folder / 'memengine-small-memengine.json').is_file()
+    weights = str(folder / 'open_clip.pt')
+    loaded = open_clip.create_model('memengine-small-memengine', pretrained=weights).eval()
+    images, tokens = torch.randn(3, 3, 16, 16), torch.randint(1, 100, (4, 8))
+    with torch.no_grad():
+        found = model.embed(images, {'tokens': tokens})
+        torch.testing.assert_close(loaded.encode_image(images), found['image'])
+        torch.testing.assert_close(loaded.encode_text(tokens), found['text'])
+    assert torch.equal(loaded.logit_scale, model.logit_scale)
+    other = runner_of(Whole(VIT), tmp_path / 'other')
+    with pytest.raises(ValueError, match='wants a CLIP whose towers are OpenClipImage'):
+        LOOPS.build(dict(type='ExportLoop', runner=other, **options)).run()
+    with pytest.raises(ValueError, match='no other form, no part'):
+        LOOPS.build(dict(type='ExportLoop', runner=other, **options, part='backbone'))

@@ -1,0 +1,91 @@
+"""A CLIP run in open_clip's own layout, read back by open_clip.
+
+Shapes: B images or texts, W width of a tower, D of open_clip's space, E of the run's.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memengine.evaluation.after_training.backbones import Backbone
+
+__all__ = ['export_to_open_clip', 'open_clip_state']
+
+
+def export_to_open_clip(whole: Backbone, images: Tensor, folder: Path) -> tuple[str, float]:
+    """Write ``NAME.json`` and ``open_clip.pt``; how they are loaded, and the error."""
+    import open_clip
+
+    model: Any = whole.module
+    name = f'{_names(model).pop()}-memengine'
+    config = open_clip.get_model_config(name.removesuffix('-memengine'))
+    config['embed_dim'] = model.towers['image'].projection.out_features
+    (folder / f'{name}.json').write_text(json.dumps(config, indent=2) + '\n')
+    path = folder / 'open_clip.pt'  # older versions of open_clip read no safetensors
+    torch.save(open_clip_state(model), path)
+    open_clip.add_model_config(folder / f'{name}.json')
+    loaded: Any = open_clip.create_model(name, pretrained=str(path)).eval()
+    tokens = torch.arange(1, 1 + loaded.context_length)[None] % 7 + 1
+    ours = model.embed(images, {'tokens': tokens})
+    errors = [
+        ((found - ours[key]).abs().max() / ours[key].abs().max()).item()
+        for key, found in (
+            ('image', loaded.encode_image(images)),
+            ('text', loaded.encode_text(tokens)),
+        )
+    ]
+    code = (
+        f"import open_clip\n\nopen_clip.add_model_config('{name}.json')\n"
+        f"model = open_clip.create_model('{name}', pretrained='{path.name}')"
+    )
+    return code, max(errors)
+
+
+def _names(model: nn.Module) -> set[str]:
+    """The name of open_clip's model, of which both towers are.
+
+    Raises:
+        ValueError: For other towers.
+    """
+    towers = dict(model.named_children()).get('towers', nn.ModuleDict())
+    kinds = {
+        key: type(tower.backbone).__name__
+        for key, tower in towers.items()  # type: ignore[operator]
+    }
+    wanted = {'image': 'OpenClipImage', 'text': 'OpenClipText'}
+    names = {tower.backbone.model_name for tower in towers.values()} if kinds == wanted else set()  # type: ignore[operator]
+    if len(names) != 1:
+        raise ValueError(
+            "export.to=['open_clip'] wants a CLIP whose towers are OpenClipImage and OpenClipText "
+            f'of one model, got {kinds or type(model).__name__}; export the towers one by one: '
+            'export.part'
+        )
+    return names
+
+
+def open_clip_state(model: Any) -> dict[str, Tensor]:
+    """The weights by open_clip's names, the run's projections multiplied into its own.
+
+    A tower ends in ``x @ proj`` with proj [W, D], and then in the run's ``@ weight.T`` with weight
+    [E, D]: together ``x @ (proj @ weight.T)``.
+
+    Raises:
+        ValueError: For a tower without such a matrix.
+    """
+    image, text = model.towers['image'], model.towers['text']
+    state = {f'visual.{key}': v for key, v in image.backbone.model.state_dict().items()}
+    state |= text.backbone.model.state_dict()
+    for name, tower in (('visual.proj', image), ('text_projection', text)):
+        if name not in state or isinstance(tower.projection, nn.Identity):
+            raise ValueError(
+                f"export.to=['open_clip']: there is no {name} to put the projection into; a ViT "
+                'that is trained, with a text Transformer, is wanted'
+            )
+        state[name] = state[name] @ tower.projection.weight.T
+    state['logit_scale'] = model.logit_scale
+    return {key: value.detach().clone().contiguous() for key, value in state.items()}
