@@ -1,4 +1,4 @@
-.PHONY: check lint types docs test slow gpu-sim matrix format
+.PHONY: check lint types docs test slow gpu-sim gpu matrix format
 
 check: lint types docs test slow gpu-sim  ## what CI runs, in the current environment
 
@@ -20,6 +20,10 @@ slow:
 
 gpu-sim:  ## the tests that need a GPU, on a simulated one
 	python -m pytest -p tests.simulated_gpu.device -m gpu
+
+gpu:  ## on a machine with GPUs: the tests that need one, and the tables that only one can fill
+	python -m pytest -m gpu
+	python tools/benchmarks/gpu.py --out docs/benchmarks
 
 matrix:  ## the tests that depend on versions, on every torch and Python that is promised
 	python tools/matrix.py
