@@ -43,7 +43,6 @@ class KeptGraphs:
         self.number = setting if isinstance(setting, int) else 0
         self._auto = setting == 'auto'
         self._slice_bytes: int | None = None  # once measured
-        self._kept = self.number
         self.decided = not self._auto
 
     @contextmanager
@@ -68,25 +67,20 @@ class KeptGraphs:
             yield
         self._slice_bytes = saved.peak_bytes
 
-    def of(self, slices: int) -> int:
-        """How many of a step's ``slices`` keep their graph."""
-        self._kept = min(self.number, slices)
-        return self._kept
-
-    def halve(self) -> bool:
-        """Keep half as many as the last step did; False when that would free nothing.
+    def halve(self, slices: int) -> bool:
+        """Keep half as many of the last step's ``slices``; False when that would free nothing.
 
         A single kept graph takes no more than a slice that is repeated, but what is left over when
         the number was measured.
         """
-        kept = self._kept
+        kept = min(self.number, slices)
         if kept <= (0 if self._auto else 1):
             return False
         MMLogger.get_current_instance().warning(
             f'Out of memory: keep_graph goes from {kept} to {kept // 2} slices. The step is '
             'repeated, and the run goes on so.'
         )
-        self.number = self._kept = kept // 2
+        self.number = kept // 2
         return True
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 from mmengine.logging import MMLogger
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.optim import Optimizer
 
 from memengine.engine.distributed.processes import cpu_group
@@ -91,6 +92,7 @@ class _SlicedOptimWrapper(OptimWrapper):
         self.kept_graphs = KeptGraphs(keep_graph)
         self.forward_chunk_size = forward_chunk_size
         self._is_first_step = True
+        self._coupled_slices = 0  # of the last step
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -135,7 +137,8 @@ class _SlicedOptimWrapper(OptimWrapper):
         updated = self._inner_count >= self._accumulative_counts
         kept = self.kept_graphs
         with nullcontext() if kept.decided else kept.measured(model, updated):
-            return run_until_it_fits(step, self._shrink, model, cpu_group('running out of memory'))
+            group = cpu_group('running out of memory') if dist.is_initialized() else None
+            return run_until_it_fits(step, self._shrink, model, group)
 
     def _sliced_step(
         self,
@@ -147,6 +150,7 @@ class _SlicedOptimWrapper(OptimWrapper):
         with self.precision.autocast():
             targets = module.targets(inputs, data_samples, self.size)
         slices = module.slices(inputs, data_samples, self.size)
+        self._coupled_slices = sum(piece.coupled for piece in slices)
 
         def coupled_loss(*embeddings: Any) -> Any:
             return module.coupled_loss(module.join(embeddings), targets, data_samples)
@@ -172,7 +176,7 @@ class _SlicedOptimWrapper(OptimWrapper):
             towers,
             coupled_loss if module.coupled else None,
             slice_loss if module.additive else None,
-            keep_graph=self.kept_graphs.of(sum(piece.coupled for piece in slices)),
+            keep_graph=self.kept_graphs.number,
             context=self.precision.autocast,
             backward=self.add_gradient,
         )
@@ -186,7 +190,7 @@ class _SlicedOptimWrapper(OptimWrapper):
         return self.forward_chunk_size // int(size) or 1
 
     def _shrink(self) -> bool:
-        return self.kept_graphs.halve() or self._halve()
+        return self.kept_graphs.halve(self._coupled_slices) or self._halve()
 
     def _halve(self) -> bool:
         """Halve the slices, said in the log; False when they are of one image already."""

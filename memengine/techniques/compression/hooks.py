@@ -235,9 +235,9 @@ class CompressedForward(WrappedForward):
         off |= any(rule.is_paused for rule in self.model_rules)
         if off or is_in_backward() or is_checkpointing():  # of which the middle one recomputes
             return self.plain(*args, **kwargs)
-        hooks = _state.hooks = _ForwardHooks(self.module)
         for rule in self.model_rules:
-            rule.begin_forward()
+            rule.begin_forward()  # which may raise
+        hooks = _state.hooks = _ForwardHooks(self.module)
         try:
             with hooks:
                 return self._run_with(hooks, args, kwargs)

@@ -2,6 +2,9 @@
 
 Dropout, drop-path and masking draw from the generators of torch (one per device), from Python's
 or from NumPy's. A recomputed forward pass is the first one only if all of them start alike.
+
+What is drawn to compress a tensor comes from generators of the techniques' own: dropout would else
+get other numbers than in the plain step, and the forward pass would no longer be the same.
 """
 
 from __future__ import annotations
@@ -16,7 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ['RandomState', 'accelerators_of', 'own_generators']
+__all__ = [
+    'PrivateRandomState',
+    'RandomState',
+    'accelerators_of',
+    'own_generators',
+    'private_generator',
+    'restart_private_generators',
+]
 
 
 def accelerators_of(module: nn.Module, tensors: Iterable[Tensor] = ()) -> tuple[torch.device, ...]:
@@ -126,3 +136,64 @@ def _numpy() -> Any:
 def _comparable(state: Any) -> Any:
     """NumPy's state in a form that compares as a whole."""
     return None if state is None else (state[0], state[1].tobytes(), *state[2:])
+
+
+# ------------------------------------------------------------------ of the techniques
+
+_SEED_OFFSET = 0x9E3779B97F4A7C15  # so that a private stream is not the one of dropout
+_generators: dict[torch.device, tuple[int, torch.Generator]] = {}
+
+
+def private_generator(device: torch.device) -> torch.Generator:
+    """The techniques' generator of a device, seeded by the seed of torch's global generator.
+
+    It starts again whenever ``torch.initial_seed()`` has changed. The engine seeds each iteration
+    by its place in the run, so a resumed run draws what the uninterrupted one would have drawn. In
+    a loop that seeds once, it simply goes on.
+
+    Args:
+        device: Where the numbers are drawn, as in ``tensor.device``.
+
+    Returns:
+        A generator for ``generator=`` of torch's random functions. Do not keep it: ask again.
+
+    Torch's global generators are neither drawn from nor set. Seeding them with the seed that they
+    have already is not seen here: see :func:`restart_private_generators`. A recomputed forward pass
+    (checkpointing, gradient cache) draws new numbers, and each of them is as good as the first.
+    """
+    seed = torch.initial_seed()
+    seeded, generator = _generators.get(device, (None, None))
+    if generator is None:
+        generator = torch.Generator(device)
+    if seeded != seed:
+        generator.manual_seed(seed ^ _SEED_OFFSET)
+        _generators[device] = (seed, generator)
+    return generator
+
+
+def restart_private_generators() -> None:
+    """Start all private generators again from the present seed.
+
+    For two runs in one process that are to be equal and are seeded alike:
+    ``torch.manual_seed(0); restart_private_generators()`` before each.
+    """
+    _generators.clear()
+
+
+class PrivateRandomState:
+    """What the private generators held at one moment, for a step that is undone."""
+
+    def __init__(self) -> None:
+        self._states = {
+            device: (seed, generator.get_state())
+            for device, (seed, generator) in _generators.items()
+        }
+
+    def restore(self) -> None:
+        """Set all of them back to this state."""
+        for device in _generators.keys() - self._states.keys():
+            del _generators[device]
+        for device, (seed, state) in self._states.items():
+            generator = torch.Generator(device)
+            generator.set_state(state)
+            _generators[device] = (seed, generator)

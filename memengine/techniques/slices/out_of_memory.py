@@ -19,8 +19,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from memengine._torch_private.distributed import around_collectives, forget_reduction
-from memengine.techniques.modules.private_random import PrivateRandomState
-from memengine.techniques.modules.random_state import RandomState, accelerators_of
+from memengine.techniques.modules.random_state import (
+    PrivateRandomState,
+    RandomState,
+    accelerators_of,
+)
 
 __all__ = ['is_out_of_memory', 'run_until_it_fits']
 

@@ -709,3 +709,15 @@ def test_twice_is_an_error_and_some_modules_can_be_chosen():
         recompute_activations(model)
     saved = plain - saved_bytes(lambda: model(x), model)
     assert saved == (6 + 4 - 4) * x.nbytes
+
+
+def test_a_forward_that_is_refused_at_its_start_leaves_the_next_ones_compressed(monkeypatch):
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    with recompute_activations(model) as rule:
+        with monkeypatch.context() as patched:
+            patched.setattr(rule, 'begin_forward', lambda: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(x)
+        model(x).sum().backward()
+        assert rule.kept.before > 0

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memengine.techniques.modules.private_random import (
+from memengine.techniques.modules.random_state import (
     PrivateRandomState,
+    RandomState,
     private_generator,
     restart_private_generators,
 )
-from memengine.techniques.modules.random_state import RandomState
 
 CPU = torch.device('cpu')
 
