@@ -90,7 +90,7 @@ def test_ranks_follow_one_process_for_twenty_steps(world_size):
 def assert_close(actual, expected):
     for name, tensor in expected.items():
         # timm resamples position embeddings of local crops in fp32
-        tolerance = 1e-8 if name.endswith('pos_embed') else 1e-9
+        tolerance = 1e-7 if name.endswith('pos_embed') else 1e-9
         assert_same_step({name: actual[name]}, {name: tensor}, tolerance)
 
 

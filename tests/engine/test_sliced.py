@@ -72,7 +72,7 @@ def test_accumulation_follows_the_plain_step(kind, micro_batch_size):
         assert_same_step(actual, expected, tolerance=1e-8)
     for name, expected in parameters.items():
         # timm resamples position embeddings of local crops in fp32
-        tolerance = 1e-8 if name.endswith('pos_embed') else 1e-9
+        tolerance = 1e-7 if name.endswith('pos_embed') else 1e-9
         assert_same_step({name: model.get_parameter(name)}, {name: expected}, tolerance)
 
 
@@ -178,7 +178,7 @@ def test_ranks_in_slices_follow_ranks_in_whole_steps(kind):
     sliced = run_ranks(2, _rank, kind)
     whole = run_ranks(2, _whole_rank, kind)
     for name, expected in whole[0].items():
-        tolerance = 1e-8 if name.endswith('pos_embed') else 1e-9
+        tolerance = 1e-7 if name.endswith('pos_embed') else 1e-9
         for parameters in sliced:
             assert_same_step({name: parameters[name]}, {name: expected}, tolerance)
 
@@ -227,7 +227,7 @@ def test_ranks_in_slices_follow_one_process(kind, world_size):
         run_step(model, big_batch(kind, seed), wrapper)
     for parameters in run_ranks(world_size, _shared_rank, kind):
         for name, expected in model.named_parameters():
-            tolerance = 1e-8 if name.endswith('pos_embed') else 1e-9
+            tolerance = 1e-7 if name.endswith('pos_embed') else 1e-9
             assert_same_step({name: parameters[name]}, {name: expected}, tolerance)
 
 

@@ -48,7 +48,7 @@ def plain_in_slices(model, batch, wrapper, size):
 def assert_equal_parameters(actual, expected, what=lambda p: p):
     for name, parameter in expected.named_parameters():
         # timm resamples position embeddings of local crops in fp32
-        tolerance = 1e-8 if name.endswith('pos_embed') else 1e-9
+        tolerance = 1e-7 if name.endswith('pos_embed') else 1e-9
         got = actual.get_parameter(name)
         assert_same_step({name: what(got)}, {name: what(parameter)}, tolerance)
 
@@ -195,5 +195,5 @@ def test_ranks_follow_one_process(world_size, keep_graph):
         run_step(model, big_batch('DINO', seed), wrapper)
     for parameters in run_ranks(world_size, _rank, keep_graph):
         for name, expected in model.named_parameters():
-            tolerance = 1e-8 if name.endswith('pos_embed') else 1e-9
+            tolerance = 1e-7 if name.endswith('pos_embed') else 1e-9
             assert_same_step({name: parameters[name]}, {name: expected}, tolerance)

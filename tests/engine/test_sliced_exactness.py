@@ -55,7 +55,7 @@ def assert_follows(make, kind, size, wrapper=GradCacheOptimWrapper, optimizer='A
         assert_same_step({'loss': loss}, log, tolerance=1e-8)
     actual, wanted = model.state_dict(), expected.state_dict()
     resampled = {name for name in wanted if name.endswith('pos_embed')}  # by timm, in fp32
-    for names, tolerance in ((resampled, 1e-8), (wanted.keys() - resampled, 1e-9)):
+    for names, tolerance in ((resampled, 1e-7), (wanted.keys() - resampled, 1e-9)):
         assert_same_step(
             {name: actual[name] for name in names},
             {name: wanted[name] for name in names},

@@ -101,7 +101,7 @@ def test_six_steps_follow_the_definition():
         assert log_vars['teacher_temp'].item() == pytest.approx(temp)
         for name, expected in plain.named_parameters():
             # timm resamples position embeddings in fp32
-            tolerance = 1e-8 if name.endswith('pos_embed') else 1e-9
+            tolerance = 1e-7 if name.endswith('pos_embed') else 1e-9
             assert_same_step({name: ours.get_parameter(name)}, {name: expected}, tolerance)
         assert_same_step({'c': ours.loss.center[0]}, {'c': center}, tolerance=1e-10)
 
@@ -128,7 +128,7 @@ def test_slices_hold_every_crop_once_and_their_losses_are_the_batchs(size):
     whole['loss'].backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
     pos_embed = 'student.backbone.model.pos_embed'  # timm resamples it in fp32
-    tolerance = {pos_embed: 1e-8}
+    tolerance = {pos_embed: 1e-7}
     for name in expected:
         assert_same_step({name: sliced[name]}, {name: expected[name]}, tolerance.get(name, 1e-9))
 
