@@ -80,8 +80,14 @@ def read_file(
 def _is_program(path: str) -> bool:
     if not (os.path.isfile(path) and zipfile.is_zipfile(path)):  # a pipe would be waited for
         return False
-    with zipfile.ZipFile(path) as archive:
-        return any(name.rpartition('/')[2] == 'constants.pkl' for name in archive.namelist())
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except OSError:
+        raise
+    except Exception:  # of any kind: the bytes may say anything, and who reads them says what
+        return False
+    return any(name.rpartition('/')[2] == 'constants.pkl' for name in names)
 
 
 def _flattened(read: Any) -> Any:
