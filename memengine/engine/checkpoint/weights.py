@@ -78,9 +78,11 @@ def read_file(
 
 
 def _is_program(path: str) -> bool:
-    if not (os.path.isfile(path) and zipfile.is_zipfile(path)):  # a pipe would be waited for
+    if not os.path.isfile(path):  # a pipe would be waited for
         return False
     try:
+        if not zipfile.is_zipfile(path):
+            return False
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
     except OSError:
