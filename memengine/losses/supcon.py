@@ -188,8 +188,8 @@ class SupConLoss(BatchLoss):
     ranks: :func:`~memengine.losses.logsumexp.others_logsumexp`. With labels on ranks, the sums of
     the classes travel too, D numbers for each class, forward and backward.
 
-    Half-precision features are multiplied as they are, but summed over positives in fp32, as all else
-    is, also under autocast.
+    Half-precision features are multiplied as they are, but summed over positives in fp32; so is all
+    else, also under autocast.
 
     Source: Khosla et al., Supervised Contrastive Learning (2020), L_out.
     """
