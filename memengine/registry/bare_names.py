@@ -2,8 +2,8 @@
 
 ``custom_imports=dict(imports=['memengine.registry.bare_names'])`` in a config of MMEngine's Runner,
 or of a library with a scope of its own (``default_scope='mmpretrain'``), and ``type='DINO'`` is
-found where ``type='memengine.DINO'`` was. ``import memengine`` alone changes no registry: it may stand in
-any script, before or after MMEngine.
+found where ``type='memengine.DINO'`` was. ``import memengine`` alone changes no registry: it may
+stand in any script, before or after MMEngine.
 
 A name that MMEngine or somebody else has registered there keeps its meaning, and so do those of a
 library's own registries, which are asked first. A module that registers names in MMEngine's
