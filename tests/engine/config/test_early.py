@@ -80,7 +80,8 @@ def refused_early(count, seed):
                 yield made, [problem.partition(': did')[0] for problem in error.problems]
 
 
-def test_what_is_refused_early_is_misspelt(count=120, seed=1):
+@pytest.mark.parametrize(('count', 'seed'), [(120, 1)])
+def test_what_is_refused_early_is_misspelt(count, seed):
     found = list(refused_early(count, seed))
     assert len(found) > count / 30
     for made, said in found:
