@@ -25,6 +25,7 @@ __all__ = [
     'accelerators_of',
     'own_generators',
     'private_generator',
+    'private_seed',
     'restart_private_generators',
 ]
 
@@ -169,6 +170,20 @@ def private_generator(device: torch.device) -> torch.Generator:
         generator.manual_seed(seed ^ _SEED_OFFSET)
         _generators[device] = (seed, generator)
     return generator
+
+
+def private_seed() -> int:
+    """The next seed for a kernel that counts its random numbers itself, as Philox does.
+
+    Drawn on the host from :func:`private_generator` of the CPU, so it follows the global seed, and
+    goes back with :class:`PrivateRandomState`; the device is neither asked nor given anything.
+
+    Returns:
+        From ``2 ** 62`` to below ``2 ** 63``, so that kernels are compiled for one type of integer.
+    """
+    seed = torch.empty((), dtype=torch.int64, device='cpu')
+    seed.random_(2**62, 2**63 - 1, generator=private_generator(seed.device))
+    return int(seed)
 
 
 def restart_private_generators() -> None:
