@@ -18,7 +18,7 @@ from memengine.techniques.codecs.bit_packing import (
 )
 from memengine.techniques.codecs.grids import UniformGrid, computing_dtype
 from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_order
-from memengine.techniques.modules.random_state import private_generator
+from memengine.techniques.modules.private_random import private_generator
 
 __all__ = ['QuantizedCode', 'Quantizer', 'check_floating_point']
 

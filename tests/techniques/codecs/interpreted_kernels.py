@@ -11,10 +11,8 @@ import torch
 from memengine._torch_private import triton_kernels
 from memengine.techniques.codecs.kernels import quantizing
 from memengine.techniques.codecs.quantized import Quantizer
-from memengine.techniques.modules.random_state import (
-    PrivateRandomState,
-    restart_private_generators,
-)
+from memengine.techniques.modules.forward_state import PrivateRandomState
+from memengine.techniques.modules.private_random import restart_private_generators
 
 BITS = (8, 4, 2, 1)
 # What the interpreter says of NaN and infinity, where the kernels mean them.

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memengine.techniques.modules.random_state import (
-    PrivateRandomState,
-    RandomState,
+from memengine.techniques.modules.forward_state import PrivateRandomState, RandomState
+from memengine.techniques.modules.private_random import (
     private_generator,
     private_seed,
     restart_private_generators,

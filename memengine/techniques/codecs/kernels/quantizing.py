@@ -14,7 +14,7 @@ from torch import Tensor
 
 from memengine.techniques.codecs import quantized
 from memengine.techniques.codecs.bit_packing import packed_numel
-from memengine.techniques.modules.random_state import private_seed
+from memengine.techniques.modules.private_random import private_seed
 
 __all__ = ['dequantize', 'prove', 'quantize']
 
