@@ -60,9 +60,12 @@ class UniformGrid(NamedTuple):
             huge = torch.maximum(low.neg(), high) > numbers.max / 2
             shrink = torch.ones_like(low).masked_fill_(huge, 0.25)  # exact: a power of two
             low, high = low * shrink, high * shrink
-        # No rounding may carry the highest value above the top level, into the neighbour's bits.
-        per_unit = (high - low).reciprocal_().mul_(top * (1 - 2 * numbers.eps))
-        return cls(low, per_unit.clamp_(max=numbers.max), shrink, top)
+        span = high - low
+        per_unit = (top / span).clamp_(max=numbers.max)
+        # No rounding may carry the highest value above the top level, into the neighbour's bits ...
+        too_many = span * per_unit > top
+        per_unit = torch.where(too_many, per_unit.nextafter(torch.zeros_like(span)), per_unit)
+        return cls(low, per_unit, shrink, top)
 
     def of_ranges(self, ranges: slice) -> UniformGrid:
         """The grid of some of the ranges."""
@@ -109,7 +112,7 @@ class UniformGrid(NamedTuple):
             out: Of `levels`' shape, in the computing dtype, written to.
         """
         step = self.per_unit.reciprocal()
-        if self.shrink is not None:  # the top level must not come above the largest number
+        if self.shrink is not None:  # ... nor the top level above the largest number
             step.mul_(1 - _FEW_ULPS * (self.shrink < 1))
         values = torch.mul(levels, step, out=out).add_(self.low)
         return values if self.shrink is None else values.div_(self.shrink)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from memengine._torch_private.triton_kernels import proven_kernels
 from memengine.techniques.codecs.bit_packing import (
     PACKED_BITS,
     pack_bits,
@@ -17,7 +18,7 @@ from memengine.techniques.codecs.bit_packing import (
 )
 from memengine.techniques.codecs.grids import UniformGrid, computing_dtype
 from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_order
-from memengine.techniques.modules.random_state import private_generator
+from memengine.techniques.modules.private_random import private_generator
 
 __all__ = ['QuantizedCode', 'Quantizer', 'check_floating_point']
 
@@ -25,6 +26,8 @@ __all__ = ['QuantizedCode', 'Quantizer', 'check_floating_point']
 # counts at the peak.
 _PART_NUMEL = {'cpu': 2**18}
 _PART_NUMEL_ELSEWHERE = 2**20
+_KERNELS = 'memengine.techniques.codecs.kernels'
+_LARGEST_GROUP_OF_KERNELS = 2**13  # of which a GPU's multiprocessor holds several
 
 
 def check_floating_point(tensor: Tensor) -> None:
@@ -42,10 +45,6 @@ class _Part(NamedTuple):
     elements: slice
     groups: slice
     bytes: slice
-
-    @property
-    def numel(self) -> int:
-        return int(self.elements.stop - self.elements.start)
 
 
 def _in_rows(flat: Tensor, group_size: int) -> Tensor:
@@ -79,34 +78,94 @@ class QuantizedCode:
     @torch.no_grad()
     def decode(self) -> Tensor:
         """The tensor, a new one each time."""
-        flat = self.extremes.new_empty(self.order.numel)
-        dtype, grid = computing_dtype(flat.dtype), self.grid()
-        for part in self.parts():
-            target, packed = flat[part.elements], self.packed[part.bytes]
-            levels = packed if self.bits == 8 else unpack_bits(packed, self.bits, target.numel())
-            is_room = target.dtype == dtype and target.numel() % self.group_size == 0
-            room = target.view(-1, self.group_size) if is_room else None
-            values = grid.of_ranges(part.groups).values(_in_rows(levels, self.group_size), room)
-            if room is None:
-                target.copy_(values.view(-1)[: target.numel()])
-        return self.order.shaped(flat)
+        how = self.packed, self.extremes, self.order.numel, self.bits, self.group_size
+        by_groups = self.part_numel == self.group_size
+        kernels = _kernels(self.extremes, self.bits, self.group_size) if by_groups else None
+        if kernels is None:
+            return self.order.shaped(dequantize(*how, self.part_numel))
+        return self.order.shaped(kernels.dequantize(*how))
 
-    def grid(self, groups: slice = slice(None)) -> UniformGrid:
-        """Where the levels of groups lie."""
-        low, high = self.extremes[:, groups, None]  # [groups, 1]
-        return UniformGrid.between(low, high, self.bits)
 
-    def parts(self) -> Iterator[_Part]:
-        """What is computed at once, in turn."""
-        size, numel = self.group_size, self.order.numel
-        length = max(self.part_numel - self.part_numel % size, size)
-        for start in range(0, numel, length):
-            stop = min(start + length, numel)
-            yield _Part(
-                slice(start, stop),
-                slice(start // size, -(-stop // size)),
-                slice(start * self.bits // 8, packed_numel(stop, self.bits)),
-            )
+def _kernels(like: Tensor, bits: int, group_size: int) -> Any | None:
+    """What quantises a tensor and back in one kernel each, where that is to be had."""
+    if group_size > _LARGEST_GROUP_OF_KERNELS or like.dtype == torch.float64:
+        return None
+    return proven_kernels(f'{_KERNELS}.quantizing', like, bits, group_size)
+
+
+def quantize(
+    flat: Tensor, bits: int, group_size: int, stochastic: bool, part_numel: int
+) -> tuple[Tensor, Tensor]:
+    """What :class:`Quantizer` computes, by torch's operations.
+
+    Args:
+        flat: ``[n]``.
+        bits: 8, 4, 2 or 1.
+        group_size: A multiple of 8; the last group may be shorter.
+        stochastic: Round up or down at random.
+        part_numel: Elements whose levels are packed together.
+
+    Returns:
+        The levels in bytes, and the extremes, [2, groups].
+    """
+    numel = flat.numel()
+    generator = private_generator(flat.device) if stochastic else None
+    packed = flat.new_empty(packed_numel(numel, bits), dtype=torch.uint8)
+    extremes = flat.new_empty(2, -(-numel // group_size))
+    dtype, grid = computing_dtype(flat.dtype), None
+    if flat.device.type != 'cpu':  # each kernel costs a launch: all ranges are found at once
+        full = numel // group_size
+        head, rest = flat.split([full * group_size, numel % group_size])
+        _put_extremes(head.view(-1, group_size), extremes[:, :full])
+        if rest.numel():
+            _put_extremes(rest[None], extremes[:, full:])
+        grid = _grid(extremes, bits)
+    for part in _parts(numel, bits, group_size, part_numel):
+        elements = flat[part.elements]
+        rows = _in_rows(elements, group_size)
+        if grid is None:  # what is read for its extremes is in the cache then
+            _put_extremes(rows, extremes[:, part.groups])
+            ranges = _grid(extremes[:, part.groups], bits)
+        else:
+            ranges = grid.of_ranges(part.groups)
+        levels = ranges.levels(rows.to(dtype), generator).view(-1)
+        pack_bits(levels[: elements.numel()], bits, out=packed[part.bytes])
+    return packed, extremes
+
+
+def dequantize(
+    packed: Tensor, extremes: Tensor, numel: int, bits: int, group_size: int, part_numel: int
+) -> Tensor:
+    """What :func:`quantize` gave for ``[n]``, in the dtype of the extremes."""
+    flat = extremes.new_empty(numel)
+    dtype, grid = computing_dtype(flat.dtype), _grid(extremes, bits)
+    for part in _parts(numel, bits, group_size, part_numel):
+        target, some = flat[part.elements], packed[part.bytes]
+        levels = some if bits == 8 else unpack_bits(some, bits, target.numel())
+        is_room = target.dtype == dtype and target.numel() % group_size == 0
+        room = target.view(-1, group_size) if is_room else None
+        values = grid.of_ranges(part.groups).values(_in_rows(levels, group_size), room)
+        if room is None:
+            target.copy_(values.view(-1)[: target.numel()])
+    return flat
+
+
+def _grid(extremes: Tensor, bits: int) -> UniformGrid:
+    """Where the levels of each group lie."""
+    low, high = extremes[..., None]  # [groups, 1]
+    return UniformGrid.between(low, high, bits)
+
+
+def _parts(numel: int, bits: int, group_size: int, part_numel: int) -> Iterator[_Part]:
+    """What is computed at once, in turn."""
+    length = max(part_numel - part_numel % group_size, group_size)
+    for start in range(0, numel, length):
+        stop = min(start + length, numel)
+        yield _Part(
+            slice(start, stop),
+            slice(start // group_size, -(-stop // group_size)),
+            slice(start * bits // 8, packed_numel(stop, bits)),
+        )
 
 
 def _put_extremes(rows: Tensor, extremes: Tensor) -> None:
@@ -135,7 +194,9 @@ class Quantizer:
     to 14 bytes for each element of a part of the tensor: at most 4 MB on CPU, 11 MB elsewhere.
 
     Cost: one pass over the tensor (on an accelerator three), ten over a part of it in the cache,
-    and 8 random bits for each element; to decode, two passes, four below 8 bits.
+    and 8 random bits for each element; to decode, two passes, four below 8 bits. On a GPU one
+    kernel each way, where Triton compiles them and they agree with these passes there
+    (:func:`proven_kernels`); groups above 8,192 elements and float64 go without.
 
     Error: less than a step of ``(max - min) / (2 ** bits - 1)`` of the group (half of it without
     `stochastic`). The mean is exact to ``2 ** -16`` of a step and the rounding of float32. In half
@@ -147,7 +208,9 @@ class Quantizer:
     Shape, dtype, device and strides come back (see ``in_memory_order``). float64 is computed in
     float64, every other dtype in float32.
 
-    Random state: noise comes from :func:`private_generator`; the global generators are untouched.
+    Random state: noise comes from :func:`private_generator`, that of a kernel from its seed and
+    the element's place (:func:`private_seed`): other numbers than without the kernel, equally
+    good, and the same whenever a step is repeated. The global generators are untouched.
     AMP and DDP: a tensor in the dtype of autocast is quantised in it; each rank rounds by
     itself. Nothing waits for the device.
 
@@ -173,27 +236,12 @@ class Quantizer:
         """The tensor in few bits."""
         check_floating_point(tensor)
         flat, order = in_memory_order(tensor)
-        numel, bits = flat.numel(), self.bits
-        part_numel = _PART_NUMEL.get(flat.device.type, _PART_NUMEL_ELSEWHERE)
-        generator = private_generator(flat.device) if self.stochastic else None
-        packed = flat.new_empty(packed_numel(numel, bits), dtype=torch.uint8)
-        extremes = flat.new_empty(2, -(-numel // self.group_size))
-        code = QuantizedCode(packed, extremes, order, bits, self.group_size, part_numel)
-        dtype, grid = computing_dtype(flat.dtype), None
-        if flat.device.type != 'cpu':  # each kernel costs a launch: all ranges are found at once
-            full = numel // self.group_size
-            head, rest = flat.split([full * self.group_size, numel % self.group_size])
-            _put_extremes(head.view(-1, self.group_size), extremes[:, :full])
-            if rest.numel():
-                _put_extremes(rest[None], extremes[:, full:])
-            grid = code.grid()
-        for part in code.parts():
-            rows = _in_rows(flat[part.elements], self.group_size)
-            if grid is None:  # what is read for its extremes is in the cache then
-                _put_extremes(rows, extremes[:, part.groups])
-                ranges = code.grid(part.groups)
-            else:
-                ranges = grid.of_ranges(part.groups)
-            levels = ranges.levels(rows.to(dtype), generator).view(-1)
-            pack_bits(levels[: part.numel], bits, out=packed[part.bytes])
-        return code
+        kernels = _kernels(flat, self.bits, self.group_size)
+        how = flat, self.bits, self.group_size, self.stochastic
+        if kernels is None:
+            part_numel = _PART_NUMEL.get(flat.device.type, _PART_NUMEL_ELSEWHERE)
+            packed, extremes = quantize(*how, part_numel)
+        else:
+            part_numel = self.group_size
+            packed, extremes = kernels.quantize(*how)
+        return QuantizedCode(packed, extremes, order, self.bits, self.group_size, part_numel)
