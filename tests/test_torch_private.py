@@ -121,6 +121,27 @@ def test_node_numbers():
     assert autograd.node_number(y.grad_fn.next_functions[0][0]) > 2**60  # a leaf
 
 
+@relies_on('makes the node of an operation before it is carried out, and tells whose backward runs')
+def test_nodes_of_what_is_carried_out():
+    class Places(ops.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            node = autograd.current_node()
+            forward = autograd.next_node_number() - 1
+            seen.append(forward if node is None else autograd.node_number(node))
+            return func(*args, **(kwargs or {}))
+
+    seen, x = [], leaf(2)
+    with Places():
+        y = x.exp()
+        z = y.sin()
+        numbers = [autograd.node_number(t.grad_fn) for t in (y, z)]
+        assert list(dict.fromkeys(seen)) == numbers
+        seen.clear()
+        z.backward(torch.ones(2))
+    in_order = [number for number in dict.fromkeys(seen) if number in numbers]
+    assert in_order == numbers[::-1]
+
+
 @relies_on('makes a copy, by the node that comes next, of what an operation in place saves')
 def test_numbers_in_place():
     saving = []
