@@ -1,7 +1,7 @@
 """What a step costs in memory; plain torch."""
 
 from memengine.memory.headroom import headroom_bytes
-from memengine.memory.measuring import Measured, map_blocks_singly, measure
+from memengine.memory.measuring import Measured, map_blocks_singly, measure, write_snapshot
 from memengine.memory.meter import SavedBytes, hidden_bytes, saved_bytes
 from memengine.memory.prediction import Prediction, UnpredictableError, predict
 from memengine.memory.process import cuda_figures, cuda_peak_mib, held_bytes, peak_rss_mib, rss_mib
@@ -28,4 +28,5 @@ __all__ = [
     'rss_mib',
     'saved_bytes',
     'timeline',
+    'write_snapshot',
 ]

@@ -109,6 +109,7 @@ class LiveMemory(TorchDispatchMode):
 
     Attributes:
         events: Bytes (negative when freed) and piece, in order.
+        begin: How many of them are of what was there when the account began.
         flops: Of products of matrices and convolutions.
         moved_bytes: Read and written by operators that are no views.
         operators: How many of these there were.
@@ -120,6 +121,7 @@ class LiveMemory(TorchDispatchMode):
         super().__init__()
         self.events: list[tuple[int, Piece]] = []
         self.flops = self.moved_bytes = self.operators = self.guessed = 0
+        self.begin, self._is_over = 0, False
         self._pieces: dict[int, Piece] = {}
         self._modules: list[str] = []
         self._place = Place()  # of the operator that is being carried out
@@ -142,15 +144,21 @@ class LiveMemory(TorchDispatchMode):
     def _end_of(self, key: int) -> Callable[[Any], None]:
         def end(_: Any) -> None:
             piece = self._pieces.pop(key)
-            self.events.append((-piece.nbytes, piece))
+            if not self._is_over:
+                self.events.append((-piece.nbytes, piece))
 
         return end
 
     def start_again(self) -> None:
         """Begin the account anew, with what is there now."""
         self.events = [(piece.nbytes, piece) for piece in self._pieces.values()]
+        self.begin = len(self.events)
         self.flops = self.moved_bytes = self.operators = self.guessed = 0
         self._places.clear()
+
+    def end(self) -> None:
+        """End the account: what is freed from now on is no part of it."""
+        self._is_over = True
 
     @contextmanager
     def named(self, model: nn.Module) -> Iterator[None]:

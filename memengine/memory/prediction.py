@@ -100,6 +100,7 @@ def carried_out(build: Callable[[], TrainingStep]) -> LiveMemory:
                 _assign(memory, step)
                 memory.start_again()
                 step.run()
+                memory.end()
     except (*FAKE_REFUSES, RuntimeError, TypeError) as error:  # also what leaves torch
         raise UnpredictableError(
             'the step cannot be carried out on tensors without values, as a prediction does '

@@ -71,8 +71,8 @@ class Timeline:
 
     Attributes:
         predicted: The peak.
-        live: Bytes by category after each time that something was made or freed. Together they are
-            what the step takes, ``predicted.peak_bytes`` at the peak.
+        live: Bytes by category: before the step, and after each time that something was made or
+            freed. Together they are what it takes, ``predicted.peak_bytes`` at the peak.
         peak: The index of the peak.
         last: What was made last before it.
         tensors: What is there at the peak, the largest first.
@@ -108,12 +108,12 @@ def timeline(build: Callable[[], TrainingStep]) -> Timeline:
         now[ALLOCATOR] = whole + library_bytes(whole) - (now.total() - now[ALLOCATOR])
         for name, values in live.items():
             values.append(now[name])
-    peak = max(range(len(taken)), key=taken.__getitem__)
+    peak, start = max(range(len(taken)), key=taken.__getitem__), max(memory.begin - 1, 0)
     there = pieces_at(memory, peak)
     return Timeline(
         prediction_of(memory),
-        live,
-        peak,
+        {name: values[start:] for name, values in live.items()},
+        peak - start,
         LiveTensor.of(memory.events[peak][1], memory.events[peak][0]),
         sorted(
             (LiveTensor.of(piece, nbytes) for piece, nbytes in there.items()),

@@ -50,6 +50,11 @@ def test_the_peak_of_the_course_is_the_predicted_one_and_explained():
     at_peak = {name: values[course.peak] for name, values in course.live.items()}
     assert {name: nbytes for name, nbytes in at_peak.items() if nbytes} == predicted.by_category
     assert max(map(sum, zip(*course.live.values(), strict=True))) == predicted.peak_bytes
+    layer = 4 * (1024 * 1024 + 1024)
+    for moment in (0, -1):  # no gradient is there before the step, nor after it
+        assert course.live['parameters'][moment] == 2 * layer
+        assert not course.live['gradients'][moment]
+    assert max(course.live['gradients']) == 2 * layer
     relu = next(one for one in course.tensors if one.op.startswith('aten.relu'))
     assert (relu.module, relu.shape, relu.in_backward) == ('1', (2048, 1024), False)
     assert relu.line.startswith('tests/memory/test_prediction.py:')
