@@ -1,6 +1,7 @@
 """What torch keeps private, one test for each use: a failure says what a new torch has changed."""
 
 import functools
+import inspect
 import pickle
 import subprocess
 import sys
@@ -23,7 +24,15 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import sdpa_flop_count
 
-from memengine._torch_private import autograd, data_loading, distributed, fake, modules, ops
+from memengine._torch_private import (
+    allocator,
+    autograd,
+    data_loading,
+    distributed,
+    fake,
+    modules,
+    ops,
+)
 from memengine.techniques.compression.backward_needs import _NEEDS, IN_PLACE_FORMS, operation_name
 
 
@@ -662,3 +671,22 @@ def test_fake_tensors():
     with See():
         torch.ones(1).item()
     assert seen[-1] is fake.READS_A_NUMBER
+
+
+# --- the allocator of a GPU ---
+
+
+@relies_on("records a GPU's allocations with Python's frames, and writes them to a file")
+def test_record_of_allocations(monkeypatch, tmp_path):
+    done = []
+
+    def noted(name):
+        taken = inspect.signature(getattr(torch.cuda.memory, name))
+        return lambda *args, **kwargs: done.append(taken.bind(*args, **kwargs).arguments)
+
+    for name in ('_record_memory_history', '_dump_snapshot'):
+        monkeypatch.setattr(torch.cuda.memory, name, noted(name))
+    with allocator.allocations_recorded(tmp_path / 'snapshot.pickle'):
+        assert len(done) == 1 and done[0].get('enabled', 'all')
+    assert done[1] == {'filename': str(tmp_path / 'snapshot.pickle')}
+    assert not done[2]['enabled']
