@@ -9,7 +9,7 @@ import torch
 
 from memengine.techniques.codecs.grids import UniformGrid, computing_dtype
 from memengine.techniques.codecs.quantized import Quantizer
-from memengine.techniques.modules.random_state import (
+from memengine.techniques.modules.private_random import (
     private_generator,
     restart_private_generators,
 )
