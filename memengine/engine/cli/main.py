@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ['main']
 
-_OF_MEMORY = ('predict', 'measure', 'plan')
+_OF_MEMORY = ('predict', 'measure', 'memory', 'plan')
 _ON_CONFIG = ('train', 'test', 'data', *_OF_MEMORY)
 _RANK_VARIABLES = ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK', 'PMI_RANK')
 
