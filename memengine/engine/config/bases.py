@@ -130,7 +130,7 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
         case ast.Name(id=name):
             return names.get(name, UNKNOWN)
         case ast.List(elts=entries) | ast.Tuple(elts=entries):
-            values = []
+            values: list[Any] = []
             for entry in entries:
                 several = isinstance(entry, ast.Starred)
                 value = _value(entry.value if isinstance(entry, ast.Starred) else entry, names)
@@ -141,11 +141,11 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
         case ast.Call(func=ast.Name(id='dict'), args=[], keywords=pairs):
             if all(pair.arg for pair in pairs):
                 return {str(pair.arg): _value(pair.value, names) for pair in pairs}
-        case ast.Dict(keys=keys, values=values):
+        case ast.Dict(keys=keys, values=entries):
             if all(isinstance(key, ast.Constant) for key in keys):
                 return {
                     ast.literal_eval(key): _value(value, names)
-                    for key, value in zip(keys, values, strict=True)
+                    for key, value in zip(keys, entries, strict=True)
                     if key is not None
                 }
     return UNKNOWN

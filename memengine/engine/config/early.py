@@ -173,7 +173,9 @@ def _type_fault(kind: str) -> str | None:
     if not kind.isidentifier() or is_a_word(kind):
         return None
     near = similar(kind, registered_types(), STRICTER)
-    return near and f"there is no {registered_types()[near[0]]} '{kind}'{did_you_mean(kind, near)}"
+    if not near:
+        return None
+    return f"there is no {registered_types()[near[0]]} '{kind}'{did_you_mean(kind, near)}"
 
 
 def _misspelt(key: str) -> bool:
