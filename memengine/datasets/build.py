@@ -35,9 +35,6 @@ def build(
         on_missing: Called with a name that is not found; may register more, and returns a hint for
             the error that is raised when the name is still not there.
 
-    Returns:
-        The built object.
-
     Raises:
         TypeError: When ``cfg`` is no dict with a ``type``.
         ValueError: When the type or an argument is unknown (with the nearest real names), or when

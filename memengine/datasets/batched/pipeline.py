@@ -146,9 +146,6 @@ class BatchedPipeline(Pipeline):
             images: Float [B, C, H, W], 0 to 1.
             samples: What is known of each, beside its image.
             draws: Those of the B samples.
-
-        Raises:
-            ValueError: When a transform fails; names it.
         """
         views, packed = _carry_out(self.steps[:-1], images, draws), self.steps[-1][1]
         if isinstance(views, Tensor):

@@ -55,11 +55,7 @@ def explain_save_error(error: BaseException, folder: Path) -> str:
 
 @contextmanager
 def save_errors(path: Path) -> Iterator[None]:
-    """Turn what the system, or torch, says when a checkpoint cannot be written into a sentence.
-
-    Raises:
-        SaveError: Naming the checkpoint, the cause and what to do.
-    """
+    """Turn what the system, or torch, says when a checkpoint cannot be written into a sentence."""
     try:
         yield
     except (OSError, RuntimeError) as error:

@@ -100,13 +100,7 @@ def torch_errors(
     kind: type[CheckpointError],
     explain: Callable[[BaseException], str] = str,
 ) -> Iterator[None]:
-    """Turn torch's error, which is none of Python's ``Exception``, into one that names the ranks.
-
-    Args:
-        what: What could not be done.
-        kind: What is raised instead.
-        explain: Says what a rank's own error means.
-    """
+    """Turn torch's error, which is no ``Exception`` of Python's, into one that names the ranks."""
     try:
         yield
     except CheckpointException as error:

@@ -32,9 +32,6 @@ CONFIG = 'config.py'
 class StepStart:
     """What a step's forward pass changes, as it was before.
 
-    Args:
-        model: The bare model.
-
     Cost: one more copy of the model's buffers, and the time to fill it.
     """
 
@@ -83,13 +80,6 @@ def capture_step(
     runner: Any, wrapper: Guarded, start: StepStart, bad: BadStep, data_batch: Any
 ) -> str:
     """Write what a bad step started from. Each rank writes a file of its own.
-
-    Args:
-        runner: The runner, whose model has been put back.
-        wrapper: The optimiser wrapper that refused the step.
-        start: What was kept before it.
-        bad: What was found.
-        data_batch: As the data loader gave it.
 
     Returns:
         A sentence that says where it is, or why it is not.

@@ -34,12 +34,9 @@ _CLIP_FUNCTIONS = {
 
 
 _DTYPES = {
-    'fp32': torch.float32,
-    'float32': torch.float32,
-    'bf16': torch.bfloat16,
-    'bfloat16': torch.bfloat16,
-    'fp16': torch.float16,
-    'float16': torch.float16,
+    **dict.fromkeys(('fp32', 'float32'), torch.float32),
+    **dict.fromkeys(('bf16', 'bfloat16'), torch.bfloat16),
+    **dict.fromkeys(('fp16', 'float16'), torch.float16),
 }
 
 
@@ -285,9 +282,8 @@ class OptimWrapper(_OptimWrapper):
     def _grad_norms(self) -> Tensor | None:
         """Norm of each gradient, [P]; None if there are none, or nobody asks."""
         grads = [p.grad for p in self._parameters() if p.grad is not None]
-        if not grads or (self.guard is None and not self.clip_grad_kwargs):
-            return None
-        return grad_norms(grads, self._norm_type)
+        nobody_asks = self.guard is None and not self.clip_grad_kwargs
+        return None if not grads or nobody_asks else grad_norms(grads, self._norm_type)
 
     @property
     def accumulative_counts(self) -> int:

@@ -158,9 +158,6 @@ class ModuleState:
     a tensor that is written to is named. Left out are statistics that a norm layer only counts,
     sharded parameters, which ``fully_shard`` swaps itself, and DDP's own books.
 
-    Args:
-        module: The module that is about to run.
-
     Cost: some 10 microseconds and 2 kB for each module inside.
     """
 

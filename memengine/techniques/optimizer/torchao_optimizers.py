@@ -26,11 +26,7 @@ _SIGNED_STATES = {'exp_avg': True, 'exp_avg_sq': False, 'max_exp_avg_sq': False}
 
 
 def _torchao(name: str) -> Any:
-    """Class ``name`` of torchao.
-
-    Raises:
-        ImportError: When torchao is not installed.
-    """
+    """Class ``name`` of torchao."""
     try:
         return getattr(importlib.import_module('torchao.optim'), name)
     except ImportError as error:
