@@ -21,10 +21,7 @@ def one_line(error: BaseException) -> str:
 
 
 def build(
-    registry: Registry,
-    cfg: Any,
-    setting: str,
-    on_missing: Callable[[str], str] | None = None,
+    registry: Registry, cfg: Any, setting: str, on_missing: Callable[[str], str] | None = None
 ) -> Any:
     """Build ``cfg`` from ``registry``; an object that is built already is returned as it is.
 

@@ -93,10 +93,7 @@ def _problem(transform: Any) -> str | None:
         nested = [(type(inner).__name__, _problem(inner)) for inner in transform.transforms]
         return next((f'holds {name}, which {why}' for name, why in nested if why), None)
     settings: dict[type, tuple[tuple[str, tuple[Any, ...]], ...]] = {
-        v2.RandomResizedCrop: (
-            ('antialias', (True,)),
-            ('interpolation', ('bilinear', 'bicubic')),
-        ),
+        v2.RandomResizedCrop: (('antialias', (True,)), ('interpolation', ('bilinear', 'bicubic'))),
         v2.RandomCrop: (
             ('fill', (0,)),
             ('padding_mode', ('constant',)),

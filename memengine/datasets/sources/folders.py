@@ -258,10 +258,7 @@ class ImageNet(ImageFolder):
     """
 
     def __init__(
-        self,
-        root: str,
-        split: Literal['train', 'val'] = 'train',
-        max_pixels: int = MOST_PIXELS,
+        self, root: str, split: Literal['train', 'val'] = 'train', max_pixels: int = MOST_PIXELS
     ) -> None:
         if split not in ('train', 'val'):
             raise ValueError(f"split must be 'train' or 'val', got {split!r}")

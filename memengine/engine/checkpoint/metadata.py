@@ -85,9 +85,7 @@ class _Unpickler(pickle.Unpickler):
         return found
 
 
-def _read(
-    folder: Path,
-) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, _Place]]:
+def _read(folder: Path) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, _Place]]:
     try:
         with open(folder / '.metadata', 'rb') as file:
             check_memo(file)

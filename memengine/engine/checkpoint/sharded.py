@@ -96,9 +96,7 @@ def merge_tensors(rest: dict[str, Any], tensors: Mapping[KeyPath, Tensor]) -> di
 
 @contextmanager
 def torch_errors(
-    what: str,
-    kind: type[CheckpointError],
-    explain: Callable[[BaseException], str] = str,
+    what: str, kind: type[CheckpointError], explain: Callable[[BaseException], str] = str
 ) -> Iterator[None]:
     """Turn torch's error, which is no ``Exception`` of Python's, into one that names the ranks."""
     try:

@@ -299,8 +299,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         'param_scheduler.0.end=5; a list is [a,b], a tuple (a,b)',
     )
     parser.add_argument(
-        '--launcher',
-        choices=['none', 'pytorch', 'slurm', 'mpi'],
-        help='what started the processes',
+        '--launcher', choices=['none', 'pytorch', 'slurm', 'mpi'], help='what started the processes'
     )
     parser.add_argument('--local-rank', '--local_rank', type=int, help=argparse.SUPPRESS)

@@ -56,10 +56,7 @@ class Precision:
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        name: str,
-        loss_scale: str | float | dict[str, Any] = 'dynamic',
+        self, optimizer: Optimizer, name: str, loss_scale: str | float | dict[str, Any] = 'dynamic'
     ) -> None:
         if name not in _DTYPES:
             raise ValueError(f'precision must be fp32, bf16 or fp16, got {name!r}')

@@ -128,11 +128,7 @@ class _SlicedOptimWrapper(OptimWrapper):
             return run_until_it_fits(step, self._shrink, model, group)
 
     def _sliced_step(
-        self,
-        model: nn.Module,
-        module: SlicedModel,
-        inputs: Any,
-        data_samples: Any,
+        self, model: nn.Module, module: SlicedModel, inputs: Any, data_samples: Any
     ) -> dict[str, Tensor]:
         with self.precision.autocast():
             targets = module.targets(inputs, data_samples, self.size)

@@ -12,12 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from memengine.models.algorithms.base import (
-    Algorithm,
-    feature_moments,
-    feature_rank,
-    feature_std,
-)
+from memengine.models.algorithms.base import Algorithm, feature_moments, feature_rank, feature_std
 from memengine.models.parts import build_loss, check_one_view, l2_normalize
 from memengine.registry import MODELS, ModelConfig
 from memengine.techniques.slices.slicing import Slice, cut_evenly, take

@@ -19,12 +19,7 @@ from memengine._torch_private.ops import foreach_lerp_
 from memengine.engine.step import Progress
 from memengine.losses.dino import DINOLoss
 from memengine.losses.koleo import koleo_loss
-from memengine.models.algorithms.base import (
-    Algorithm,
-    feature_moments,
-    feature_rank,
-    feature_std,
-)
+from memengine.models.algorithms.base import Algorithm, feature_moments, feature_rank, feature_std
 from memengine.registry import MODELS, HeadConfig, ModelConfig
 from memengine.techniques.slices.multi_crop import CropSlice, plan_slices
 from memengine.techniques.slices.slicing import Slice
@@ -221,10 +216,7 @@ class DINO(Algorithm):
         return self.student(inputs)
 
     def embedding_loss(
-        self,
-        embeddings: tuple[Tensor, Tensor],
-        targets: TeacherTargets,
-        data_samples: Any = None,
+        self, embeddings: tuple[Tensor, Tensor], targets: TeacherTargets, data_samples: Any = None
     ) -> dict[str, Tensor]:
         """The DINO loss, and what tells whether it means anything."""
         features, logits = embeddings
@@ -292,10 +284,7 @@ class DINO(Algorithm):
         return features[: len(rows)], rows
 
     def coupled_loss(
-        self,
-        embeddings: tuple[Tensor, Tensor],
-        targets: TeacherTargets,
-        data_samples: Any = None,
+        self, embeddings: tuple[Tensor, Tensor], targets: TeacherTargets, data_samples: Any = None
     ) -> dict[str, Tensor]:
         """The KoLeo loss, of the features and rows that :meth:`coupled_part` gave of all slices."""
         features, rows = embeddings

@@ -47,11 +47,7 @@ class TorchvisionBackbone(nn.Sequential):
     """
 
     def __init__(
-        self,
-        model_name: str,
-        weights: str | None = None,
-        checkpoint_path: str = '',
-        **kwargs: Any,
+        self, model_name: str, weights: str | None = None, checkpoint_path: str = '', **kwargs: Any
     ) -> None:
         from torchvision import models
 

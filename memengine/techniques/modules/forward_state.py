@@ -274,10 +274,7 @@ class RandomState:
     def state_dict(self) -> dict[str, Any]:
         """All but modules' own generators, as tensors, arrays and plain values to be saved."""
         return dict(
-            cpu=self._cpu,
-            accelerators=self._accelerators,
-            python=self._python,
-            numpy=self._numpy,
+            cpu=self._cpu, accelerators=self._accelerators, python=self._python, numpy=self._numpy
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

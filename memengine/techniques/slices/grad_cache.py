@@ -62,11 +62,7 @@ def cached_step(
         >>> optimizer.step()
     """
     return sliced_step(
-        towers,
-        loss_fn,
-        keep_graph=keep_graph,
-        context=context,
-        backward=backward,
+        towers, loss_fn, keep_graph=keep_graph, context=context, backward=backward
     ).coupled
 
 
