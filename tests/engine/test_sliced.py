@@ -136,7 +136,7 @@ def test_bytes_shrink_with_the_slice(kind, wrapper, setting):
 
 
 def test_accumulation_over_iterations_goes_on_meaning_iterations():
-    _, parameters = train(Classifier, accumulative_counts=2)
+    _, parameters = train(Classifier, steps=5, accumulative_counts=2)
     model, _ = model_and_batch(Classifier)
     wrapper = wrap(model, AccumulationOptimWrapper, micro_batch_size=2, accumulative_counts=2)
     for seed in range(5):

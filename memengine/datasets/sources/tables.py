@@ -99,13 +99,11 @@ class ImageTable(_Listed):
         if label is None:
             self.labels = [NO_LABEL] * len(rows)
             return
-        names = sorted(set(map(str, labels)), key=_by_number)
+        stated = set(map(str, labels))
+        names = sorted(filter(str.isdecimal, stated), key=lambda name: (int(name), name))
+        names += sorted(name for name in stated if not name.isdecimal())
         numbers = {name: number for number, name in enumerate(names)}
         self.classes, self.labels = names, [numbers[str(each)] for each in labels]
-
-
-def _by_number(name: str) -> tuple[bool, int, str]:
-    return (False, int(name), name) if name.isdecimal() else (True, 0, name)
 
 
 def _value(row: Mapping[str, Any], column: str, where: str) -> Any:

@@ -131,10 +131,6 @@ def AdamW4bit(  # noqa: N802 (what it makes is an object of a class of that name
 # ------------------------------------------------------------------ host memory
 
 
-def _as_list(params: Any) -> list[Tensor]:
-    return [params] if isinstance(params, Tensor) else list(params)
-
-
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != 'params'}
 
@@ -224,8 +220,10 @@ def cpu_offload_optimizer(
     other optimisers cannot load.
     """
     params = list(params)
-    groups = params if isinstance(params[0], dict) else [{'params': params}]
-    groups = [{**group, 'params': _as_list(group['params'])} for group in groups]
+    groups = [{**g} for g in params] if isinstance(params[0], dict) else [{'params': params}]
+    for group in groups:
+        one = isinstance(group['params'], Tensor)
+        group['params'] = [group['params']] if one else list(group['params'])
     trained = [p for group in groups for p in group['params'] if p.requires_grad]
     if {p.device.type for p in trained} - {'cuda', 'xpu'}:
         raise ValueError(
