@@ -344,14 +344,8 @@ def AmpOptimWrapper(  # noqa: N802 (a type name of MMEngine's config language)
     """MMEngine's name for an :class:`OptimWrapper` in half precision.
 
     Args:
-        optimizer: The optimiser.
-        loss_scale: See :class:`OptimWrapper`.
-        dtype: ``'float16'`` or ``'bfloat16'``; None is fp16 on a GPU and bf16 on CPU.
-        accumulative_counts: See :class:`OptimWrapper`.
-        clip_grad: See :class:`OptimWrapper`.
-        on_nonfinite: See :class:`OptimWrapper`.
-        nonfinite_limit: See :class:`OptimWrapper`.
-        accumulate_coupled: See :class:`OptimWrapper`.
+        dtype: ``'float16'`` or ``'bfloat16'``; None is fp16 on a GPU and bf16 on CPU. The others
+            are :class:`OptimWrapper`'s.
     """
     if dtype is None:
         dtype = 'bf16' if _device_type(optimizer) == 'cpu' else 'fp16'

@@ -90,11 +90,7 @@ def AdamW8bit(  # noqa: N802 (what it makes is an object of a class of that name
     """torchao's AdamW with both averages in 8 bits, quantised in blocks.
 
     Args:
-        params: Parameters or groups.
-        lr: Learning rate.
-        betas: Decay of the two averages.
-        eps: Added to the root of the second average.
-        weight_decay: Decoupled weight decay.
+        params, lr, betas, eps, weight_decay: As of ``torch.optim.AdamW``.
         block_size: Numbers that share a scale.
 
     Raises:
