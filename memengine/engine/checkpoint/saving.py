@@ -15,8 +15,7 @@ import torch
 
 from memengine.engine.checkpoint.checksums import seal
 from memengine.engine.checkpoint.files import CheckpointError, atomic_write
-from memengine.engine.distributed.processes import cpu_group
-from memengine.engine.distributed.together import together
+from memengine.engine.distributed.processes import cpu_group, together
 
 __all__ = ['CheckpointWriter', 'SaveError', 'explain_save_error', 'save_errors', 'write_file']
 

@@ -18,8 +18,7 @@ from memengine.engine.checkpoint.checksums import checksum, write_checksums
 from memengine.engine.checkpoint.files import backup_path, sync
 from memengine.engine.checkpoint.saving import SaveError, explain_save_error, save_errors
 from memengine.engine.checkpoint.sharded import RUN_FILE, KeyPath, split_tensors, torch_errors
-from memengine.engine.distributed.processes import cpu_group
-from memengine.engine.distributed.together import together
+from memengine.engine.distributed.processes import cpu_group, together
 
 __all__ = ['sharded_write']
 

@@ -12,8 +12,7 @@ from memengine.engine.checkpoint.files import CheckpointError, DamagedError
 from memengine.engine.checkpoint.latest import checkpoint_of, find_latest, newest_first
 from memengine.engine.checkpoint.state import ShardLayout, check_resumable, read_checkpoint
 from memengine.engine.checkpoint.weights import advise, load_weights, only_reading, select
-from memengine.engine.distributed.processes import cpu_group
-from memengine.engine.distributed.together import together
+from memengine.engine.distributed.processes import cpu_group, together
 from memengine.engine.faults.finite_state import each_optim_wrapper
 from memengine.engine.step import unwrap
 

@@ -29,8 +29,7 @@ from memengine.engine.config.memory_budget import keep_budget
 from memengine.engine.config.runner_schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
 from memengine.engine.distributed.launchers import DEFAULT_TIMEOUT_S
-from memengine.engine.distributed.processes import cpu_group, init_process_group
-from memengine.engine.distributed.together import together
+from memengine.engine.distributed.processes import cpu_group, init_process_group, together
 from memengine.engine.faults.ranks import RankWatch, ranks_named
 from memengine.engine.faults.work_dir_lock import work_dir_lock
 from memengine.engine.faults.workers import (
