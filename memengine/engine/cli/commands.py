@@ -68,6 +68,10 @@ def carry_out(args: argparse.Namespace, cfg: Config) -> str:
         from memengine.engine.cli.plan import plan_step
 
         return plan_step(cfg, args)
+    if args.command == 'memory':
+        from memengine.engine.cli.memory_report import report_memory
+
+        return report_memory(cfg, args.json)
     if args.command in ('predict', 'measure'):
         from memengine.engine.cli.memory import measure_step, predict_step
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ['generators', 'private_generator', 'restart_private_generators']
+__all__ = ['generators', 'private_generator', 'private_seed', 'restart_private_generators']
 
 _SEED_OFFSET = 0x9E3779B97F4A7C15  # so that a private stream is not the one of dropout
 
@@ -38,6 +38,20 @@ def private_generator(device: torch.device) -> torch.Generator:
         generator.manual_seed(seed ^ _SEED_OFFSET)
         generators[device] = (seed, generator)
     return generator
+
+
+def private_seed() -> int:
+    """The next seed for a kernel that counts its random numbers itself, as Philox does.
+
+    Drawn on the host from :func:`private_generator` of the CPU, so it follows the global seed, and
+    goes back with ``PrivateRandomState``; the device is neither asked nor given anything.
+
+    Returns:
+        From ``2 ** 62`` to below ``2 ** 63``, so that kernels are compiled for one type of integer.
+    """
+    seed = torch.empty((), dtype=torch.int64, device='cpu')
+    seed.random_(2**62, 2**63 - 1, generator=private_generator(seed.device))
+    return int(seed)
 
 
 def restart_private_generators() -> None:
