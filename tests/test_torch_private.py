@@ -33,7 +33,6 @@ from memengine._torch_private import (
     modules,
     ops,
     products,
-    proven,
 )
 from memengine.techniques.compression.backward_needs import _NEEDS, IN_PLACE_FORMS, operation_name
 
@@ -699,24 +698,6 @@ def test_fp32_products():
                 pass
             assert torch.get_float32_matmul_precision() == was
     torch.set_float32_matmul_precision(before)
-
-
-def test_proven():
-    """Asked once on each device; what fails there is not used, with one warning."""
-    asked = []
-
-    def check(device):
-        asked.append(device)
-        assert device.index == 0, 'values differ\nby much'
-
-    form = proven.Proven('a kernel', check)
-    first, second = torch.device('cuda', 0), torch.device('cuda', 1)
-    assert not form.on(torch.device('cpu'))
-    assert form.on(first) and form.on(first)
-    with pytest.warns(UserWarning, match='a kernel is not used on cuda:1.*AssertionError: values'):
-        assert not form.on(second)
-    assert not form.on(second)
-    assert asked == [first, second]
 
 
 # --- the allocator of a GPU ---

@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from memengine._torch_private.proven import Proven
+from memengine._torch_private.triton_kernels import proven_kernels
 
-__all__ = ['HAS_OUT_DTYPE', 'fp32_products', 'half_mm']
+__all__ = ['HAS_OUT_DTYPE', 'fp32_products', 'half_mm', 'prove']
 
 _MATMUL = torch.backends.cuda.matmul
 HAS_OUT_DTYPE = 'dtype' in torch.ops.aten.mm.overloads()
@@ -48,7 +48,7 @@ def half_mm(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
         right: [K, N].
         out: Takes the result, [M, N] in fp32.
     """
-    if HAS_OUT_DTYPE and _TENSOR_CORES.on(left.device):
+    if HAS_OUT_DTYPE and proven_kernels(__name__, left) is not None:
         return torch.mm(left, right, torch.float32, out=out)
     return _cast_mm(left, right, out)
 
@@ -58,15 +58,11 @@ def _cast_mm(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
         return torch.mm(left.float(), right.float(), out=out)
 
 
-def _check(device: torch.device) -> None:
-    """Both types, as they are, transposed, and as parts of larger ones."""
-    steps = torch.arange(96 * 64, device=device).view(96, 64)
-    for dtype in (torch.bfloat16, torch.float16):
-        left, right = (steps % 7 / 7).to(dtype), (steps % 11 / 11 - 0.5).to(dtype)
-        for a, b in ((left, right.T), (left.T, right), (left[:48], right[48:].T)):
-            fast, plain = torch.empty(2, len(a), b.shape[1], device=device)
-            torch.mm(a, b, torch.float32, out=fast)
-            torch.testing.assert_close(fast, _cast_mm(a, b, plain), rtol=1e-5, atol=1e-5)
-
-
-_TENSOR_CORES = Proven('torch.mm of half-precision matrices to fp32', _check)
+def prove(like: Tensor) -> None:
+    """Compare both forms on matrices as they are, transposed, and parts of larger ones."""
+    steps = torch.arange(96 * 64, device=like.device).view(96, 64)
+    left, right = (steps % 7 / 7).to(like), (steps % 11 / 11 - 0.5).to(like)
+    for a, b in ((left, right.T), (left.T, right), (left[:48], right[48:].T)):
+        fast, plain = (like.new_empty(len(a), b.shape[1], dtype=torch.float32) for _ in range(2))
+        torch.mm(a, b, torch.float32, out=fast)
+        torch.testing.assert_close(fast, _cast_mm(a, b, plain), rtol=1e-5, atol=1e-5)

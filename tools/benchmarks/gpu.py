@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,13 @@ from typing import Any
 import measuring
 import timm
 import torch
+from loss_precision import WRITTEN
 from measuring import MIB
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memengine import apply_techniques
-from memengine.losses import ClipLoss
+from memengine.losses import ClipLoss, SigLipLoss
 
 DEVICE = torch.device('cuda')
 WAYS: dict[str, dict[str, Any]] = {
@@ -154,23 +155,39 @@ def compare_bits(vit: str, cnn: str, batch: int, **options: Any) -> dict[str, di
 EXACT = ('recomputed', 'checkpointed', 'offloaded')
 
 
-def time_losses(rows: int, width: int, repeats: int) -> dict[str, dict[str, float]]:
-    """CLIP's loss of bf16 features, in tiles and whole: memory, and time by the whole one's."""
-    features = [
-        nn.functional.normalize(torch.randn(rows, width, device=DEVICE), dim=1)
-        .bfloat16()
-        .requires_grad_()
-        for _ in range(2)
-    ]
-    holder = nn.ParameterList(nn.Parameter(f) for f in features)  # whose gradients are zeroed
-    scale = torch.tensor(100.0, device=DEVICE)
-    losses = {'whole': ClipLoss(), 'in tiles': ClipLoss(tile_size='auto')}
-    steps = {
-        name: (holder, lambda loss=loss: loss(*holder, scale).backward())
-        for name, loss in losses.items()
-    }
-    facts = {name: peaks(run) for name, (_, run) in steps.items()}
-    return with_times(facts, steps, repeats)
+def time_losses(sizes: Sequence[int], width: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Losses of bf16 features, written down and in tiles: memory, and time by that as written."""
+    facts: dict[str, dict[str, float]] = {}
+    for rows in sizes:
+        towers = nn.functional.normalize(torch.randn(2, rows, width, device=DEVICE), dim=2)
+        holder = nn.ParameterList(nn.Parameter(tower.bfloat16()) for tower in towers)
+        scalars = torch.tensor([100.0, -10.0], device=DEVICE)
+        for loss, kind in (('CLIP', ClipLoss), ('SigLIP', SigLipLoss)):
+            ways = {'as written': WRITTEN[loss], 'in tiles': kind(tile_size='auto')}
+            ways['in tiles of 1,024'] = kind(tile_size=1024)
+            ways["in tiles, precision='fp32'"] = kind(tile_size='auto', precision='fp32')
+            given = (*holder, *scalars[: 1 if loss == 'CLIP' else 2])
+            steps = {
+                way: (holder, lambda form=form, given=given: form(*given).backward())
+                for way, form in ways.items()
+            }
+            found = {
+                way: fits for way, (_, run) in steps.items() if (fits := peaks_if_it_fits(run))
+            }
+            seconds = measuring.time_in_turn({way: steps[way] for way in found}, repeats, DEVICE)
+            for way, fact in found.items():
+                fact['time'] = measuring.ratio(seconds[way], seconds[next(iter(found))])
+                fact['ms'] = 1000 * sorted(seconds[way])[len(seconds[way]) // 2]
+                facts[f'{loss}, {rows:,} pairs, {way}'] = fact
+    return facts
+
+
+def peaks_if_it_fits(run: Callable[[], object]) -> dict[str, float]:
+    """As :func:`peaks`, or nothing where memory runs out."""
+    try:
+        return peaks(run)
+    except torch.OutOfMemoryError:
+        return {}
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
@@ -203,15 +220,17 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit('there is no GPU here, and nothing else can tell what this measures')
     options: dict[str, Any] = {}
-    vit, cnn, rows = 'vit_base_patch16_224', 'resnet50', 16384
+    vit, cnn = 'vit_base_patch16_224', 'resnet50'
+    sizes, width = [16384, 65536, 262144], 768
     if args.quick:
-        vit, cnn, rows = 'vit_tiny_patch16_224', 'resnet10t', 64
+        vit, cnn = 'vit_tiny_patch16_224', 'resnet10t'
+        sizes, width = [64], 16
         options = dict(img_size=32, depth=2, num_classes=8)
         args.batch, args.repeats = 2, 2
     results = {
         'run': measuring.where(DEVICE),
         'ways': time_ways(vit, args.batch, args.repeats, **options),
-        'losses': time_losses(rows, 512, args.repeats),
+        'losses': time_losses(sizes, width, min(args.repeats, 5)),
         'bits': compare_bits(vit, cnn, min(args.batch, 8), **options),
     }
     measuring.publish(results, 'gpu', tables, args.out, None)

@@ -38,13 +38,17 @@ def wide(logits: Tensor) -> Tensor:
 
 
 def clip(images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
-    logits, targets = wide((scale * images) @ texts.T), torch.arange(len(images))
+    logits, targets = (
+        wide((scale * images) @ texts.T),
+        torch.arange(len(images), device=images.device),
+    )
     return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
 
 
 def siglip(images: Tensor, texts: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     logits = wide((scale * images) @ texts.T + bias)
-    return -F.logsigmoid(logits * (2 * torch.eye(len(images)) - 1)).sum() / len(images)
+    signs = 2 * torch.eye(len(images), device=images.device) - 1
+    return -F.logsigmoid(logits * signs).sum() / len(images)
 
 
 def supcon(views: Tensor, labels: Tensor) -> Tensor:
