@@ -39,7 +39,7 @@ class Prediction:
             place), ``'transients'``, ``'workspaces'`` of kernels and ``'allocator'`` (whole pages,
             what libraries keep).
         by_module: The peak's activations and transients by the module in whose forward they were
-            made, the largest first; ``''`` is what was made outside, in backward above all.
+            made, or in the backward of it, the largest first; ``''`` is what was made outside.
         by_part: Bytes when a part of the model (its child) last began a forward pass, and the most
             from when it began one until another did.
         at: The operator that made the last of the peak.
@@ -91,6 +91,11 @@ def predict(build: Callable[[], TrainingStep]) -> Prediction:
 
     Cost: the time that Python takes for the operators, about 0.1 ms each.
     """
+    return prediction_of(carried_out(build))
+
+
+def carried_out(build: Callable[[], TrainingStep]) -> LiveMemory:
+    """All that becomes of memory in a step, for :func:`predict`."""
     try:
         with on_fake_tensors() as memory:
             step = build()
@@ -100,17 +105,19 @@ def predict(build: Callable[[], TrainingStep]) -> Prediction:
                 step.run()
                 _assign(memory, step)
                 left = memory.left()
+                # With its state there from the start, this step is as those that follow.
                 if all(p.category == OPTIMIZER or p.nbytes <= _LITTLE for p in left):
                     memory.as_if_there(p for p in left if p.category == OPTIMIZER)
                 else:
                     memory.start_again()
                     step.run()
+                memory.end()
     except (*FAKE_REFUSES, RuntimeError, TypeError) as error:  # also what leaves torch
         raise UnpredictableError(
             'the step cannot be carried out on tensors without values, as a prediction does '
             f'({error}); measure it instead: memengine measure'
         ) from error
-    return _prediction(memory)
+    return memory
 
 
 def _assign(memory: LiveMemory, step: TrainingStep) -> None:
@@ -140,20 +147,32 @@ def _gradients_noted(memory: LiveMemory, model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _prediction(memory: LiveMemory) -> Prediction:
-    live = list(accumulate(_taken(nbytes) for nbytes, _ in memory.events))
-    last = max(range(len(live)), key=live.__getitem__)
+def taken_bytes(memory: LiveMemory) -> list[int]:
+    """What is taken of the system after each event, but for what libraries take."""
+    return list(accumulate(_taken(nbytes) for nbytes, _ in memory.events))
+
+
+def pieces_at(memory: LiveMemory, last: int) -> dict[Piece, int]:
+    """What is there after an event, with its bytes."""
     there: dict[Piece, int] = {}
     for nbytes, piece in memory.events[: last + 1]:
         if nbytes >= 0:
             there[piece] = nbytes
         else:
             del there[piece]
+    return there
+
+
+def prediction_of(memory: LiveMemory) -> Prediction:
+    """The peak of what was carried out."""
+    live = taken_bytes(memory)
+    last = max(range(len(live)), key=live.__getitem__)
+    there = pieces_at(memory, last)
     by_category, by_module = Counter[str](), Counter[str]()
     for piece, nbytes in there.items():
         by_category[piece.category] += nbytes
         if piece.category in (SAVED, TRANSIENT):
-            by_module[piece.module] += nbytes
+            by_module[piece.place.module] += nbytes
     peak = live[last] + library_bytes(live[last])
     by_category[ALLOCATOR] = peak - sum(there.values())
     return Prediction(

@@ -87,10 +87,13 @@ def test(cfg: Config) -> None:
 def of_memory(args: argparse.Namespace, cfg: Config) -> str:
     """What a step takes, predicted or measured, or how it can take less."""
     from memengine.engine.cli.memory import measure_step, predict_step
+    from memengine.engine.cli.memory_report import report_memory
     from memengine.engine.cli.plan import plan_step
 
     if args.command == 'plan':
         return plan_step(cfg, args)
+    if args.command == 'memory':
+        return report_memory(cfg, args.json)
     return (predict_step if args.command == 'predict' else measure_step)(cfg, args.json)
 
 

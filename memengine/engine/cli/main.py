@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memengine.engine.cli.parser import AFTER_TRAINING, make_parser
-from memengine.engine.config.early import check_top_keys
+from memengine.engine.config.early import check_names
 from memengine.engine.config.error import ConfigError
 from memengine.engine.faults.signals import (
     Interrupted,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ['main']
 
-_OF_MEMORY = ('predict', 'measure', 'plan')
+_OF_MEMORY = ('predict', 'measure', 'memory', 'plan')
 _ON_CONFIG = ('train', 'test', 'data', *_OF_MEMORY)
 _RANK_VARIABLES = ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK', 'PMI_RANK')
 
@@ -97,7 +97,7 @@ class _Command:
             print(describe(self.args.name) if self.args.name else list_techniques())
             return
         if self.args.command in _ON_CONFIG:
-            check_top_keys(self.args.config, self.args.cfg_options)
+            check_names(self.args.config, self.args.cfg_options)
         from memengine.engine.cli import commands
 
         if self.args.command == 'convert':

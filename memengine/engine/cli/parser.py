@@ -186,11 +186,14 @@ def _add_memory_commands(commands: Any) -> None:
     for name, does in (
         ('predict', 'predict the memory of a training step, without taking it'),
         ('measure', 'measure the memory of real training steps'),
+        ('memory', 'draw and explain the memory of a training step, beside each technique'),
     ):
         command = _add_command(
             commands, name, does, f'example:\n  memengine {name} configs/dino_vit.py'
         )
         command.add_argument('--json', action='store_true', help='print figures in bytes')
+        if name == 'memory':
+            command.add_argument('--work-dir', metavar='DIR', help='for DIR/report/memory')
         _add_options(command)
     plan = _add_command(
         commands, 'plan', 'say what to switch on so that training fits a budget', PLAN_EXAMPLES

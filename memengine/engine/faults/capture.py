@@ -20,7 +20,7 @@ from memengine.engine.checkpoint.latest import find_latest
 from memengine.engine.data_order import NamesSamples
 from memengine.engine.faults.guard import BadStep, Guarded
 from memengine.engine.step import unwrap
-from memengine.techniques.modules.random_state import RandomState, accelerators_of
+from memengine.techniques.modules.forward_state import RandomState, accelerators_of
 from memengine.techniques.sharding.clipping import local_part
 
 __all__ = ['CONFIG', 'FORMAT', 'StepStart', 'capture_step', 'plain', 'rank_path']

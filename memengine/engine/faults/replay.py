@@ -31,11 +31,8 @@ from memengine.engine.faults.guard import StepGuard
 from memengine.engine.hooks import AlgorithmHook, RandomStateHook, TechniqueHook
 from memengine.engine.step import unwrap
 from memengine.registry import RUNNERS
-from memengine.techniques.modules.random_state import (
-    RandomState,
-    accelerators_of,
-    restart_private_generators,
-)
+from memengine.techniques.modules.forward_state import RandomState, accelerators_of
+from memengine.techniques.modules.private_random import restart_private_generators
 
 __all__ = ['Findings', 'read_capture', 'replay']
 

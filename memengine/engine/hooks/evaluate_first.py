@@ -7,7 +7,7 @@ from typing import Any
 from mmengine.hooks import Hook
 
 from memengine.registry import HOOKS
-from memengine.techniques.modules.random_state import RandomState, accelerators_of
+from memengine.techniques.modules.forward_state import RandomState, accelerators_of
 
 __all__ = ['EvaluateFirstHook']
 

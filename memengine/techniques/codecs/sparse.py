@@ -27,7 +27,7 @@ from memengine.techniques.codecs.top_k import (
     positions_in_blocks,
     positions_of,
 )
-from memengine.techniques.modules.random_state import private_generator
+from memengine.techniques.modules.private_random import private_generator
 from memengine.techniques.modules.saved_tensors import KeptAsIs
 
 __all__ = ['Cast', 'SparseCode', 'Sparsifier']

@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from memengine._torch_private.ops import pytree
 from memengine.techniques.layers.weight_norm import shared_weights
 from memengine.techniques.modules.running_statistics import frozen_statistics
-from memengine.techniques.slices.first_forwards import Replay
-from memengine.techniques.slices.tower import Tower, TowerRun
+from memengine.techniques.slices.tower import Tower
+from memengine.techniques.slices.tower_run import Replay, TowerRun
 
 __all__ = [
     'Context',
