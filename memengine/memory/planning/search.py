@@ -165,7 +165,9 @@ class _Search:
             if knob.name in best.plan:
                 continue
             leanest = {one.name: one.levels[-1] for one in self.with_parts([knob])}
-            pairs = [(self.tried(plan), self.tried({**plan, **leanest})) for plan in (best.plan, {})]
+            pairs = [
+                (self.tried(plan), self.tried({**plan, **leanest})) for plan in (best.plan, {})
+            ]
             both = [(without, beside) for without, beside in pairs if without and beside]
             if all(beside.cost.peak_bytes >= without.cost.peak_bytes for without, beside in both):
                 return False
