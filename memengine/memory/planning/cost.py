@@ -16,17 +16,6 @@ _UNITS = {
 }
 
 
-_COUNTED = (
-    'peak_bytes',
-    'flops',
-    'moved_bytes',
-    'operators',
-    'before_loss_bytes',
-    'in_loss_bytes',
-    'elsewhere_bytes',
-)
-
-
 @dataclass(frozen=True)
 class Rates:
     """How fast a machine works, in round figures: they decide which plan is the faster one.
@@ -108,10 +97,14 @@ class Cost:
         costs = [cost for _, cost in parts]
         categories = dict.fromkeys(name for cost in costs for name in cost.by_category)
         return cls(
-            by_category={
-                name: total(cost.by_category.get(name, 0) for cost in costs) for name in categories
-            },
-            **{name: total(getattr(cost, name) for cost in costs) for name in _COUNTED},
+            total(cost.peak_bytes for cost in costs),
+            total(cost.flops for cost in costs),
+            total(cost.moved_bytes for cost in costs),
+            total(cost.operators for cost in costs),
+            {name: total(cost.by_category.get(name, 0) for cost in costs) for name in categories},
+            before_loss_bytes=total(cost.before_loss_bytes for cost in costs),
+            in_loss_bytes=total(cost.in_loss_bytes for cost in costs),
+            elsewhere_bytes=total(cost.elsewhere_bytes for cost in costs),
         )
 
     def seconds(self, rates: Rates) -> float:
