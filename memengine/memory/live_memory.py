@@ -7,16 +7,29 @@ constants (a schedule's rates, an optimiser's count of steps): programs read the
 
 from __future__ import annotations
 
+import inspect
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from memengine._torch_private.autograd import storage_key
-from memengine._torch_private.fake import READS_A_NUMBER, is_fake, unset_fake_temporarily
+from memengine._torch_private.autograd import (
+    current_node,
+    next_node_number,
+    node_number,
+    storage_key,
+)
+from memengine._torch_private.fake import (
+    ASKS_FOR_THE_DEVICE,
+    READS_A_NUMBER,
+    is_fake,
+    unset_fake_temporarily,
+)
 from memengine._torch_private.ops import (
     FLOPS_OF,
     OpOverload,
@@ -28,12 +41,36 @@ from memengine.memory.cpu_workspaces import workspace_bytes
 from memengine.memory.ledger import Block, Ledger, blocks_of
 from memengine.memory.meter import SavedBytes
 
-__all__ = ['SAVED', 'TRANSIENT', 'LiveMemory', 'Piece']
+__all__ = ['SAVED', 'TRANSIENT', 'LiveMemory', 'Piece', 'Place']
 
 TRANSIENT, SAVED, WORKSPACE = 'transients', 'saved activations', 'workspaces'
 
 _MOST_BYTES = 4096  # of memory whose numbers are computed
 _DRAWS = torch.Tag.nondeterministic_seeded
+_CARRIES_OUT = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
+
+
+class Place(NamedTuple):
+    """What in the model an operator is of.
+
+    Attributes:
+        module: The module in whose forward it is, by its name; empty outside.
+        file: Of the innermost line that is neither torch's nor of this package.
+        line: Its number.
+        in_backward: Whether it is of the backward of that line.
+    """
+
+    module: str = ''
+    file: str = ''
+    line: int = 0
+    in_backward: bool = False
+
+
+def _innermost_line() -> tuple[str, int]:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_CARRIES_OUT):
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ('', 0)
 
 
 class Piece:
@@ -42,14 +79,18 @@ class Piece:
     Attributes:
         nbytes: Its size.
         category: What it is for.
-        module: The module in whose forward it was made, by its name; empty outside.
+        place: What in the model made it.
         op: The operator that made it.
+        shape: Of the tensor that it was made for.
     """
 
-    __slots__ = ('category', 'module', 'nbytes', 'numbers', 'op', 'watch')
+    __slots__ = ('category', 'nbytes', 'numbers', 'op', 'place', 'shape', 'watch')
 
-    def __init__(self, nbytes: int, category: str, module: str, op: str) -> None:
-        self.nbytes, self.category, self.module, self.op = nbytes, category, module, op
+    def __init__(
+        self, nbytes: int, category: str, place: Place, op: str, shape: tuple[int, ...] = ()
+    ) -> None:
+        self.nbytes, self.category, self.place, self.op = nbytes, category, place, op
+        self.shape = shape
         self.watch: Any = None  # tells when it is freed
         self.numbers: Tensor | None = None  # all that it holds, if that is known
 
@@ -74,6 +115,8 @@ class LiveMemory(TorchDispatchMode):
 
     Attributes:
         events: Bytes (negative when freed) and piece, in order.
+        begin: How many events are of what was there when the account began.
+        begun: Where among them a part of the model (its child) began a forward pass, and its name.
         flops: Of products of matrices and convolutions.
         moved_bytes: Read and written by operators that are no views.
         operators: How many of these there were.
@@ -84,9 +127,13 @@ class LiveMemory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[tuple[int, Piece]] = []
+        self.begun: list[tuple[int, str]] = []
         self.flops = self.moved_bytes = self.operators = self.guessed = 0
+        self.begin, self._is_over = 0, False
         self._pieces: dict[int, Piece] = {}
         self._modules: list[str] = []
+        self._place = Place()  # of the operator that is being carried out
+        self._places: dict[int, Place] = {}  # of autograd's nodes, by their numbers
 
     # ------------------------------------------------------------------ what is there
 
@@ -95,8 +142,7 @@ class LiveMemory(TorchDispatchMode):
         for block in blocks_of(tensor):
             piece = self._pieces.get(block.key)
             if piece is None:
-                module = self._modules[-1] if self._modules else ''
-                piece = Piece(block.nbytes, category, module, op)
+                piece = Piece(block.nbytes, category, self._place, op, tuple(tensor.shape))
                 self._pieces[block.key] = piece
                 self.events.append((piece.nbytes, piece))
                 piece.watch = weakref.ref(block.owner, self._end_of(block.key))
@@ -106,14 +152,42 @@ class LiveMemory(TorchDispatchMode):
     def _end_of(self, key: int) -> Callable[[Any], None]:
         def end(_: Any) -> None:
             piece = self._pieces.pop(key)
-            self.events.append((-piece.nbytes, piece))
+            if not self._is_over:
+                self.events.append((-piece.nbytes, piece))
 
         return end
 
     def start_again(self) -> None:
         """Begin the account anew, with what is there now."""
         self.events = [(piece.nbytes, piece) for piece in self._pieces.values()]
+        self.begin = len(self.events)
+        self.begun.clear()
+        self._modules.clear()
         self.flops = self.moved_bytes = self.operators = self.guessed = 0
+        self._places.clear()
+
+    def end(self) -> None:
+        """End the account: what is freed from now on is no part of it."""
+        self._is_over = True
+
+    def left(self) -> list[Piece]:
+        """What was made since the account began, and is there still."""
+        before = {piece for _, piece in self.events[: self.begin]}
+        return [piece for piece in self._pieces.values() if piece not in before]
+
+    def as_if_there(self, pieces: Iterable[Piece]) -> None:
+        """Take it that these pieces, each of an operator's, were there when the account began."""
+        there = set(pieces)
+        moved = [(nbytes, piece) for nbytes, piece in self.events if piece in there]
+        gone = list(accumulate(piece in there for _, piece in self.events))
+        self.begun = [
+            (index + len(moved) - (gone[index - 1] if index else 0), name)
+            for index, name in self.begun
+        ]
+        self.events = moved + [event for event in self.events if event[1] not in there]
+        self.begin += len(moved)
+        self.operators -= len(moved)
+        self.moved_bytes -= sum(2 * nbytes for nbytes, _ in moved)  # as `zeros_like` counts
 
     @contextmanager
     def named(self, model: nn.Module) -> Iterator[None]:
@@ -121,6 +195,10 @@ class LiveMemory(TorchDispatchMode):
         names = {module: name for name, module in model.named_modules()}
 
         def begin(module: nn.Module, _: Any) -> None:
+            if module is model:
+                self._modules.clear()  # of what recomputation has broken off
+            if not any(self._modules):  # in no part of the model yet
+                self.begun.append((len(self.events), names[module]))
             self._modules.append(names[module])
 
         def end(module: nn.Module, *_: Any) -> None:
@@ -141,8 +219,11 @@ class LiveMemory(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is ASKS_FOR_THE_DEVICE:  # more often than all else together
+            return func(*args)
         if func is READS_A_NUMBER:
             return self._read(args[0])
+        self._place = self._find_place()
         inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         there = {storage_key(t.untyped_storage()) for t in inputs if t.layout == torch.strided}
         out = func(*args, **kwargs)
@@ -155,6 +236,17 @@ class LiveMemory(TorchDispatchMode):
         self._compute_small(func, args, kwargs, inputs, made)
         return out
 
+    def _find_place(self) -> Place:
+        """Where the program stands; in backward, where the forward stood that it is of."""
+        node = current_node()
+        if node is not None and not self._modules:  # with modules, a forward is repeated in it
+            known = self._places.get(node_number(node), Place('', *_innermost_line()))
+            return known._replace(in_backward=True)
+        place = Place(self._modules[-1] if self._modules else '', *_innermost_line())
+        # Of operators with a gradient the node is there before they are carried out.
+        self._places.setdefault(next_node_number() - 1, place)
+        return place
+
     def _count_cost(
         self, func: OpOverload, args: Any, kwargs: Any, out: Any, tensors: list[Tensor]
     ) -> None:
@@ -164,7 +256,7 @@ class LiveMemory(TorchDispatchMode):
         self.operators += 1
         self.moved_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if nbytes := workspace_bytes(func, args, out):
-            piece = Piece(nbytes, WORKSPACE, self._modules[-1] if self._modules else '', str(func))
+            piece = Piece(nbytes, WORKSPACE, self._place, str(func))
             self.events += [(nbytes, piece), (-nbytes, piece)]
 
     # ------------------------------------------------------------------ values
@@ -202,17 +294,16 @@ class LiveMemory(TorchDispatchMode):
         """Give small results their numbers, if those of the inputs are known."""
         pieces = [self._piece_of(tensor) for tensor in made]
         small = made and all(p is not None and p.nbytes <= _MOST_BYTES for p in pieces)
-        with unset_fake_temporarily():
-            known = small and _DRAWS not in func.tags
-            known = known and all(self._value_of(tensor) is not None for tensor in inputs)
-            if known:
-                values = func(*self._with_values(args), **self._with_values(kwargs))
-                given = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
-                for piece, value in zip(pieces, given, strict=True):
-                    whole = value.untyped_storage().nbytes() // value.element_size()
-                    assert piece is not None, 'small results are in memory that is known'
-                    piece.numbers = value.as_strided((whole,), (1,), 0)
-                return
+        if small and _DRAWS not in func.tags:
+            with unset_fake_temporarily():
+                if all(self._value_of(tensor) is not None for tensor in inputs):
+                    values = func(*self._with_values(args), **self._with_values(kwargs))
+                    given = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
+                    for piece, value in zip(pieces, given, strict=True):
+                        whole = value.untyped_storage().nbytes() // value.element_size()
+                        assert piece is not None, 'small results are in memory that is known'
+                        piece.numbers = value.as_strided((whole,), (1,), 0)
+                    return
         for tensor in written_arguments(func, args, kwargs):
             for one in tensor if isinstance(tensor, (list, tuple)) else [tensor]:
                 piece = self._piece_of(one) if isinstance(one, Tensor) else None

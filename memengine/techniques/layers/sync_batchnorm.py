@@ -76,19 +76,12 @@ def convert_sync_batchnorm(model: nn.Module) -> int:
 
     Of a model on a GPU it is torch's own SyncBatchNorm, which runs only there, of one on a CPU
     :class:`SyncBatchNorm`. Parameters and buffers are kept, so names and state do not change.
-
-    Returns:
-        How many layers were converted.
     """
     return len(SyncedBatchNorm(model).replaced)
 
 
 class SyncedBatchNorm(Handle):
     """A model whose BatchNorm layers are over all ranks.
-
-    Args:
-        model: The model.
-        kind: As in :class:`SyncBNSettings`.
 
     Raises:
         ImportError: For ``'mmcv'`` where it is not installed.

@@ -86,10 +86,7 @@ class AdamWBf16(torch.optim.AdamW):
 
     Args:
         params: Parameters or groups, in float32 or float64.
-        lr: Learning rate.
-        betas: Decay of the two averages.
-        eps: Added to the root of the second average.
-        weight_decay: Decoupled weight decay.
+        lr, betas, eps, weight_decay: As of ``torch.optim.AdamW``.
 
     Raises:
         TypeError: For parameters in half precision, whose averages torch's AdamW keeps in it.
