@@ -9,31 +9,35 @@ Source: DropIT: Dropping Intermediate Tensors for Memory-Efficient DNN Training,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from memengine.suggest import did_you_mean
-from memengine.techniques.codecs.bit_packing import pack_bits, packed_numel, unpack_bits
+from memengine.techniques.codecs.bit_packing import packed_numel
 from memengine.techniques.codecs.codec import Code, Codec
 from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_order
+from memengine.techniques.codecs.places import (
+    BYTE_VALUES,
+    Offsets,
+    Places,
+    take,
+    take_from_blocks,
+)
 from memengine.techniques.codecs.top_k import (
     INTEGER_OF,
-    largest_elements,
-    mask_at,
-    mask_of_blocks,
-    offsets_in_blocks,
-    positions_in_blocks,
-    positions_of,
+    largest,
+    magnitudes,
+    masks_of_blocks,
+    noise,
 )
-from memengine.techniques.modules.random_state import private_generator
 from memengine.techniques.modules.saved_tensors import KeptAsIs
 
 __all__ = ['Cast', 'SparseCode', 'Sparsifier']
 
 STRATEGIES = ('mink', 'random', 'block_mink')
-BYTE_VALUES = 256  # what one byte counts
 
 
 class Sparsifier:
@@ -68,10 +72,13 @@ class Sparsifier:
     bits; at 0.7 and 0.5, 0.331 and 0.531. At gamma 0 the tensor itself is kept. ``'mink'`` keeps
     no zeros on CPU, as decoding gives them anyway: after a ReLU it may cost less.
 
-    Time: a partition for the least magnitude that is kept. On CPU it is NumPy's, in one thread,
-    some at a time of what fits its cache: blocks take a third to an eighth of the time of a
-    ``topk`` of the whole tensor. Nothing waits for an accelerator, on which the number kept is
-    always the one asked for.
+    While it runs: 16 MiB at most, of float64 some more, with `values` also what is kept of them. On
+    CPU 3 MB, and with ``'mink'`` a copy of the magnitudes that are about as large as the least that
+    is kept: a fortieth of the tensor, more where many are equal.
+
+    Time: on CPU blocks are partitioned by NumPy, in one thread, some at a time of what fits its
+    cache: this takes a third to an eighth of the time of a ``topk`` of the whole tensor. Nothing
+    waits for an accelerator, on which the number kept is always the one asked for.
 
     The random strategy draws from a generator of its own: dropout draws what it would have drawn.
     """
@@ -131,94 +138,28 @@ class Sparsifier:
             kept = min(size, max(1, int(size * (1 - self.gamma))))
         if kept == size:
             return KeptAsIs(tensor) if self.values is None else self.values(tensor)
-        positions, places = self._select(flat, size, kept)
-        values = flat.index_select(0, positions)
+        values, places = self._select(flat, size, kept)
         return SparseCode(values if self.values is None else self.values(values), places, order)
 
     def _kept_of_block(self, size: int) -> int:
         return max(1, size - round(size * self.gamma))
 
     def _select(self, flat: Tensor, size: int, kept: int) -> tuple[Tensor, Places]:
-        """Positions of those that are kept, ``[k]``, and a form to keep these in."""
-        if self.strategy == 'mink':
-            return _in_fewest_bytes(*largest_elements(flat, kept))
-        if self.strategy == 'random':
-            noise = torch.empty(flat.shape, device=flat.device)
-            noise.uniform_(1, 2, generator=private_generator(flat.device))
-            return _in_fewest_bytes(*largest_elements(noise, kept))
+        """The values that are kept, ``[k]``, and their places."""
+        if self.strategy != 'block_mink':
+            is_random = self.strategy == 'random'
+            keys = noise(flat) if is_random else magnitudes(flat)
+            selection = largest(keys, kept, with_zeros=is_random)
+            return take(flat, selection.masks(), selection.kept)
         whole = flat.numel() // size * size
         blocks = [(flat[:whole], size, kept)]
         if rest := flat.numel() - whole:
             blocks.append((flat[whole:], rest, self._kept_of_block(rest)))
         total = sum(part.numel() // length * some for part, length, some in blocks)
         if size <= BYTE_VALUES and total < packed_numel(flat.numel(), 1):
-            offsets = torch.cat([offsets_in_blocks(*block) for block in blocks])
-            places = Offsets(offsets, kept, size, flat.numel())
-            return places.positions(), places
-        if flat.device.type != 'cpu':
-            found = [positions_in_blocks(*block) for block in blocks]
-            positions = torch.cat([found[0], *(last + whole for last in found[1:])])
-            return _in_fewest_bytes(mask_at(positions, flat.numel()), positions)
-        mask = torch.cat([mask_of_blocks(*block) for block in blocks])
-        return _in_fewest_bytes(mask, positions_of(mask))
-
-
-def _in_fewest_bytes(mask: Tensor, positions: Tensor) -> tuple[Tensor, Places]:
-    """The positions of a mask's true elements, rising, and the smaller form to keep them in."""
-    numel = mask.numel()
-    pages = -(-numel // BYTE_VALUES)
-    if positions.numel() + 2 * pages < packed_numel(numel, 1):
-        ends = torch.arange(1, pages + 1, device=mask.device) * BYTE_VALUES
-        counts = torch.searchsorted(positions, ends).diff(prepend=ends.new_zeros(1))
-        counts = counts.to(torch.int16)
-        return positions, Offsets((positions & 255).to(torch.uint8), counts, BYTE_VALUES, numel)
-    return positions, Bitmap(pack_bits(mask, 1), numel)
-
-
-@dataclass(frozen=True)
-class Bitmap:
-    """Places among n as one bit each."""
-
-    bits: Tensor
-    numel: int
-
-    def scatter(self, values: Tensor, flat: Tensor) -> Tensor:
-        """Put values, ``[k]`` in the order of their places, into ``[n]``, which is returned."""
-        mask = unpack_bits(self.bits, 1, self.numel).view(torch.bool)
-        if flat.device.type == 'cpu':
-            return flat.scatter_(0, positions_of(mask), values)
-        return flat.masked_scatter_(mask, values)  # does not wait for the number of them
-
-
-@dataclass(frozen=True)
-class Offsets:
-    """Places among n as one byte each, from the start of their block of at most 256.
-
-    `counts` says how many there are in each block: one number for all, though the last may have
-    less, or an int16 for each.
-    """
-
-    offsets: Tensor
-    counts: Tensor | int
-    block_size: int
-    numel: int
-
-    def positions(self) -> Tensor:
-        """Places among n, in the order of the offsets, int64 ``[k]``."""
-        starts = torch.arange(0, self.numel, self.block_size, device=self.offsets.device)
-        total = self.offsets.numel()
-        if isinstance(self.counts, int):
-            starts = starts.repeat_interleave(self.counts)[:total]
-        else:
-            starts = starts.repeat_interleave(self.counts.to(torch.int64), output_size=total)
-        return starts + self.offsets
-
-    def scatter(self, values: Tensor, flat: Tensor) -> Tensor:
-        """Put values, ``[k]`` in the order of the offsets, into ``[n]``, which is returned."""
-        return flat.scatter_(0, self.positions(), values)
-
-
-Places = Bitmap | Offsets
+            values, offsets = take_from_blocks(flat, blocks, total)
+            return values, Offsets(offsets, kept, size, flat.numel())
+        return take(flat, chain.from_iterable(masks_of_blocks(*run) for run in blocks), total)
 
 
 @dataclass(frozen=True)
