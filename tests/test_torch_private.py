@@ -1,6 +1,7 @@
 """What torch keeps private, one test for each use: a failure says what a new torch has changed."""
 
 import functools
+import inspect
 import pickle
 import subprocess
 import sys
@@ -23,7 +24,17 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import sdpa_flop_count
 
-from memengine._torch_private import autograd, data_loading, distributed, fake, modules, ops
+from memengine._torch_private import (
+    allocator,
+    autograd,
+    data_loading,
+    distributed,
+    fake,
+    modules,
+    ops,
+    products,
+    proven,
+)
 from memengine.techniques.compression.backward_needs import _NEEDS, IN_PLACE_FORMS, operation_name
 
 
@@ -119,6 +130,27 @@ def test_node_numbers():
     assert saving == [autograd.node_number(t.grad_fn) for t in (y, z)]
     assert saving[1] == saving[0] + 1
     assert autograd.node_number(y.grad_fn.next_functions[0][0]) > 2**60  # a leaf
+
+
+@relies_on('makes the node of an operation before it is carried out, and tells whose backward runs')
+def test_nodes_of_what_is_carried_out():
+    class Places(ops.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            node = autograd.current_node()
+            forward = autograd.next_node_number() - 1
+            seen.append(forward if node is None else autograd.node_number(node))
+            return func(*args, **(kwargs or {}))
+
+    seen, x = [], leaf(2)
+    with Places():
+        y = x.exp()
+        z = y.sin()
+        numbers = [autograd.node_number(t.grad_fn) for t in (y, z)]
+        assert list(dict.fromkeys(seen)) == numbers
+        seen.clear()
+        z.backward(torch.ones(2))
+    in_order = [number for number in dict.fromkeys(seen) if number in numbers]
+    assert in_order == numbers[::-1]
 
 
 @relies_on('makes a copy, by the node that comes next, of what an operation in place saves')
@@ -641,3 +673,66 @@ def test_fake_tensors():
     with See():
         torch.ones(1).item()
     assert seen[-1] is fake.READS_A_NUMBER
+
+
+# --- products ---
+
+
+@relies_on('multiplies half-precision matrices to fp32 by mm(left, right, dtype, out=)')
+def test_half_mm():
+    left, right = torch.randn(3, 4).bfloat16(), torch.randn(4, 5).bfloat16()
+    if products.HAS_OUT_DTYPE:  # on GPUs only, so without values
+        room = torch.empty(3, 5, device='meta')
+        torch.mm(left.to('meta'), right.to('meta'), torch.float32, out=room)
+    with torch.autocast('cpu', torch.bfloat16):
+        found = products.half_mm(left, right, torch.empty(3, 5))
+    torch.testing.assert_close(found, (left.double() @ right.double()).float())
+
+
+@relies_on('has a switch of TF32 that can be put back')
+def test_fp32_products():
+    before = torch.get_float32_matmul_precision()
+    for was in ('highest', 'high'):
+        torch.set_float32_matmul_precision(was)
+        for kind in ('ieee', 'tf32'):
+            with products.fp32_products(kind):
+                pass
+            assert torch.get_float32_matmul_precision() == was
+    torch.set_float32_matmul_precision(before)
+
+
+def test_proven():
+    """Asked once on each device; what fails there is not used, with one warning."""
+    asked = []
+
+    def check(device):
+        asked.append(device)
+        assert device.index == 0, 'values differ\nby much'
+
+    form = proven.Proven('a kernel', check)
+    first, second = torch.device('cuda', 0), torch.device('cuda', 1)
+    assert not form.on(torch.device('cpu'))
+    assert form.on(first) and form.on(first)
+    with pytest.warns(UserWarning, match='a kernel is not used on cuda:1.*AssertionError: values'):
+        assert not form.on(second)
+    assert not form.on(second)
+    assert asked == [first, second]
+
+
+# --- the allocator of a GPU ---
+
+
+@relies_on("records a GPU's allocations with Python's frames, and writes them to a file")
+def test_record_of_allocations(monkeypatch, tmp_path):
+    done = []
+
+    def noted(name):
+        taken = inspect.signature(getattr(torch.cuda.memory, name))
+        return lambda *args, **kwargs: done.append(taken.bind(*args, **kwargs).arguments)
+
+    for name in ('_record_memory_history', '_dump_snapshot'):
+        monkeypatch.setattr(torch.cuda.memory, name, noted(name))
+    with allocator.allocations_recorded(tmp_path / 'snapshot.pickle'):
+        assert len(done) == 1 and done[0].get('enabled', 'all')
+    assert done[1] == {'filename': str(tmp_path / 'snapshot.pickle')}
+    assert not done[2]['enabled']

@@ -19,6 +19,7 @@ __all__ = [
     'check_unmodified',
     'checkpointed_pass',
     'current_backward',
+    'current_node',
     'gradient_hooks_of',
     'has_saved',
     'input_metadata_of',
@@ -115,6 +116,9 @@ def input_metadata_of(node: Any) -> Any:
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward that autograd runs in this thread, -1 outside."""
+
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+"""The node whose backward runs in this thread, None outside."""
 
 
 def after_backward(call: Callable[[], None]) -> None:

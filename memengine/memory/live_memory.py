@@ -7,15 +7,22 @@ constants (a schedule's rates, an optimiser's count of steps): programs read the
 
 from __future__ import annotations
 
+import inspect
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from memengine._torch_private.autograd import storage_key
+from memengine._torch_private.autograd import (
+    current_node,
+    next_node_number,
+    node_number,
+    storage_key,
+)
 from memengine._torch_private.fake import READS_A_NUMBER, is_fake, unset_fake_temporarily
 from memengine._torch_private.ops import (
     FLOPS_OF,
@@ -28,12 +35,36 @@ from memengine.memory.cpu_workspaces import workspace_bytes
 from memengine.memory.ledger import Block, Ledger, blocks_of
 from memengine.memory.meter import SavedBytes
 
-__all__ = ['SAVED', 'TRANSIENT', 'LiveMemory', 'Piece']
+__all__ = ['SAVED', 'TRANSIENT', 'LiveMemory', 'Piece', 'Place']
 
 TRANSIENT, SAVED, WORKSPACE = 'transients', 'saved activations', 'workspaces'
 
 _MOST_BYTES = 4096  # of memory whose numbers are computed
 _DRAWS = torch.Tag.nondeterministic_seeded
+_CARRIES_OUT = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
+
+
+class Place(NamedTuple):
+    """What in the model an operator is of.
+
+    Attributes:
+        module: The module in whose forward it is, by its name; empty outside.
+        file: Of the innermost line that is neither torch's nor of this package.
+        line: Its number.
+        in_backward: Whether it is of the backward of that line.
+    """
+
+    module: str = ''
+    file: str = ''
+    line: int = 0
+    in_backward: bool = False
+
+
+def _innermost_line() -> tuple[str, int]:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_CARRIES_OUT):
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ('', 0)
 
 
 class Piece:
@@ -42,14 +73,18 @@ class Piece:
     Attributes:
         nbytes: Its size.
         category: What it is for.
-        module: The module in whose forward it was made, by its name; empty outside.
+        place: What in the model made it.
         op: The operator that made it.
+        shape: Of the tensor that it was made for.
     """
 
-    __slots__ = ('category', 'module', 'nbytes', 'numbers', 'op', 'watch')
+    __slots__ = ('category', 'nbytes', 'numbers', 'op', 'place', 'shape', 'watch')
 
-    def __init__(self, nbytes: int, category: str, module: str, op: str) -> None:
-        self.nbytes, self.category, self.module, self.op = nbytes, category, module, op
+    def __init__(
+        self, nbytes: int, category: str, place: Place, op: str, shape: tuple[int, ...] = ()
+    ) -> None:
+        self.nbytes, self.category, self.place, self.op = nbytes, category, place, op
+        self.shape = shape
         self.watch: Any = None  # tells when it is freed
         self.numbers: Tensor | None = None  # all that it holds, if that is known
 
@@ -74,6 +109,7 @@ class LiveMemory(TorchDispatchMode):
 
     Attributes:
         events: Bytes (negative when freed) and piece, in order.
+        begin: How many of them are of what was there when the account began.
         flops: Of products of matrices and convolutions.
         moved_bytes: Read and written by operators that are no views.
         operators: How many of these there were.
@@ -85,8 +121,11 @@ class LiveMemory(TorchDispatchMode):
         super().__init__()
         self.events: list[tuple[int, Piece]] = []
         self.flops = self.moved_bytes = self.operators = self.guessed = 0
+        self.begin, self._is_over = 0, False
         self._pieces: dict[int, Piece] = {}
         self._modules: list[str] = []
+        self._place = Place()  # of the operator that is being carried out
+        self._places: dict[int, Place] = {}  # of autograd's nodes, by their numbers
 
     # ------------------------------------------------------------------ what is there
 
@@ -95,8 +134,7 @@ class LiveMemory(TorchDispatchMode):
         for block in blocks_of(tensor):
             piece = self._pieces.get(block.key)
             if piece is None:
-                module = self._modules[-1] if self._modules else ''
-                piece = Piece(block.nbytes, category, module, op)
+                piece = Piece(block.nbytes, category, self._place, op, tuple(tensor.shape))
                 self._pieces[block.key] = piece
                 self.events.append((piece.nbytes, piece))
                 piece.watch = weakref.ref(block.owner, self._end_of(block.key))
@@ -106,14 +144,21 @@ class LiveMemory(TorchDispatchMode):
     def _end_of(self, key: int) -> Callable[[Any], None]:
         def end(_: Any) -> None:
             piece = self._pieces.pop(key)
-            self.events.append((-piece.nbytes, piece))
+            if not self._is_over:
+                self.events.append((-piece.nbytes, piece))
 
         return end
 
     def start_again(self) -> None:
         """Begin the account anew, with what is there now."""
         self.events = [(piece.nbytes, piece) for piece in self._pieces.values()]
+        self.begin = len(self.events)
         self.flops = self.moved_bytes = self.operators = self.guessed = 0
+        self._places.clear()
+
+    def end(self) -> None:
+        """End the account: what is freed from now on is no part of it."""
+        self._is_over = True
 
     @contextmanager
     def named(self, model: nn.Module) -> Iterator[None]:
@@ -143,6 +188,7 @@ class LiveMemory(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is READS_A_NUMBER:
             return self._read(args[0])
+        self._place = self._find_place()
         inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         there = {storage_key(t.untyped_storage()) for t in inputs if t.layout == torch.strided}
         out = func(*args, **kwargs)
@@ -155,6 +201,17 @@ class LiveMemory(TorchDispatchMode):
         self._compute_small(func, args, kwargs, inputs, made)
         return out
 
+    def _find_place(self) -> Place:
+        """Where the program stands; in backward, where the forward stood that it is of."""
+        node = current_node()
+        if node is not None and not self._modules:  # with modules, a forward is repeated in it
+            known = self._places.get(node_number(node), Place('', *_innermost_line()))
+            return known._replace(in_backward=True)
+        place = Place(self._modules[-1] if self._modules else '', *_innermost_line())
+        # Of operators with a gradient the node is there before they are carried out.
+        self._places.setdefault(next_node_number() - 1, place)
+        return place
+
     def _count_cost(
         self, func: OpOverload, args: Any, kwargs: Any, out: Any, tensors: list[Tensor]
     ) -> None:
@@ -164,7 +221,7 @@ class LiveMemory(TorchDispatchMode):
         self.operators += 1
         self.moved_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if nbytes := workspace_bytes(func, args, out):
-            piece = Piece(nbytes, WORKSPACE, self._modules[-1] if self._modules else '', str(func))
+            piece = Piece(nbytes, WORKSPACE, self._place, str(func))
             self.events += [(nbytes, piece), (-nbytes, piece)]
 
     # ------------------------------------------------------------------ values

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
+from memengine._torch_private.allocator import allocations_recorded
 from memengine.memory.training_step import TrainingStep
 
-__all__ = ['Measured', 'map_blocks_singly', 'measure']
+__all__ = ['Measured', 'map_blocks_singly', 'measure', 'write_snapshot']
 
 SINGLE_BLOCK = 64 * 2**10
 """Bytes from which on a block is mapped by itself, and so given back when it is freed."""
@@ -112,6 +113,25 @@ def _measure_on_gpu(
         held - before,
         torch.cuda.max_memory_reserved(device),
     )
+
+
+def write_snapshot(build: Callable[[], TrainingStep], path: str | Path) -> Path:
+    """Write torch's own record of a step's allocations on a GPU.
+
+    Args:
+        build: Makes the model, its optimiser and the batch, on a GPU.
+        path: The file, which https://pytorch.org/memory_viz shows; folders are made.
+
+    Returns:
+        The path.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    step = build()
+    step.run()  # which makes the optimiser's state
+    with allocations_recorded(path):
+        step.run()
+    return path
 
 
 def _kib(field: str) -> int:

@@ -38,7 +38,7 @@ class Prediction:
             place), ``'transients'``, ``'workspaces'`` of kernels and ``'allocator'`` (whole pages,
             what libraries keep).
         by_module: The peak's activations and transients by the module in whose forward they were
-            made, the largest first; ``''`` is what was made outside, in backward above all.
+            made, or in the backward of it, the largest first; ``''`` is what was made outside.
         at: The operator that made the last of the peak.
         flops: Of products of matrices and convolutions in a step, all passes together.
         moved_bytes: Read and written by a step's operators.
@@ -86,6 +86,11 @@ def predict(build: Callable[[], TrainingStep]) -> Prediction:
 
     Cost: the time that Python takes for the operators, about 0.1 ms each.
     """
+    return prediction_of(carried_out(build))
+
+
+def carried_out(build: Callable[[], TrainingStep]) -> LiveMemory:
+    """All that became of memory in the second step, for :func:`predict`."""
     try:
         with on_fake_tensors() as memory:
             step = build()
@@ -95,12 +100,13 @@ def predict(build: Callable[[], TrainingStep]) -> Prediction:
                 _assign(memory, step)
                 memory.start_again()
                 step.run()
+                memory.end()
     except (*FAKE_REFUSES, RuntimeError, TypeError) as error:  # also what leaves torch
         raise UnpredictableError(
             'the step cannot be carried out on tensors without values, as a prediction does '
             f'({error}); measure it instead: memengine measure'
         ) from error
-    return _prediction(memory)
+    return memory
 
 
 def _assign(memory: LiveMemory, step: TrainingStep) -> None:
@@ -130,20 +136,32 @@ def _gradients_noted(memory: LiveMemory, model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _prediction(memory: LiveMemory) -> Prediction:
-    live = list(accumulate(_taken(nbytes) for nbytes, _ in memory.events))
-    last = max(range(len(live)), key=live.__getitem__)
+def taken_bytes(memory: LiveMemory) -> list[int]:
+    """What is taken of the system after each event, but for what libraries take."""
+    return list(accumulate(_taken(nbytes) for nbytes, _ in memory.events))
+
+
+def pieces_at(memory: LiveMemory, last: int) -> dict[Piece, int]:
+    """What is there after an event, with its bytes."""
     there: dict[Piece, int] = {}
     for nbytes, piece in memory.events[: last + 1]:
         if nbytes >= 0:
             there[piece] = nbytes
         else:
             del there[piece]
+    return there
+
+
+def prediction_of(memory: LiveMemory) -> Prediction:
+    """The peak of what was carried out."""
+    live = taken_bytes(memory)
+    last = max(range(len(live)), key=live.__getitem__)
+    there = pieces_at(memory, last)
     by_category, by_module = Counter[str](), Counter[str]()
     for piece, nbytes in there.items():
         by_category[piece.category] += nbytes
         if piece.category in (SAVED, TRANSIENT):
-            by_module[piece.module] += nbytes
+            by_module[piece.place.module] += nbytes
     peak = live[last] + library_bytes(live[last])
     by_category[ALLOCATOR] = peak - sum(there.values())
     return Prediction(

@@ -13,6 +13,7 @@ from memengine.models.backbones.image_libraries import (
     TorchvisionBackbone,
     TransformersImage,
 )
+from memengine.models.backbones.pooled_backbone import PooledBackbone
 from memengine.models.backbones.text_libraries import OpenClipText, TransformersText
 from memengine.models.backbones.text_transformer import TextTransformer
 from memengine.models.backbones.timm_backbone import TimmBackbone
@@ -31,6 +32,7 @@ __all__ = [
     'MixedBatches',
     'OpenClipImage',
     'OpenClipText',
+    'PooledBackbone',
     'ProjectionHead',
     'SelfCon',
     'SigLIP',

@@ -20,7 +20,7 @@ from memengine.techniques.compression.recomputed_activations import (
 from memengine.techniques.conv_bn.conv_bn_eval import ConvBNEval, efficient_conv_bn_eval
 from memengine.techniques.layers.weight_norm import WeightNormLinear
 from memengine.techniques.modules.blocks import find_blocks, select_modules
-from memengine.techniques.modules.random_state import RandomState
+from memengine.techniques.modules.forward_state import RandomState
 from memengine.techniques.offload import ActivationOffload, offload_activations
 from memengine.techniques.optimizer.adamw_bf16 import AdamWBf16
 from memengine.techniques.optimizer.in_backward import step_in_backward

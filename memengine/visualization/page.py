@@ -25,6 +25,8 @@ th { text-align: left; border-bottom: 1px solid #ccc } td { border-bottom: 1px s
 """
 _COLOUR = '#2a6f97'
 _LARGE, _SMALL = (300, 150), (90, 36)  # pixels of a curve that tells something, and of a flat one
+_PARTS = ('#1d3557', '#457b9d', '#6d597a', '#e09f3e', '#d9d9d9')
+_BAR, _LEGIBLE = 640, 0.2  # pixels of a stacked bar; share of it from which on a part is named
 _FLAT = 1e-3  # of the values, by which a curve has to move
 
 
@@ -41,12 +43,6 @@ def write_page(work_dir: str | Path) -> Path:
 
     It holds what the run has logged (curves, flat ones small; where time and memory went), and the
     tables and pictures in ``report`` and the folders in it, which other commands have written.
-
-    Args:
-        work_dir: The work dir of a run.
-
-    Returns:
-        The page.
     """
     folder = Path(work_dir) / 'report'
     folder.mkdir(exist_ok=True)
@@ -126,21 +122,40 @@ def _of_time(history: History) -> Iterator[str]:
 
 
 def _of_memory(history: History, held: Path) -> Iterator[str]:
-    rows: list[tuple[str, float]] = []
-    if held.is_file():
-        rows += [
-            (name, value / 2**20) for name, value in json.loads(held.read_text()).items() if value
-        ]
-    for name, said in (
-        ('saved_mib', 'saved for backward, at the peak'),
-        ('memory_mib', 'all of the GPU, at the peak'),
-        ('rss_mib', 'all of the process'),
-    ):
-        if name in history.train:
-            rows.append((said, max(history.train[name].values)))
-    if rows:
+    known = json.loads(held.read_text()) if held.is_file() else {}
+    process = known.pop('process', 0) / 2**20
+    parts = [(name, value / 2**20) for name, value in known.items() if value]
+    if 'saved_mib' in history.train:
+        saved = max(history.train['saved_mib'].values)
+        parts.append(('saved for backward, at the peak', saved))
+    of_gpu = 'reserved_mib' in history.train
+    whole = max(history.train['reserved_mib'].values) if of_gpu else process
+    rest = whole - sum(value for _, value in parts)
+    if rest > 0:
+        others = 'what the allocator keeps' if of_gpu else 'programs, data'
+        parts.append((f'the rest: gradients, transients, {others}', rest))
+    if parts:
         yield '<h2>Where memory went</h2>'
-        yield _bars(rows, 'MiB')
+        yield _stack(parts)
+        name = f'all of the {"GPU" if of_gpu else "process"}, at the peak'
+        yield _bars([*parts, (name, whole)] if whole else parts, 'MiB')
+
+
+def _stack(parts: Sequence[tuple[str, float]]) -> str:
+    """Parts of a whole, side by side in one bar."""
+    width, total, left = _BAR, sum(value for _, value in parts) or 1.0, 0.0
+    drawn = []
+    for place, (name, value) in enumerate(parts):
+        share = value / total
+        drawn.append(
+            f'<rect x="{left:.1f}" width="{share * width:.1f}" height="28" '
+            f'fill="{_PARTS[place % len(_PARTS)]}"><title>{escape(name)}</title></rect>'
+        )
+        if share > _LEGIBLE:
+            word = escape(name.partition(':')[0].partition(',')[0])
+            drawn.append(f'<text x="{left + 4:.1f}" y="42">{word}: {share:.0%}</text>')
+        left += share * width
+    return f'<svg width="{width}" height="46" font-size="11">{"".join(drawn)}</svg>'
 
 
 def _bars(rows: Sequence[tuple[str, float]], unit: str) -> str:
@@ -159,12 +174,12 @@ def _of_files(folder: Path) -> Iterator[str]:
         yield '<h2>Pictures</h2>'
         yield from map(_picture, pictures)
     for inner in sorted(path for path in folder.iterdir() if path.is_dir()):
-        table = inner / f'{inner.name}.md'
+        tables = [inner / f'{inner.name}.md', *sorted(inner.glob(f'{inner.name}_*.md'))]
+        tables = [path for path in tables if path.is_file()]
         pictures = sorted(inner.glob('*.png'))
-        if table.is_file() or pictures:
+        if tables or pictures:
             yield f'<h2>{escape(inner.name)}</h2>'
-        if table.is_file():
-            yield _table(table.read_text())
+        yield from (_table(path.read_text()) for path in tables)
         yield from map(_picture, pictures)
 
 

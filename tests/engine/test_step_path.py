@@ -51,9 +51,9 @@ def files_until_backward(step):
     ('kind', 'wrapper', 'settings', 'most'),
     [
         ('DINO', OptimWrapper, {}, 7),
-        ('DINO', AccumulationOptimWrapper, dict(micro_batch_size=2), 15),
+        ('DINO', AccumulationOptimWrapper, dict(micro_batch_size=2), 14),
         (SimCLR, OptimWrapper, {}, 6),
-        (SimCLR, GradCacheOptimWrapper, dict(chunk_size=2), 14),
+        (SimCLR, GradCacheOptimWrapper, dict(chunk_size=2), 12),
     ],
 )
 def test_a_batch_passes_few_files(kind, wrapper, settings, most):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from memengine.memory import TrainingStep, UnpredictableError, predict
+from memengine.memory import TrainingStep, UnpredictableError, predict, timeline
 from tests.docs_pages import ROOT
 
 MIB = 2**20
@@ -41,6 +41,27 @@ def test_categories():
     assert predicted.flops == 5 * 2 * 2048 * 1024 * 1024  # no gradient of the batch
     assert predicted.by_module['1'] == 8 * MIB
     assert not predicted.guessed
+
+
+def test_the_peak_of_the_course_is_the_predicted_one_and_explained():
+    course = timeline(lambda: perceptron(loss=lambda out: out.sum()))
+    predicted = course.predicted
+    assert predicted == predict(lambda: perceptron(loss=lambda out: out.sum()))
+    at_peak = {name: values[course.peak] for name, values in course.live.items()}
+    assert {name: nbytes for name, nbytes in at_peak.items() if nbytes} == predicted.by_category
+    assert max(map(sum, zip(*course.live.values(), strict=True))) == predicted.peak_bytes
+    layer = 4 * (1024 * 1024 + 1024)
+    for moment in (0, -1):  # no gradient is there before the step, nor after it
+        assert course.live['parameters'][moment] == 2 * layer
+        assert not course.live['gradients'][moment]
+    assert max(course.live['gradients']) == 2 * layer
+    relu = next(one for one in course.tensors if one.op.startswith('aten.relu'))
+    assert (relu.module, relu.shape, relu.in_backward) == ('1', (2048, 1024), False)
+    assert relu.line.startswith('tests/memory/test_prediction.py:')
+    assert 'model[:3](batch)' in relu.code
+    # The gradient of ReLU is that of its module and line, though torch's engine computes it.
+    gradient = next(one for one in course.tensors if one.in_backward and one.module == '1')
+    assert (gradient.code, gradient.category) == (relu.code, 'transients')
 
 
 def test_numbers_that_follow_from_constants_are_known():

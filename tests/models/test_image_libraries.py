@@ -99,3 +99,19 @@ def test_open_clips_image_tower(tiny_clip):
     assert torch.equal(backbone(images), whole.encode_image(images))
     with pytest.raises(ValueError, match='OpenClipImage'):
         build('OpenClipImage', model_name='RN5000')
+
+
+class Maps(torch.nn.Module):
+    """A backbone as mmpretrain has them: a tuple of feature maps."""
+
+    def forward(self, images):
+        return images, images[:, :2]
+
+
+def test_the_last_of_the_feature_maps_is_averaged():
+    images = torch.randn(3, 3, 4, 4)
+    pooled = build('PooledBackbone', backbone=dict(type=Maps), num_features=2)
+    torch.testing.assert_close(pooled(images), images[:, :2].mean((2, 3)))
+    wrong = build('PooledBackbone', backbone=dict(type=Maps), num_features=3)
+    with pytest.raises(ValueError, match=r'num_features=3, but Maps gives .*\(3, 2, 4, 4\)'):
+        wrong(images)

@@ -1,5 +1,6 @@
 """The page of a run: one file, with all that is in its report."""
 
+import json
 import re
 
 from PIL import Image
@@ -37,7 +38,9 @@ def test_a_page_of_curves_tables_and_pictures(tmp_path):
     )
     Image.new('RGB', (2, 2)).save(probe / 'probe.png')
     Image.new('RGB', (2, 2)).save(tmp_path / 'report' / 'attention.png')
-    (tmp_path / 'report' / 'memory.json').write_text('{"weights": 1048576, "buffers": 0}')
+    (tmp_path / 'report' / 'memory.json').write_text(
+        json.dumps({'weights': 2**20, 'buffers': 0, 'process': 66 * 2**20})
+    )
     page = write_page(tmp_path).read_text()
     large, points = figure_of(page, 'loss')
     small, _ = figure_of(page, 'lr')
@@ -45,6 +48,10 @@ def test_a_page_of_curves_tables_and_pictures(tmp_path):
     assert page.index('What did not move') < page.index('<figcaption>lr')
     assert '>12.0 s' in page and '>3.0 s' in page, 'steps, and waiting for data'
     assert '>1.0 MiB' in page and '>32.0 MiB' in page and 'buffers' not in page
+    assert '>33.0 MiB' in page, 'the rest of the process'
+    stack = re.search(r'Where memory went</h2>\n<svg.*?</svg>', page)[0]
+    widths = [float(width) for width in re.findall(r'<rect x="[^"]*" width="([^"]*)"', stack)]
+    assert widths == [9.7, 310.3, 320.0] and 'the rest: 50%' in stack
     assert '<th>of &lt;2&gt; images</th>' in page and '<td>linear</td><td>9</td>' in page
     assert page.count('src="data:image/png;base64,') == 2
     assert not re.search(r'(src|href)="(?!data:)', page), 'it needs no other file'

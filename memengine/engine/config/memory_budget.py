@@ -18,8 +18,7 @@ import memengine
 from memengine.engine.config.check import ConfigError
 from memengine.engine.config.file import merge_options
 from memengine.engine.config.planning import Planner, budget_for
-from memengine.engine.distributed.processes import cpu_group, init_process_group
-from memengine.engine.distributed.together import together
+from memengine.engine.distributed.processes import cpu_group, init_process_group, together
 from memengine.memory.planning import parse_bytes
 
 __all__ = ['PLAN_FILE', 'keep_budget']

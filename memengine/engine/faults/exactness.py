@@ -20,8 +20,7 @@ from memengine.engine.distributed.processes import cpu_group
 from memengine.engine.optim.optim_wrapper import OptimWrapper
 from memengine.engine.step import SlicedModel, plain_step
 from memengine.technique import Handle
-from memengine.techniques.modules.module_state import ModuleState
-from memengine.techniques.modules.random_state import PrivateRandomState, RandomState
+from memengine.techniques.modules.forward_state import ModuleState, PrivateRandomState, RandomState
 from memengine.techniques.modules.running_statistics import layers_with_batch_statistics
 from memengine.techniques.modules.saved_tensors import is_plain
 from memengine.techniques.slices.out_of_memory import run_until_it_fits

@@ -31,11 +31,8 @@ from memengine.engine.faults.guard import StepGuard
 from memengine.engine.hooks import AlgorithmHook, RandomStateHook, TechniqueHook
 from memengine.engine.step import unwrap
 from memengine.registry import RUNNERS
-from memengine.techniques.modules.random_state import (
-    RandomState,
-    accelerators_of,
-    restart_private_generators,
-)
+from memengine.techniques.modules.forward_state import RandomState, accelerators_of
+from memengine.techniques.modules.private_random import restart_private_generators
 
 __all__ = ['Findings', 'read_capture', 'replay']
 
@@ -108,10 +105,6 @@ def read_capture(path: Path, cfg: Mapping[str, Any]) -> dict[str, Any]:
 
 def replay(path: str | Path, cfg: Config) -> list[Findings]:
     """Carry a captured step out again.
-
-    Args:
-        path: The file of rank 0.
-        cfg: The config of the run.
 
     Returns:
         What was found, by rank; rank 0's only on other ranks than 0.

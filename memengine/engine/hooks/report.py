@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from memengine.engine.faults.finite_state import each_optim_wrapper
 from memengine.engine.step import unwrap
 from memengine.engine.wrappers.fsdp import FullyShardedDataParallel
-from memengine.memory import held_bytes
+from memengine.memory import held_bytes, peak_rss_mib
 from memengine.registry import HOOKS
 
 __all__ = ['ReportHook']
@@ -96,6 +96,7 @@ class ReportHook(Hook):
         folder.mkdir(exist_ok=True)
         optimizers = [w.optimizer for w in each_optim_wrapper(runner.optim_wrapper)]
         held = held_bytes(unwrap(runner.model), *optimizers)
+        held['process'] = int((peak_rss_mib() or 0) * 2**20)
         (folder / 'memory.json').write_text(json.dumps(held, indent=2) + '\n')
         runner.logger.info(f'Report: {write_page(runner.work_dir)}')
 

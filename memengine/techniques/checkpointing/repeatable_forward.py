@@ -21,8 +21,7 @@ from memengine._torch_private.ops import (
 )
 from memengine.techniques.checkpointing.budget import Kept, Trace, measure, without_autocast_cache
 from memengine.techniques.checkpointing.op_policy import KeepCalls, keep_ops
-from memengine.techniques.modules.module_state import ModuleState
-from memengine.techniques.modules.random_state import RandomState
+from memengine.techniques.modules.forward_state import ModuleState, RandomState
 from memengine.techniques.modules.wrapped_forward import WrappedForward
 
 __all__ = ['SETTING', 'CheckpointedForward']

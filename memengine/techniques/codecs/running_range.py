@@ -14,7 +14,7 @@ from torch import Tensor
 
 from memengine.techniques.codecs.grids import UniformGrid, computing_dtype
 from memengine.techniques.codecs.quantized import check_floating_point
-from memengine.techniques.modules.random_state import private_generator
+from memengine.techniques.modules.private_random import private_generator
 
 __all__ = ['RunningRangeCode', 'RunningRangeQuantizer']
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from memengine.techniques.codecs.grids import random_bytes
-from memengine.techniques.modules.random_state import private_generator
+from memengine.techniques.modules.private_random import private_generator
 
 __all__ = [
     'INTEGER_OF',

@@ -22,7 +22,7 @@ from memengine.techniques.compression.bit_allocation import allot_bits
 from memengine.techniques.compression.hooks import RuleHandle, add_rule, chosen_modules
 from memengine.techniques.compression.rules import COMPILE_CONFLICTS, FindRecomputation, KeptBytes
 from memengine.techniques.modules.blocks import Selector
-from memengine.techniques.modules.random_state import RandomState
+from memengine.techniques.modules.forward_state import RandomState
 from memengine.techniques.modules.running_statistics import frozen_statistics
 from memengine.techniques.modules.wrapped_forward import THE_MODEL
 

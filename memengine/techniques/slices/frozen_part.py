@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memengine.techniques.modules.random_state import RandomState
+from memengine.techniques.modules.forward_state import RandomState
 from memengine.techniques.modules.wrapped_forward import WrappedForward
 
 __all__ = ['FrozenPart']

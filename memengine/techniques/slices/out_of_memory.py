@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from memengine._torch_private.distributed import around_collectives, forget_reduction
-from memengine.techniques.modules.random_state import (
+from memengine.techniques.modules.forward_state import (
     PrivateRandomState,
     RandomState,
     accelerators_of,

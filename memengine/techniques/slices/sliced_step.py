@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from memengine._torch_private.ops import pytree
 from memengine.techniques.layers.weight_norm import shared_weights
 from memengine.techniques.modules.running_statistics import frozen_statistics
-from memengine.techniques.slices.first_forwards import Replay
-from memengine.techniques.slices.tower import Tower, TowerRun
+from memengine.techniques.slices.tower import Tower
+from memengine.techniques.slices.tower_run import Replay, TowerRun
 
 __all__ = [
     'Context',
@@ -179,11 +179,7 @@ class _Step:
         return done
 
     def _second_pass_of(
-        self,
-        run: TowerRun,
-        piece: Any,
-        replay: Replay | None,
-        zeros: list[tuple[Tensor, Tensor]],
+        self, run: TowerRun, piece: Any, replay: Replay | None, zeros: list[tuple[Tensor, Tensor]]
     ) -> Any:
         # A repeated slice counts once, in backward too where layers are checkpointed.
         with nullcontext() if replay is None else frozen_statistics(run.module):

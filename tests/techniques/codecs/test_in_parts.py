@@ -7,7 +7,7 @@ from memengine.techniques.codecs import bit_packing, lossless, running_range
 from memengine.techniques.codecs.bit_packing import pack_bits, pack_truths
 from memengine.techniques.codecs.lossless import two_valued
 from memengine.techniques.codecs.running_range import RunningRangeQuantizer
-from memengine.techniques.modules.random_state import restart_private_generators
+from memengine.techniques.modules.private_random import restart_private_generators
 
 
 @pytest.mark.parametrize('numel', [65, 100, 1000, 1023])

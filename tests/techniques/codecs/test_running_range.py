@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from memengine.techniques.codecs.running_range import RunningRangeQuantizer
-from memengine.techniques.modules.random_state import restart_private_generators
+from memengine.techniques.modules.private_random import restart_private_generators
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,8 @@ import torch
 from memengine.memory.ledger import blocks_of, tensors_in
 from memengine.techniques.codecs.quantized import Quantizer
 from memengine.techniques.codecs.sparse import Cast, Sparsifier
-from memengine.techniques.modules.random_state import RandomState, restart_private_generators
+from memengine.techniques.modules.forward_state import RandomState
+from memengine.techniques.modules.private_random import restart_private_generators
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 CHANNELS_LAST = torch.channels_last

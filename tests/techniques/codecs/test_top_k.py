@@ -13,7 +13,7 @@ from memengine.techniques.codecs.top_k import (
     places_in_blocks,
     positions_of,
 )
-from memengine.techniques.modules.random_state import restart_private_generators
+from memengine.techniques.modules.private_random import restart_private_generators
 from tests.techniques.codecs.test_sparse import code_bytes
 
 STRATEGIES = [

@@ -14,7 +14,7 @@ from memengine.memory import SavedBytes
 from memengine.techniques.codecs.quantized import QuantizedCode
 from memengine.techniques.compression.dropit import drop_activations
 from memengine.techniques.compression.quantized_activations import quantize_activations
-from memengine.techniques.modules.random_state import restart_private_generators
+from memengine.techniques.modules.private_random import restart_private_generators
 from memengine.testing import saved_bytes
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memengine.techniques.modules.random_state import (
-    PrivateRandomState,
-    RandomState,
+from memengine.techniques.modules.forward_state import PrivateRandomState, RandomState
+from memengine.techniques.modules.private_random import (
     private_generator,
+    private_seed,
     restart_private_generators,
 )
 
@@ -53,6 +53,16 @@ def test_a_restart_repeats_what_the_same_seed_drew():
     restart_private_generators()
     assert torch.equal(first, draw())
     assert not torch.equal(first, goes_on)
+
+
+def test_seeds_are_of_the_stream_too_and_of_one_type_of_integer():
+    torch.manual_seed(3)
+    state = PrivateRandomState()
+    seeds = [private_seed() for _ in range(100)]
+    assert len(set(seeds)) == 100 and all(2**62 <= seed < 2**63 for seed in seeds)
+    state.restore()
+    restart_private_generators()
+    assert [private_seed() for _ in range(100)] == seeds
 
 
 def test_restoring_the_global_state_restores_the_seed():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from memengine.techniques.compression.quantized_activations import quantize_activations
-from memengine.techniques.modules.random_state import (
+from memengine.techniques.modules.private_random import (
     private_generator,
     restart_private_generators,
 )

@@ -1,19 +1,35 @@
-"""What a forward reads from its module, so that it can be run again just as it ran."""
+"""What a forward starts from, so that it can be run again just as it ran.
+
+That is what its module holds, and random state: dropout, drop-path and masking draw from the
+generators of torch (one per device), from Python's or from NumPy's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from memengine._torch_private.autograd import version_of
 from memengine._torch_private.modules import BatchOrInstanceNorm, own_buffers, own_parameters
+from memengine.techniques.modules.private_random import generators
 
-__all__ = ['Change', 'ModuleState']
+__all__ = [
+    'Change',
+    'ModuleState',
+    'PrivateRandomState',
+    'RandomState',
+    'accelerators_of',
+    'own_generators',
+]
 
 _ABSENT: Any = object()  # in place of a value: there is no such entry
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # hooks, parameters, submodules
@@ -142,9 +158,6 @@ class ModuleState:
     a tensor that is written to is named. Left out are statistics that a norm layer only counts,
     sharded parameters, which ``fully_shard`` swaps itself, and DDP's own books.
 
-    Args:
-        module: The module that is about to run.
-
     Cost: some 10 microseconds and 2 kB for each module inside.
     """
 
@@ -209,3 +222,128 @@ class ModuleState:
             for table in now:
                 for name, then, _ in list(table.changes(table.now())):
                     table.put(name, then)
+
+
+def accelerators_of(module: nn.Module, tensors: Iterable[Tensor] = ()) -> tuple[torch.device, ...]:
+    """The devices other than the CPU that hold the module's parameters, its buffers or tensors."""
+    owned = chain(module.parameters(), module.buffers(), tensors)
+    devices = {tensor.device for tensor in owned if tensor.device.type not in ('cpu', 'meta')}
+    return tuple(sorted(devices, key=str))
+
+
+def own_generators(module: nn.Module) -> list[torch.Generator]:
+    """The generators that a module and those inside it hold as attributes."""
+    held = (value for part in module.modules() for value in vars(part).values())
+    return [value for value in held if isinstance(value, torch.Generator)]
+
+
+class RandomState:
+    """What the generators of the CPU and of some accelerators held at one moment.
+
+    Args:
+        devices: Accelerators in use; see :func:`accelerators_of`.
+        generators: More generators, which modules have for themselves; see :meth:`of`.
+
+    Cost: some 30 kB and under 100 microseconds, without a synchronisation of any device.
+
+    Example:
+        >>> state = RandomState()
+        >>> first = dropout(x)
+        >>> with state.replay():
+        ...     again = dropout(x)  # the same mask; generators then go on as if this were not
+    """
+
+    def __init__(
+        self, devices: Iterable[torch.device] = (), generators: Iterable[torch.Generator] = ()
+    ) -> None:
+        self._devices, self._generators = tuple(devices), tuple(generators)
+        self._own = [generator.get_state() for generator in self._generators]
+        self._cpu = torch.get_rng_state()
+        self._accelerators = [
+            torch.get_device_module(d).get_rng_state(*_device_argument(d)) for d in self._devices
+        ]
+        self._python = random.getstate()
+        numpy = _numpy()
+        self._numpy = None if numpy is None else numpy.random.get_state()
+
+    @classmethod
+    def of(cls, module: nn.Module, tensors: Iterable[Tensor] = ()) -> RandomState:
+        """That of all generators that a module may draw from, those of its own included."""
+        return cls(accelerators_of(module, tensors), own_generators(module))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but modules' own generators, as tensors, arrays and plain values to be saved."""
+        return dict(
+            cpu=self._cpu, accelerators=self._accelerators, python=self._python, numpy=self._numpy
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Become what :meth:`state_dict` gave, for as many accelerators."""
+        self._cpu, self._accelerators = state['cpu'], state['accelerators']
+        self._python, self._numpy = state['python'], state['numpy']
+
+    def restore(self) -> None:
+        """Set all generators back to this state."""
+        torch.set_rng_state(self._cpu)
+        for device, state in zip(self._devices, self._accelerators, strict=True):
+            torch.get_device_module(device).set_rng_state(state, *_device_argument(device))
+        for generator, state in zip(self._generators, self._own, strict=True):
+            generator.set_state(state)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            _numpy().random.set_state(self._numpy)
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Run a block from this state; afterwards the generators go on as if it had not run."""
+        now = RandomState(self._devices, self._generators)
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()
+
+    def unchanged(self) -> bool:
+        """Whether nothing has been drawn since (and nothing reseeded)."""
+        now = RandomState(self._devices, self._generators)
+        return (
+            torch.equal(self._cpu, now._cpu)
+            and all(map(torch.equal, self._accelerators, now._accelerators))
+            and all(map(torch.equal, self._own, now._own))
+            and self._python == now._python
+            and _comparable(self._numpy) == _comparable(now._numpy)
+        )
+
+
+def _device_argument(device: torch.device) -> tuple[torch.device, ...]:
+    """The argument that names the device: Apple's backend has a single one and takes none."""
+    return () if device.type == 'mps' else (device,)
+
+
+def _numpy() -> Any:
+    """NumPy where somebody has imported it; otherwise nobody has drawn from it."""
+    return sys.modules.get('numpy')
+
+
+def _comparable(state: Any) -> Any:
+    """NumPy's state in a form that compares as a whole."""
+    return None if state is None else (state[0], state[1].tobytes(), *state[2:])
+
+
+class PrivateRandomState:
+    """What the private generators held at one moment, for a step that is undone."""
+
+    def __init__(self) -> None:
+        self._states = {
+            device: (seed, generator.get_state())
+            for device, (seed, generator) in generators.items()
+        }
+
+    def restore(self) -> None:
+        """Set all of them back to this state."""
+        for device in generators.keys() - self._states.keys():
+            del generators[device]
+        for device, (seed, state) in self._states.items():
+            generator = torch.Generator(device)
+            generator.set_state(state)
+            generators[device] = (seed, generator)

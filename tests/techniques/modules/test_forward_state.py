@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from memengine.techniques.modules.random_state import RandomState, accelerators_of
+from memengine.techniques.modules.forward_state import RandomState, accelerators_of
 
 DRAWS = {
     'torch': lambda: torch.rand(3).tolist(),

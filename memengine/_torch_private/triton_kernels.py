@@ -1,0 +1,66 @@
+"""Kernels that Triton compiles, used where they have been seen to agree with what they stand for.
+
+Triton comes with torch's builds for CUDA, on Linux, and is imported by the kernels' modules alone.
+Which kernels it compiles rightly depends on its version, the driver and the GPU, so nobody is
+asked: they are tried on a small case on the device itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ['proven_kernels']
+
+_agreed: set[tuple[str, torch.device, torch.dtype, tuple[Any, ...]]] = set()
+_given_up: set[tuple[str, torch.device]] = set()
+
+
+def proven_kernels(module: str, tensor: Tensor, *variant: Any) -> Any | None:
+    """The module of kernels to use for a tensor, or None: then the eager form is to be used.
+
+    Before it is given for the first time in a process, for a device, dtype and variant, its
+    ``prove(like, *variant)`` compares the kernels with the eager form on a small case that lies
+    where the tensor `like` does, and raises where they do not agree. After any error the module is
+    not used on that device any more: that is warned of, once.
+
+    Args:
+        module: Its name; it is imported here.
+        tensor: What the kernels are to read.
+        variant: What they are compiled for besides its dtype.
+
+    Raises:
+        torch.OutOfMemoryError: When the small case does not fit; it is tried again next time.
+
+    Cost: a microsecond; the first time seconds, in which Triton compiles, and a wait for the
+    device. No generator is drawn from.
+    """
+    if not _can_be_read(tensor) or (module, tensor.device) in _given_up:
+        return None
+    key = module, tensor.device, tensor.dtype, variant
+    try:
+        kernels = importlib.import_module(module)
+        if key not in _agreed:
+            kernels.prove(tensor, *variant)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # compilers and drivers raise what they like
+        _given_up.add((module, tensor.device))
+        reason = f'{type(error).__name__}: {next(iter(str(error).splitlines()), "")}'
+        warnings.warn(
+            f'the kernels of {module} are not used on {tensor.device} ({reason}); the same is '
+            "computed by torch's own operations, with more launches and no other difference",
+            stacklevel=2,
+        )
+        return None
+    _agreed.add(key)
+    return kernels
+
+
+def _can_be_read(tensor: Tensor) -> bool:
+    """Whether it lies on a GPU, and is no stand-in such as a fake tensor."""
+    return tensor.is_cuda and type(tensor) is Tensor

@@ -1,0 +1,189 @@
+"""The codecs' kernels on CPU tensors, by Triton's interpreter; `test_kernels.py` runs this file.
+
+Triton asks for ``TRITON_INTERPRET`` when it is imported, so this needs a process of its own.
+"""
+
+import warnings
+
+import pytest
+import torch
+
+from memengine._torch_private import triton_kernels
+from memengine.techniques.codecs.kernels import bits as bit_kernels
+from memengine.techniques.codecs.kernels import quantizing
+from memengine.techniques.codecs.lossless import between, bitmask, positive_mask, sign_mask
+from memengine.techniques.codecs.quantized import Quantizer
+from memengine.techniques.modules.forward_state import PrivateRandomState
+from memengine.techniques.modules.private_random import restart_private_generators
+
+BITS = (8, 4, 2, 1)
+# What the interpreter says of NaN and infinity, where the kernels mean them.
+pytestmark = pytest.mark.filterwarnings('ignore::RuntimeWarning')
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(monkeypatch):
+    """Codecs use the kernels on CPU tensors, too."""
+    monkeypatch.setattr(triton_kernels, '_can_be_read', lambda tensor: True)
+    torch.manual_seed(0)
+    restart_private_generators()
+
+
+@pytest.mark.parametrize('bits', BITS)
+@pytest.mark.parametrize(
+    ('dtype', 'group_size'), [(torch.float32, 8), (torch.bfloat16, 256), (torch.float16, 72)]
+)
+def test_quantising_agrees_with_the_eager_form(bits, dtype, group_size):
+    quantizing.prove(torch.empty(0, dtype=dtype), bits, group_size)
+
+
+WRONG = {
+    'levels': lambda packed, extremes: (packed ^ 1, extremes),
+    'half of a byte': lambda packed, extremes: (packed & 0x0F, extremes),
+    'order': lambda packed, extremes: (packed.flip(0), extremes),
+    'extremes': lambda packed, extremes: (packed, extremes * 1.01),
+    'NaN': lambda packed, extremes: (packed, extremes.nan_to_num()),
+}
+
+
+@pytest.mark.parametrize('wrong', WRONG)
+@pytest.mark.parametrize('bits', [8, 2])
+def test_wrong_kernels_are_seen(monkeypatch, bits, wrong):
+    right = quantizing.quantize
+    monkeypatch.setattr(quantizing, 'quantize', lambda *a, **k: WRONG[wrong](*right(*a, **k)))
+    with pytest.raises(ArithmeticError):
+        quantizing.prove(torch.empty(0), bits, 64)
+
+
+@pytest.mark.parametrize('wrong', [lambda x: x + 0.1, lambda x: x.flip(0), torch.zeros_like])
+def test_wrong_decoding_is_seen(monkeypatch, wrong):
+    right = quantizing.dequantize
+    monkeypatch.setattr(quantizing, 'dequantize', lambda *a: wrong(right(*a)))
+    with pytest.raises(ArithmeticError):
+        quantizing.prove(torch.empty(0), 4, 64)
+
+
+def test_noise_that_is_none_is_seen(monkeypatch):
+    right = quantizing.quantize
+    monkeypatch.setattr(
+        quantizing, 'quantize', lambda *a, stochastic, seed=None: right(*a, stochastic=False)
+    )
+    with pytest.raises(ArithmeticError):
+        quantizing.prove(torch.empty(0), 4, 64)
+
+
+@pytest.mark.parametrize('bits', [8, 2, 1])
+def test_random_rounding_is_unbiased_and_independent(monkeypatch, bits):
+    monkeypatch.setattr(quantizing, '_TILE_NUMEL', 8192)  # each takes the interpreter as long
+    draws = 64
+    values = torch.linspace(-2, 2, 256).sin()
+    values[0], values[1] = -1, 1
+    decoded = Quantizer(bits)(values.repeat(draws)).decode().view(draws, -1).double()
+    steps = (values.double() + 1) * (2**bits - 1) / 2
+    errors = (decoded - values) * (2**bits - 1) / 2
+    inner = (steps.frac() > 0.02) & (steps.frac() < 0.98)
+    z = errors[:, inner] / (steps.frac() * (1 - steps.frac())).sqrt()[inner]
+    of_means = z.mean(0) * draws**0.5
+    assert 0.5 < of_means.square().mean() < 2  # 1, and 0.1 off for 200 elements
+    assert of_means.abs().max() < 6
+    assert abs(z.mean()) * z.numel() ** 0.5 < 6
+    flat = z.flatten()
+    for lag in (1, 8, z.shape[1], 2 * z.shape[1]):  # neighbours, and the same place of a group
+        assert abs((flat[lag:] * flat[:-lag]).mean()) * flat.numel() ** 0.5 < 6
+
+
+def test_what_is_drawn_follows_the_seed_and_goes_back_with_it():
+    values, quantizer = torch.randn(600), Quantizer(2)
+    before = torch.get_rng_state()
+    start = PrivateRandomState()
+    first, second = quantizer(values).packed, quantizer(values).packed
+    assert not torch.equal(first, second)
+    start.restore()
+    assert torch.equal(quantizer(values).packed, first)
+    restart_private_generators()
+    assert torch.equal(quantizer(values).packed, first)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(1)
+    assert not torch.equal(quantizer(values).packed, first)
+
+
+IMAGE = torch.arange(2 * 3 * 16 * 5, dtype=torch.float32).view(2, 3, 16, 5)
+
+
+@pytest.mark.parametrize(
+    'values',
+    [
+        IMAGE.to(memory_format=torch.channels_last),
+        IMAGE[..., ::2],
+        torch.tensor(3.0),
+        torch.empty(0, 4),
+        torch.randn(5, 1, 7).expand(5, 4, 7),
+        torch.randn(5003),
+    ],
+)
+def test_codecs_give_what_they_give_without_kernels(monkeypatch, values):
+    def code():
+        code = Quantizer(4, stochastic=False)(values)
+        return code, code.decode()
+
+    fused, decoded = code()
+    assert fused.part_numel == 256
+    monkeypatch.setattr(triton_kernels, '_can_be_read', lambda tensor: False)
+    eager, expected = code()
+    assert eager.part_numel != 256
+    assert torch.allclose(decoded, expected, atol=1e-5)
+    assert decoded.shape == expected.shape and decoded.stride() == expected.stride()
+    assert fused.packed.nbytes == eager.packed.nbytes
+    assert torch.equal(fused.extremes, eager.extremes)
+    assert torch.allclose(fused.decode(), expected, atol=1e-5)  # whoever decodes it
+
+
+def test_a_wrong_kernel_is_warned_of_once_and_not_used(monkeypatch):
+    right = quantizing.quantize
+    monkeypatch.setattr(triton_kernels, '_agreed', set())
+    monkeypatch.setattr(triton_kernels, '_given_up', set())
+    monkeypatch.setattr(quantizing, 'quantize', lambda *a, **k: WRONG['levels'](*right(*a, **k)))
+    values = torch.randn(700)
+    with pytest.warns(UserWarning, match=r'kernels.quantizing are not used on cpu \(Arithmetic'):
+        decoded = Quantizer(8, stochastic=False)(values).decode()
+    assert (decoded - values).abs().max() < 0.02
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        Quantizer(4)(values.half()).decode()
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float64, torch.bool])
+def test_bits_agree_with_the_eager_form(monkeypatch, dtype):
+    values = torch.linspace(-3, 3, 1003)
+    values[:6] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0, -0.0, 1e-45])
+    if dtype == torch.bool:
+        codecs, values = [bitmask], values > 1
+    else:
+        codecs, values = [positive_mask, sign_mask, from_0_to_1], values.to(dtype)
+    for codec in codecs:
+        for tensor in (
+            values,
+            values[:5],
+            values[:0],
+            values[:1002].view(2, 3, -1).transpose(0, 2),
+        ):
+            monkeypatch.setattr(triton_kernels, '_can_be_read', lambda tensor: True)
+            code = codec(tensor)
+            decoded = code.decode()
+            monkeypatch.setattr(triton_kernels, '_can_be_read', lambda tensor: False)
+            assert torch.equal(code.packed, codec(tensor).packed)
+            assert torch.equal(decoded, code.decode())
+            assert decoded.stride() == tensor.stride() and decoded.dtype == dtype
+
+
+def from_0_to_1(tensor):
+    return between(tensor, 0, 1, 0.5, torch.inf)
+
+
+@pytest.mark.parametrize('form', ['pack_within', 'select'])
+def test_wrong_bits_are_seen(monkeypatch, form):
+    right = getattr(bit_kernels, form)
+    for wrong in (lambda x: x ^ 1, torch.zeros_like, lambda x: x.flip(0)):
+        monkeypatch.setattr(bit_kernels, form, lambda *a, wrong=wrong: wrong(right(*a)))
+        with pytest.raises(ArithmeticError):
+            bit_kernels.prove(torch.empty(0), torch.float32)

@@ -1,0 +1,146 @@
+"""Kernels in the place of codecs' operations: by Triton's interpreter, by its compiler, chosen."""
+
+import importlib.util
+import inspect
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from memengine._torch_private import triton_kernels
+from memengine._torch_private.triton_kernels import proven_kernels
+from memengine.techniques.codecs.lossless import positive_mask
+from memengine.techniques.codecs.quantized import Quantizer
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec('triton') is None,
+    reason="Triton is not installed: it comes with torch's builds for CUDA, on Linux",
+)
+
+
+@needs_triton
+def test_in_the_interpreter():
+    run = subprocess.run(
+        [sys.executable, '-m', 'pytest', '-q', '-n', '0', '-p', 'no:cacheprovider', INTERPRETED],
+        env={**os.environ, 'TRITON_INTERPRET': '1', 'OMP_NUM_THREADS': '1'},
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+INTERPRETED = 'tests/techniques/codecs/interpreted_kernels.py'
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Kernels of a module that counts when it is asked to prove them, for CPU tensors."""
+    proofs = []
+    module = SimpleNamespace(prove=lambda like, *variant: proofs.append(variant), proofs=proofs)
+    monkeypatch.setitem(sys.modules, 'kernels_of_a_test', module)
+    monkeypatch.setattr(triton_kernels, '_can_be_read', lambda tensor: True)
+    monkeypatch.setattr(triton_kernels, '_agreed', set())
+    monkeypatch.setattr(triton_kernels, '_given_up', set())
+    return module
+
+
+def test_kernels_prove_themselves_once_for_each_variant(kernels):
+    for variant in [(8,), (8,), (4,), (8,)]:
+        assert proven_kernels('kernels_of_a_test', torch.ones(3), *variant) is kernels
+    proven_kernels('kernels_of_a_test', torch.ones(3).half(), 8)
+    assert kernels.proofs == [(8,), (4,), (8,)]
+
+
+def test_after_an_error_they_are_given_up_with_one_warning(kernels):
+    assert proven_kernels('kernels_of_a_test', torch.ones(3), 8) is kernels
+
+    def fail(like, *variant):
+        raise RuntimeError('no compiler\nof that kind')
+
+    kernels.prove = fail
+    with pytest.warns(UserWarning, match=r'not used on cpu \(RuntimeError: no compiler\)'):
+        assert proven_kernels('kernels_of_a_test', torch.ones(3), 4) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        assert proven_kernels('kernels_of_a_test', torch.ones(3), 8) is None
+        assert proven_kernels('kernels_of_a_test', torch.ones(3), 2) is None
+    with pytest.warns(UserWarning, match='ModuleNotFoundError'):
+        assert proven_kernels('a_module_that_is_missing', torch.ones(3)) is None
+
+
+def test_running_out_of_memory_is_no_proof(kernels):
+    works = kernels.prove
+
+    def fail(like, *variant):
+        raise torch.OutOfMemoryError
+
+    kernels.prove = fail
+    with pytest.raises(torch.OutOfMemoryError):
+        proven_kernels('kernels_of_a_test', torch.ones(3))
+    kernels.prove = works
+    assert proven_kernels('kernels_of_a_test', torch.ones(3)) is kernels
+
+
+def test_nothing_is_asked_for_a_tensor_of_the_cpu():
+    assert proven_kernels('a_module_that_is_missing', torch.ones(3)) is None
+
+
+def kernels_to_compile(dtype, bits):
+    """Each with the types of what it takes and the settings that it is compiled for."""
+    from memengine.techniques.codecs.kernels import bits as of_bits
+    from memengine.techniques.codecs.kernels import quantizing
+
+    flat = dict(flat=f'*{dtype}', packed='*u8', numel='i32')
+    groups = {**flat, 'extremes': f'*{dtype}', 'seed': 'i64'}
+    tile = quantizing._tile(bits, 256)
+    yield quantizing._quantize, groups, dict(stochastic=True, **tile)
+    yield quantizing._dequantize, groups, tile
+    bounds = dict(low='fp32', high='fp32')
+    yield of_bits._pack_within, {**flat, **bounds}, dict(bounded=True, nan=True, block=256)
+    values = dict(packed='*u8', chosen='*i16', numel='i64', off='i32', on='i32')
+    yield of_bits._select, values, dict(block=256)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize(('dtype', 'bits', 'capability'), [('fp32', 8, 90), ('bf16', 1, 80)])
+def test_they_compile_for_gpus(monkeypatch, tmp_path, dtype, bits, capability):
+    """As far as machine code, for which no GPU is needed."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv('TRITON_CACHE_DIR', str(tmp_path))
+    new = 'constexprs' in inspect.signature(ASTSource).parameters
+    for kernel, types, settings in kernels_to_compile(dtype, bits):
+        names = kernel.arg_names
+        signature = {name: types[name] for name in names if name in types}
+        if new:
+            signature = {name: types.get(name, 'constexpr') for name in names}
+            settings = {(names.index(name),): value for name, value in settings.items()}
+        source = ASTSource(kernel, signature, settings)
+        compiled = triton.compile(source, target=GPUTarget('cuda', capability, 32))
+        assert compiled.asm['cubin']
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+def test_on_a_gpu_they_agree_and_are_used(dtype):
+    if 'tests.simulated_gpu.device' in sys.modules:
+        pytest.skip('Triton cannot compile for the simulated GPU')
+    for bits in (8, 4, 2, 1):
+        values = torch.randn(100_003, device='cuda').to(dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter('error')  # that none is used
+            code = Quantizer(bits)(values)
+            mask = positive_mask(values).decode()
+        assert code.part_numel == code.group_size
+        assert code.decode().isfinite().all()
+        assert torch.equal(mask, (values > 0).to(dtype))
