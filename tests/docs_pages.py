@@ -9,8 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted(p for p in (ROOT / 'docs').rglob('*.md') if '_build' not in p.parts)
-TESTED = [ROOT / 'README.md', *DOCS]
-ALL = [*TESTED, ROOT / 'AGENTS.md', ROOT / 'CHANGELOG.md']
+TUTORIALS = [page for page in DOCS if page.parent.name == 'tutorials']  # tests/test_tutorials.py
+TESTED = [ROOT / 'README.md', *(page for page in DOCS if page not in TUTORIALS)]
+ALL = [*TESTED, *TUTORIALS, ROOT / 'AGENTS.md', ROOT / 'CHANGELOG.md']
 FENCE = re.compile(r'^```([^\n`]*)\n(.*?)^```[ \t]*$', re.M | re.S)
 
 

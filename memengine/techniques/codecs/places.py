@@ -16,12 +16,37 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from memengine._torch_private.triton_kernels import proven_kernels
 from memengine.techniques.codecs.bit_packing import add_truths, packed_numel, truths
 from memengine.techniques.codecs.top_k import part_numel, places_in_blocks, positions_of
 
-__all__ = ['BYTE_VALUES', 'Bitmap', 'Offsets', 'Places', 'take', 'take_from_blocks']
+__all__ = [
+    'BYTE_VALUES',
+    'Bitmap',
+    'Offsets',
+    'Places',
+    'are_few',
+    'kernels_for',
+    'take',
+    'take_from_blocks',
+]
 
 BYTE_VALUES = 256  # what one byte counts
+_KERNELS = 'memengine.techniques.codecs.kernels.selection'
+_OF_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
+_LARGEST_BLOCK_OF_KERNELS = 2**12  # of which a GPU's multiprocessor holds several
+
+
+def kernels_for(like: Tensor, block_size: int) -> Any | None:
+    """What selects from a tensor's blocks and puts back in one kernel each, if it is to be had."""
+    if like.dtype not in _OF_KERNELS or not 1 < block_size <= _LARGEST_BLOCK_OF_KERNELS:
+        return None
+    return proven_kernels(_KERNELS, like, block_size)
+
+
+def are_few(kept: int, numel: int) -> bool:
+    """Whether a byte for each that is kept, and two a page, are fewer than a bit for each."""
+    return kept + 2 * -(-numel // BYTE_VALUES) < packed_numel(numel, 1)
 
 
 @dataclass(frozen=True)
@@ -65,6 +90,9 @@ class Offsets:
 
     def scatter(self, values: Tensor, flat: Tensor) -> Tensor:
         """Put values, ``[k]`` in the order of the offsets, into zeros ``[n]``: returns these."""
+        kernels = kernels_for(flat, self.block_size)
+        if kernels is not None:
+            return kernels.scatter(values, self.offsets, self.counts, self.block_size, flat)
         # Of half precision scatter takes ten times as long on CPU; elsewhere index_copy may copy.
         put = Tensor.index_copy_ if flat.device.type == 'cpu' else Tensor.scatter_
         done, total = 0, len(self.offsets)
@@ -110,7 +138,7 @@ def take(flat: Tensor, masks: Iterable[Tensor], kept: int) -> tuple[Tensor, Plac
         Their values, ``[k]``, and their places in the form of fewer bytes.
     """
     numel, pages = flat.numel(), -(-flat.numel() // BYTE_VALUES)
-    in_bits = packed_numel(numel, 1) <= kept + 2 * pages
+    in_bits = not are_few(kept, numel)
     room = kept if flat.device.type == 'cpu' else kept + 1  # for all that are not kept
     values = flat.new_empty(room)
     offsets = flat.new_empty(0 if in_bits else room, dtype=torch.uint8)
