@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 __all__ = [
+    'ASKS_FOR_THE_DEVICE',
     'FAKE_REFUSES',
     'READS_A_NUMBER',
     'FakeTensorMode',
@@ -30,6 +31,10 @@ FAKE_REFUSES = (
 
 READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default
 """The operator under ``tensor.item()``."""
+
+
+ASKS_FOR_THE_DEVICE = torch.ops.prim.device.default
+"""The operator under ``tensor.device``, which modes see of tensors such as fake ones."""
 
 
 def is_fake(tensor: Tensor) -> bool:

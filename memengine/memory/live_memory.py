@@ -12,6 +12,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,12 @@ from memengine._torch_private.autograd import (
     node_number,
     storage_key,
 )
-from memengine._torch_private.fake import READS_A_NUMBER, is_fake, unset_fake_temporarily
+from memengine._torch_private.fake import (
+    ASKS_FOR_THE_DEVICE,
+    READS_A_NUMBER,
+    is_fake,
+    unset_fake_temporarily,
+)
 from memengine._torch_private.ops import (
     FLOPS_OF,
     OpOverload,
@@ -109,7 +115,8 @@ class LiveMemory(TorchDispatchMode):
 
     Attributes:
         events: Bytes (negative when freed) and piece, in order.
-        begin: How many of them are of what was there when the account began.
+        begin: How many events are of what was there when the account began.
+        begun: Where among them a part of the model (its child) began a forward pass, and its name.
         flops: Of products of matrices and convolutions.
         moved_bytes: Read and written by operators that are no views.
         operators: How many of these there were.
@@ -120,6 +127,7 @@ class LiveMemory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[tuple[int, Piece]] = []
+        self.begun: list[tuple[int, str]] = []
         self.flops = self.moved_bytes = self.operators = self.guessed = 0
         self.begin, self._is_over = 0, False
         self._pieces: dict[int, Piece] = {}
@@ -153,6 +161,8 @@ class LiveMemory(TorchDispatchMode):
         """Begin the account anew, with what is there now."""
         self.events = [(piece.nbytes, piece) for piece in self._pieces.values()]
         self.begin = len(self.events)
+        self.begun.clear()
+        self._modules.clear()
         self.flops = self.moved_bytes = self.operators = self.guessed = 0
         self._places.clear()
 
@@ -160,12 +170,35 @@ class LiveMemory(TorchDispatchMode):
         """End the account: what is freed from now on is no part of it."""
         self._is_over = True
 
+    def left(self) -> list[Piece]:
+        """What was made since the account began, and is there still."""
+        before = {piece for _, piece in self.events[: self.begin]}
+        return [piece for piece in self._pieces.values() if piece not in before]
+
+    def as_if_there(self, pieces: Iterable[Piece]) -> None:
+        """Take it that these pieces, each of an operator's, were there when the account began."""
+        there = set(pieces)
+        moved = [(nbytes, piece) for nbytes, piece in self.events if piece in there]
+        gone = list(accumulate(piece in there for _, piece in self.events))
+        self.begun = [
+            (index + len(moved) - (gone[index - 1] if index else 0), name)
+            for index, name in self.begun
+        ]
+        self.events = moved + [event for event in self.events if event[1] not in there]
+        self.begin += len(moved)
+        self.operators -= len(moved)
+        self.moved_bytes -= sum(2 * nbytes for nbytes, _ in moved)  # as `zeros_like` counts
+
     @contextmanager
     def named(self, model: nn.Module) -> Iterator[None]:
         """Say of what is made in which module it is, and what autograd saves."""
         names = {module: name for name, module in model.named_modules()}
 
         def begin(module: nn.Module, _: Any) -> None:
+            if module is model:
+                self._modules.clear()  # of what recomputation has broken off
+            if not any(self._modules):  # in no part of the model yet
+                self.begun.append((len(self.events), names[module]))
             self._modules.append(names[module])
 
         def end(module: nn.Module, *_: Any) -> None:
@@ -186,6 +219,8 @@ class LiveMemory(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is ASKS_FOR_THE_DEVICE:  # more often than all else together
+            return func(*args)
         if func is READS_A_NUMBER:
             return self._read(args[0])
         self._place = self._find_place()
@@ -259,17 +294,16 @@ class LiveMemory(TorchDispatchMode):
         """Give small results their numbers, if those of the inputs are known."""
         pieces = [self._piece_of(tensor) for tensor in made]
         small = made and all(p is not None and p.nbytes <= _MOST_BYTES for p in pieces)
-        with unset_fake_temporarily():
-            known = small and _DRAWS not in func.tags
-            known = known and all(self._value_of(tensor) is not None for tensor in inputs)
-            if known:
-                values = func(*self._with_values(args), **self._with_values(kwargs))
-                given = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
-                for piece, value in zip(pieces, given, strict=True):
-                    whole = value.untyped_storage().nbytes() // value.element_size()
-                    assert piece is not None, 'small results are in memory that is known'
-                    piece.numbers = value.as_strided((whole,), (1,), 0)
-                return
+        if small and _DRAWS not in func.tags:
+            with unset_fake_temporarily():
+                if all(self._value_of(tensor) is not None for tensor in inputs):
+                    values = func(*self._with_values(args), **self._with_values(kwargs))
+                    given = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
+                    for piece, value in zip(pieces, given, strict=True):
+                        whole = value.untyped_storage().nbytes() // value.element_size()
+                        assert piece is not None, 'small results are in memory that is known'
+                        piece.numbers = value.as_strided((whole,), (1,), 0)
+                    return
         for tensor in written_arguments(func, args, kwargs):
             for one in tensor if isinstance(tensor, (list, tuple)) else [tensor]:
                 piece = self._piece_of(one) if isinstance(one, Tensor) else None

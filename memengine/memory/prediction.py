@@ -20,6 +20,7 @@ __all__ = ['UnpredictableError', 'Prediction', 'on_fake_tensors', 'predict']
 
 PARAMETERS, GRADIENTS, OPTIMIZER = 'parameters', 'gradients', 'optimiser state'
 BUFFERS, TEACHER, BATCH, ALLOCATOR = 'buffers', 'teacher', 'batch', 'allocator'
+_LITTLE = 64 * 2**10  # bytes: a loss to log, a centre
 
 
 class UnpredictableError(ValueError):
@@ -39,6 +40,8 @@ class Prediction:
             what libraries keep).
         by_module: The peak's activations and transients by the module in whose forward they were
             made, or in the backward of it, the largest first; ``''`` is what was made outside.
+        by_part: Bytes when a part of the model (its child) last began a forward pass, and the most
+            from when it began one until another did.
         at: The operator that made the last of the peak.
         flops: Of products of matrices and convolutions in a step, all passes together.
         moved_bytes: Read and written by a step's operators.
@@ -50,6 +53,7 @@ class Prediction:
     peak_bytes: int
     by_category: dict[str, int]
     by_module: dict[str, int] = field(repr=False)
+    by_part: dict[str, tuple[int, int]] = field(repr=False)
     at: str
     flops: int
     moved_bytes: int
@@ -68,16 +72,17 @@ def on_fake_tensors() -> Iterator[LiveMemory]:
 def predict(build: Callable[[], TrainingStep]) -> Prediction:
     """Predict the peak of a training step, by category and module.
 
-    The step is really carried out, twice, with every technique that is in it, but on tensors that
+    The step is really carried out, with every technique that is in it, but on tensors that
     know their shape only: nothing is allocated but small tensors, and nothing computed. It is
-    the CPU's: its operators, its kernels' workspaces.
+    the CPU's: its operators, its kernels' workspaces. Where a step leaves more behind than its
+    optimiser's state, it is carried out twice.
 
     Args:
         build: Makes the model, its optimiser and the batch; called once, in a mode in which tensors
             have no memory. A batch that is there already is taken as it is, in the same way.
 
     Returns:
-        The peak of the second step, as the optimiser has no state in the first.
+        The peak of a step whose optimiser has its state.
 
     Raises:
         UnpredictableError: When the step's course depends on values: a detector's boxes, codes of
@@ -90,16 +95,22 @@ def predict(build: Callable[[], TrainingStep]) -> Prediction:
 
 
 def carried_out(build: Callable[[], TrainingStep]) -> LiveMemory:
-    """All that became of memory in the second step, for :func:`predict`."""
+    """All that becomes of memory in a step, for :func:`predict`."""
     try:
         with on_fake_tensors() as memory:
             step = build()
             _assign(memory, step)
             with memory.named(step.model), _gradients_noted(memory, step.model):
-                step.run()
-                _assign(memory, step)
                 memory.start_again()
                 step.run()
+                _assign(memory, step)
+                left = memory.left()
+                # With its state there from the start, this step is as those that follow.
+                if all(p.category == OPTIMIZER or p.nbytes <= _LITTLE for p in left):
+                    memory.as_if_there(p for p in left if p.category == OPTIMIZER)
+                else:
+                    memory.start_again()
+                    step.run()
                 memory.end()
     except (*FAKE_REFUSES, RuntimeError, TypeError) as error:  # also what leaves torch
         raise UnpredictableError(
@@ -168,12 +179,23 @@ def prediction_of(memory: LiveMemory) -> Prediction:
         peak_bytes=peak,
         by_category=dict(by_category.most_common()),
         by_module=dict(by_module.most_common()),
+        by_part=_by_part(memory.begun, live),
         at=memory.events[last][1].op,
         flops=memory.flops,
         moved_bytes=memory.moved_bytes,
         operators=memory.operators,
         guessed=memory.guessed,
     )
+
+
+def _by_part(begun: list[tuple[int, str]], live: list[int]) -> dict[str, tuple[int, int]]:
+    ends = [index for index, _ in begun] + [len(live)]
+    parts: dict[str, tuple[int, int]] = {}
+    for (index, name), end in zip(begun, ends[1:], strict=True):
+        peak = max(live[index - 1 : end])
+        most = max(peak + library_bytes(peak), parts.get(name, (0, 0))[1])
+        parts[name] = live[index - 1], most
+    return parts
 
 
 def _taken(nbytes: int) -> int:

@@ -32,7 +32,7 @@ _LEFT_OVER = {'cpu': (0.02, 2**19), 'cuda': (0.1, 0)}
 
 CHECKPOINTING = 'activation_checkpointing'
 
-_MOST_TRACED = 8  # slices; what more of them cost follows from two and four
+_MOST_TRACED = 4  # slices; what more of them cost follows from two and four
 _FEW = 4  # samples that are really loaded; a batch repeats them
 _SLICES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 _KEPT = tuple(eighth / 8 for eighth in range(8, -1, -1))
@@ -151,10 +151,24 @@ class Planner:
         if kept > 1:
             parts += [(-1, short(4)), (3 - kept, short(4, 2)), (kept - 2, short(4, 3))]
         known = [(weight, cost) for weight, cost in parts if cost is not None]
-        if len(known) < len(parts):
+        loss = self._loss_of_all(options)
+        if len(known) < len(parts) or loss is None:
             return None
         none_kept, cost = Cost.sum(known[:2]), Cost.sum(known)
-        return replace(cost, peak_bytes=max(cost.peak_bytes, none_kept.peak_bytes))
+        peak = max(
+            cost.elsewhere_bytes,
+            cost.in_loss_bytes,
+            cost.before_loss_bytes + loss.in_loss_bytes - loss.before_loss_bytes,
+            none_kept.peak_bytes,
+        )
+        return replace(cost, peak_bytes=peak)
+
+    def _loss_of_all(self, options: Mapping[str, Any]) -> Cost | None:
+        """A step in whose loss all samples meet, in few slices: the loss takes what it takes."""
+        if self._wrapper != 'GradCache':
+            return Cost(0, 0, 0, 0)
+        few = {name: value for name, value in options.items() if not name.startswith(CHECKPOINTING)}
+        return self._predicted({**few, 'optim_wrapper.chunk_size': self._size(2)})
 
     def _predicted(self, options: Mapping[str, Any]) -> Cost | None:
         key = _key(options)

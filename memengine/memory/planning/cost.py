@@ -52,6 +52,9 @@ class Cost:
         moved_bytes: Read and written by operators.
         operators: How many were carried out.
         by_category: The peak's bytes by what they are for; empty where they were measured.
+        before_loss_bytes: What is there when the model's ``loss`` begins.
+        in_loss_bytes: The most from then until another of its parts begins.
+        elsewhere_bytes: The most at any other time.
         how: Where it is known from: ``'predicted'`` or ``'measured'``.
     """
 
@@ -61,16 +64,25 @@ class Cost:
     operators: int
     by_category: Mapping[str, int] = field(default_factory=dict)
     how: str = 'predicted'
+    before_loss_bytes: int = 0
+    in_loss_bytes: int = 0
+    elsewhere_bytes: int = 0
 
     @classmethod
     def of(cls, predicted: Prediction) -> Cost:
         """What was predicted of a step."""
+        before, in_loss = predicted.by_part.get('loss', (0, 0))
         return cls(
             predicted.peak_bytes,
             predicted.flops,
             predicted.moved_bytes,
             predicted.operators,
             predicted.by_category,
+            before_loss_bytes=before,
+            in_loss_bytes=in_loss,
+            elsewhere_bytes=max(
+                (peak for name, (_, peak) in predicted.by_part.items() if name != 'loss'), default=0
+            ),
         )
 
     @classmethod
@@ -83,15 +95,16 @@ class Cost:
             )
 
         costs = [cost for _, cost in parts]
+        categories = dict.fromkeys(name for cost in costs for name in cost.by_category)
         return cls(
             total(cost.peak_bytes for cost in costs),
             total(cost.flops for cost in costs),
             total(cost.moved_bytes for cost in costs),
             total(cost.operators for cost in costs),
-            {
-                name: total(cost.by_category.get(name, 0) for cost in costs)
-                for name in dict.fromkeys(name for cost in costs for name in cost.by_category)
-            },
+            {name: total(cost.by_category.get(name, 0) for cost in costs) for name in categories},
+            before_loss_bytes=total(cost.before_loss_bytes for cost in costs),
+            in_loss_bytes=total(cost.in_loss_bytes for cost in costs),
+            elsewhere_bytes=total(cost.elsewhere_bytes for cost in costs),
         )
 
     def seconds(self, rates: Rates) -> float:

@@ -132,7 +132,9 @@ class _Search:
         for some in () if best else self.combinations():
             if best and len(some) > self.count(best) + 1:
                 break
-            if any(map(self.is_refused, some)) or (best and not self.may_be_faster(some, best)):
+            if any(map(self.is_refused, some)):
+                continue
+            if best and not (self.saves(some, best) and self.may_be_faster(some, best)):
                 continue
             for found in self.relaxed_in_turn(some):
                 if best is None or found.seconds < best.seconds:
@@ -156,6 +158,20 @@ class _Search:
     def may_be_faster(self, some: Sequence[Knob], best: Tried) -> bool:
         fastest = self.tried({knob.name: knob.levels[0] for knob in self.with_parts(some)})
         return fastest is not None and fastest.seconds < best.seconds
+
+    def saves(self, some: Sequence[Knob], best: Tried) -> bool:
+        """Whether each of them, beside what is on or by itself, makes the step smaller."""
+        for knob in some if len(some) > 1 else ():
+            if knob.name in best.plan:
+                continue
+            leanest = {one.name: one.levels[-1] for one in self.with_parts([knob])}
+            pairs = [
+                (self.tried(plan), self.tried({**plan, **leanest})) for plan in (best.plan, {})
+            ]
+            both = [(without, beside) for without, beside in pairs if without and beside]
+            if all(beside.cost.peak_bytes >= without.cost.peak_bytes for without, beside in both):
+                return False
+        return True
 
     def relaxed_in_turn(self, some: tuple[Knob, ...]) -> Iterator[Tried]:
         """Plans that differ in which knob takes what room there is, and how much of it."""

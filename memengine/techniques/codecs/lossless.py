@@ -142,19 +142,27 @@ def bitmask(
             f'bitmask takes booleans, got {tensor.dtype}; give it a test, as in positive_mask()'
         )
     flat, order = in_memory_order(tensor)
-    packed = _packed(flat, test)
+    packed = packed_truths(flat, test)
     values = torch.tensor([off, on], dtype=tensor.dtype, device='cpu')
     return BitCode(packed, _integers_of(values), order)
 
 
-def _packed(flat: Tensor, test: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """One bit for each element, by a kernel where there is one for the test."""
+def packed_truths(flat: Tensor, test: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """One bit for each of ``[n]``, booleans without a test; by a kernel where there is one."""
     known = Within(0) if test is None else test
     if isinstance(known, Within) and flat.dtype in _OF_KERNELS:
         kernels = proven_kernels(_KERNELS, flat, flat.dtype)
         if kernels is not None:
             return kernels.pack_within(flat, known)
     return pack_bits(flat, 1) if test is None else pack_truths(flat, test)
+
+
+def unpacked_truths(packed: Tensor, numel: int) -> Tensor:
+    """The booleans that :func:`packed_truths` packed, ``[n]``."""
+    kernels = proven_kernels(_KERNELS, packed, torch.bool)
+    if kernels is None:
+        return unpack_bits(packed, 1, numel).view(torch.bool)
+    return kernels.select(packed, numel, 0, 1, torch.uint8).view(torch.bool)
 
 
 def positive_mask(tensor: Tensor) -> BitCode:

@@ -9,14 +9,16 @@ Source: DropIT: Dropping Intermediate Tensors for Memory-Efficient DNN Training,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from memengine._torch_private.triton_kernels import proven_kernels
 from memengine.suggest import did_you_mean
-from memengine.techniques.codecs.bit_packing import pack_bits, packed_numel, unpack_bits
+from memengine.techniques.codecs.bit_packing import packed_numel
 from memengine.techniques.codecs.codec import Code, Codec
+from memengine.techniques.codecs.lossless import packed_truths, unpacked_truths
 from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_order
 from memengine.techniques.codecs.top_k import (
     INTEGER_OF,
@@ -34,6 +36,9 @@ __all__ = ['Cast', 'SparseCode', 'Sparsifier']
 
 STRATEGIES = ('mink', 'random', 'block_mink')
 BYTE_VALUES = 256  # what one byte counts
+_KERNELS = 'memengine.techniques.codecs.kernels.selection'
+_OF_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
+_LARGEST_BLOCK_OF_KERNELS = 2**12  # of which a GPU's multiprocessor holds several
 
 
 class Sparsifier:
@@ -70,8 +75,9 @@ class Sparsifier:
 
     Time: a partition for the least magnitude that is kept. On CPU it is NumPy's, in one thread,
     some at a time of what fits its cache: blocks take a third to an eighth of the time of a
-    ``topk`` of the whole tensor. Nothing waits for an accelerator, on which the number kept is
-    always the one asked for.
+    ``topk`` of the whole tensor. On a GPU one kernel selects from blocks of up to 4,096, one packs
+    places, and two or three put values back (:func:`proven_kernels`). Nothing waits for an
+    accelerator, on which the number kept is always the one asked for.
 
     The random strategy draws from a generator of its own: dropout draws what it would have drawn.
     """
@@ -131,48 +137,77 @@ class Sparsifier:
             kept = min(size, max(1, int(size * (1 - self.gamma))))
         if kept == size:
             return KeptAsIs(tensor) if self.values is None else self.values(tensor)
-        positions, places = self._select(flat, size, kept)
-        values = flat.index_select(0, positions)
+        values, places = self._select(flat, size, kept)
         return SparseCode(values if self.values is None else self.values(values), places, order)
 
     def _kept_of_block(self, size: int) -> int:
         return max(1, size - round(size * self.gamma))
 
     def _select(self, flat: Tensor, size: int, kept: int) -> tuple[Tensor, Places]:
-        """Positions of those that are kept, ``[k]``, and a form to keep these in."""
-        if self.strategy == 'mink':
-            return _in_fewest_bytes(*largest_elements(flat, kept))
+        """Those that are kept, ``[k]``, and where they are."""
+        if self.strategy == 'block_mink':
+            return self._select_of_blocks(flat, size, kept)
+        ranked = flat
         if self.strategy == 'random':
-            noise = torch.empty(flat.shape, device=flat.device)
-            noise.uniform_(1, 2, generator=private_generator(flat.device))
-            return _in_fewest_bytes(*largest_elements(noise, kept))
-        whole = flat.numel() // size * size
+            ranked = torch.empty(flat.shape, device=flat.device)
+            ranked.uniform_(1, 2, generator=private_generator(flat.device))
+        positions, places = _in_fewest_bytes(*largest_elements(ranked, kept))
+        return flat.index_select(0, positions), places
+
+    def _select_of_blocks(self, flat: Tensor, size: int, kept: int) -> tuple[Tensor, Places]:
+        numel = flat.numel()
+        whole = numel // size * size
         blocks = [(flat[:whole], size, kept)]
-        if rest := flat.numel() - whole:
+        if rest := numel - whole:
             blocks.append((flat[whole:], rest, self._kept_of_block(rest)))
         total = sum(part.numel() // length * some for part, length, some in blocks)
-        if size <= BYTE_VALUES and total < packed_numel(flat.numel(), 1):
+        as_offsets = size <= BYTE_VALUES and total < packed_numel(numel, 1)
+        in_blocks_or_bits = as_offsets or not _are_few(total, numel)
+        kernels = _kernels(flat, size) if in_blocks_or_bits else None
+        if kernels is not None:
+            of_last = blocks[-1][2]
+            values, found = kernels.largest_of_blocks(flat, size, kept, of_last, as_offsets)
+            if as_offsets:
+                return values, Offsets(found, kept, size, numel)
+            return values, Bitmap(packed_truths(found.view(torch.bool)), numel)
+        places: Places
+        if as_offsets:
             offsets = torch.cat([offsets_in_blocks(*block) for block in blocks])
-            places = Offsets(offsets, kept, size, flat.numel())
-            return places.positions(), places
+            places = Offsets(offsets, kept, size, numel)
+            return flat.index_select(0, places.positions()), places
         if flat.device.type != 'cpu':
-            found = [positions_in_blocks(*block) for block in blocks]
-            positions = torch.cat([found[0], *(last + whole for last in found[1:])])
-            return _in_fewest_bytes(mask_at(positions, flat.numel()), positions)
-        mask = torch.cat([mask_of_blocks(*block) for block in blocks])
-        return _in_fewest_bytes(mask, positions_of(mask))
+            parts = [positions_in_blocks(*block) for block in blocks]
+            positions = torch.cat([parts[0], *(last + whole for last in parts[1:])])
+            mask = mask_at(positions, numel)
+        else:
+            mask = torch.cat([mask_of_blocks(*block) for block in blocks])
+            positions = positions_of(mask)
+        positions, places = _in_fewest_bytes(mask, positions)
+        return flat.index_select(0, positions), places
+
+
+def _kernels(like: Tensor, block_size: int) -> Any | None:
+    """What selects from a tensor's blocks and puts back in one kernel each, if it is to be had."""
+    if like.dtype not in _OF_KERNELS or not 1 < block_size <= _LARGEST_BLOCK_OF_KERNELS:
+        return None
+    return proven_kernels(_KERNELS, like, block_size)
+
+
+def _are_few(kept: int, numel: int) -> bool:
+    """Whether a byte for each that is kept, and two a page, are fewer than a bit for each."""
+    return kept + 2 * -(-numel // BYTE_VALUES) < packed_numel(numel, 1)
 
 
 def _in_fewest_bytes(mask: Tensor, positions: Tensor) -> tuple[Tensor, Places]:
     """The positions of a mask's true elements, rising, and the smaller form to keep them in."""
     numel = mask.numel()
     pages = -(-numel // BYTE_VALUES)
-    if positions.numel() + 2 * pages < packed_numel(numel, 1):
+    if _are_few(positions.numel(), numel):
         ends = torch.arange(1, pages + 1, device=mask.device) * BYTE_VALUES
         counts = torch.searchsorted(positions, ends).diff(prepend=ends.new_zeros(1))
         counts = counts.to(torch.int16)
         return positions, Offsets((positions & 255).to(torch.uint8), counts, BYTE_VALUES, numel)
-    return positions, Bitmap(pack_bits(mask, 1), numel)
+    return positions, Bitmap(packed_truths(mask), numel)
 
 
 @dataclass(frozen=True)
@@ -184,7 +219,7 @@ class Bitmap:
 
     def scatter(self, values: Tensor, flat: Tensor) -> Tensor:
         """Put values, ``[k]`` in the order of their places, into ``[n]``, which is returned."""
-        mask = unpack_bits(self.bits, 1, self.numel).view(torch.bool)
+        mask = unpacked_truths(self.bits, self.numel)
         if flat.device.type == 'cpu':
             return flat.scatter_(0, positions_of(mask), values)
         return flat.masked_scatter_(mask, values)  # does not wait for the number of them
@@ -214,7 +249,10 @@ class Offsets:
         return starts + self.offsets
 
     def scatter(self, values: Tensor, flat: Tensor) -> Tensor:
-        """Put values, ``[k]`` in the order of the offsets, into ``[n]``, which is returned."""
+        """Put values, ``[k]`` in the order of the offsets, into zeros, ``[n]``, returned."""
+        kernels = _kernels(flat, self.block_size)
+        if kernels is not None:
+            return kernels.scatter(values, self.offsets, self.counts, self.block_size, flat)
         return flat.scatter_(0, self.positions(), values)
 
 

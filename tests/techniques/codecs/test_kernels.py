@@ -16,6 +16,7 @@ from memengine._torch_private import triton_kernels
 from memengine._torch_private.triton_kernels import proven_kernels
 from memengine.techniques.codecs.lossless import positive_mask
 from memengine.techniques.codecs.quantized import Quantizer
+from memengine.techniques.codecs.sparse import Sparsifier
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec('triton') is None,
@@ -24,6 +25,7 @@ needs_triton = pytest.mark.skipif(
 
 
 @needs_triton
+@pytest.mark.slow
 def test_in_the_interpreter():
     run = subprocess.run(
         [sys.executable, '-m', 'pytest', '-q', '-n', '0', '-p', 'no:cacheprovider', INTERPRETED],
@@ -95,7 +97,7 @@ def test_nothing_is_asked_for_a_tensor_of_the_cpu():
 def kernels_to_compile(dtype, bits):
     """Each with the types of what it takes and the settings that it is compiled for."""
     from memengine.techniques.codecs.kernels import bits as of_bits
-    from memengine.techniques.codecs.kernels import quantizing
+    from memengine.techniques.codecs.kernels import quantizing, selection
 
     flat = dict(flat=f'*{dtype}', packed='*u8', numel='i32')
     groups = {**flat, 'extremes': f'*{dtype}', 'seed': 'i64'}
@@ -106,6 +108,13 @@ def kernels_to_compile(dtype, bits):
     yield of_bits._pack_within, {**flat, **bounds}, dict(bounded=True, nan=True, block=256)
     values = dict(packed='*u8', chosen='*i16', numel='i64', off='i32', on='i32')
     yield of_bits._select, values, dict(block=256)
+    integers = dict.fromkeys(('flat', 'values'), '*i32' if dtype == 'fp32' else '*i16')
+    numbers = dict.fromkeys(('numel', 'size', 'kept', 'kept_of_last', 'total', 'block_size'), 'i32')
+    largest = {**numbers, **integers, 'places': '*u8'}
+    yield selection._largest_of_blocks, largest, dict(as_offsets=bits == 8, rows=8, width=256)
+    places = {**numbers, 'values': f'*{dtype}', 'flat': f'*{dtype}', 'offsets': '*u8'}
+    places['ends'] = '*u8' if bits == 8 else '*i64'
+    yield selection._scatter, places, dict(constant=bits == 8, width=256)
 
 
 @needs_triton
@@ -141,6 +150,8 @@ def test_on_a_gpu_they_agree_and_are_used(dtype):
             warnings.simplefilter('error')  # that none is used
             code = Quantizer(bits)(values)
             mask = positive_mask(values).decode()
+            kept = [Sparsifier('block_mink', gamma)(values).decode() for gamma in (0.5, 0.9)]
         assert code.part_numel == code.group_size
         assert code.decode().isfinite().all()
         assert torch.equal(mask, (values > 0).to(dtype))
+        assert all(torch.equal(one[one != 0], values[one != 0]) for one in kept)

@@ -1,0 +1,186 @@
+"""DropIT's largest elements of each block, and the way back to their places, in a kernel each.
+
+Legend: n elements, r blocks of them, k elements that are kept.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from memengine.techniques.codecs.sparse import BYTE_VALUES
+from memengine.techniques.codecs.top_k import positions_in_blocks
+
+__all__ = ['largest_of_blocks', 'prove', 'scatter']
+
+_TILE_NUMEL = 2048
+
+
+def largest_of_blocks(
+    flat: Tensor, size: int, kept: int, kept_of_last: int, as_offsets: bool
+) -> tuple[Tensor, Tensor]:
+    """The largest of each block, as ``top_k.positions_in_blocks`` finds them, in rising order.
+
+    Args:
+        flat: ``[n]``, of float32, bfloat16 or float16.
+        size: Elements of a block; the last one may be shorter.
+        kept: How many of each.
+        kept_of_last: How many of the last one, if it is shorter.
+        as_offsets: How places are given.
+
+    Returns:
+        The elements, ``[k]``, and uint8: their places in blocks of at most 256, ``[k]``, or 1 where
+        they are, ``[n]``.
+
+    Cost: one kernel, which reads the tensor once.
+    """
+    full, rest = divmod(flat.numel(), size)
+    total = full * kept + (kept_of_last if rest else 0)
+    values = flat.new_empty(total)
+    places = flat.new_empty(total if as_offsets else flat.numel(), dtype=torch.uint8)
+    width = triton.next_power_of_2(size)
+    rows = max(1, _TILE_NUMEL // width)
+    with torch.cuda.device_of(flat):
+        _largest_of_blocks[triton.cdiv(full + bool(rest), rows),](
+            flat.view(torch.int32 if flat.element_size() == 4 else torch.int16),
+            values.view(torch.int32 if flat.element_size() == 4 else torch.int16),
+            places,
+            flat.numel(),
+            size,
+            kept,
+            kept_of_last,
+            as_offsets=as_offsets,
+            rows=rows,
+            width=width,
+        )
+    return values, places
+
+
+def scatter(
+    values: Tensor, offsets: Tensor, counts: Tensor | int, block_size: int, flat: Tensor
+) -> Tensor:
+    """Put values where ``sparse.Offsets`` says that they belong; one kernel, and one for counts.
+
+    Args:
+        values: ``[k]``.
+        offsets: uint8, ``[k]``, from the start of their block.
+        counts: How many each block has.
+        block_size: Elements of a block, at most 256.
+        flat: Zeros, ``[n]``, written to.
+    """
+    blocks = -(-flat.numel() // block_size)
+    ends = offsets if isinstance(counts, int) else counts.cumsum(0)  # no ends are read
+    with torch.cuda.device_of(flat):
+        _scatter[blocks,](
+            values,
+            offsets,
+            ends,
+            flat,
+            flat.numel(),
+            values.numel(),
+            counts if isinstance(counts, int) else 0,
+            block_size,
+            constant=isinstance(counts, int),
+            width=BYTE_VALUES,
+        )
+    return flat
+
+
+def prove(like: Tensor, size: int) -> None:
+    """Compare with the eager form on some blocks of `size`, where `like` lies and in its dtype.
+
+    Raises:
+        ArithmeticError: When other elements are kept, or come to lie elsewhere.
+    """
+    full, rest, kept = 9 * size, size // 2, max(1, size // 10)
+    numel = full + rest
+    flat = torch.arange(1, numel + 1, device=like.device).mul(0.37).sin().to(like.dtype)
+    flat[3], flat[size : size + 7], flat[-1] = float('nan'), float('inf'), -2
+    blocks = (flat[:full], size, kept), (flat[full:], rest, 1)
+    first, last = (positions_in_blocks(*block) for block in blocks)
+    positions = torch.cat([first, last + full])
+    kept_only = torch.zeros_like(flat).index_copy_(0, positions, flat[positions]).nan_to_num()
+    values, mask = largest_of_blocks(flat, size, kept, 1, as_offsets=False)
+    right = torch.equal(mask.nonzero()[:, 0], positions)
+    right &= torch.equal(values.nan_to_num(), flat[positions].nan_to_num())
+    pages = torch.arange(0, numel + BYTE_VALUES, BYTE_VALUES, device=like.device)
+    counts = torch.searchsorted(positions, pages).diff().to(torch.int16)
+    offsets = (positions & (BYTE_VALUES - 1)).to(torch.uint8)
+    decoded = scatter(values, offsets, counts, BYTE_VALUES, torch.zeros_like(flat))
+    right &= torch.equal(decoded.nan_to_num(), kept_only)
+    if size <= BYTE_VALUES:
+        code = largest_of_blocks(flat, size, kept, 1, as_offsets=True)
+        decoded = scatter(*code, kept, size, torch.zeros_like(flat))
+        right &= torch.equal(decoded.nan_to_num(), kept_only)
+    if not right:
+        raise ArithmeticError(f'what is kept of {like.dtype} is not what it was to be')
+
+
+@triton.jit(do_not_specialize=['numel', 'size', 'kept', 'kept_of_last'])
+def _largest_of_blocks(
+    flat: tl.tensor,
+    values: tl.tensor,
+    places: tl.tensor,
+    numel: tl.tensor,
+    size: tl.tensor,
+    kept: tl.tensor,
+    kept_of_last: tl.tensor,
+    as_offsets: tl.constexpr,
+    rows: tl.constexpr,
+    width: tl.constexpr,
+) -> None:
+    block = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    first = block * size
+    length = tl.minimum(tl.maximum(numel - first, 0), size).to(tl.int32)
+    column = tl.arange(0, width)[None, :]
+    is_element = column < length[:, None]
+    elements = first[:, None] + column
+    bits = tl.load(flat + elements, mask=is_element, other=0)
+    keys = bits.to(tl.int32)
+    if flat.dtype.element_ty == tl.int16:
+        keys = keys << 16
+    keys = (keys & 0x7FFFFFFF & (-width)) | column  # magnitudes, no two equal
+    keys = tl.where(is_element, keys, -1)
+    wanted = tl.where(length < size, kept_of_last, kept)
+    least = tl.zeros((rows,), tl.int32)  # the key of the least that is kept, bit by bit
+    for place in range(31):
+        raised = least | (1 << (30 - place))
+        enough = tl.sum((keys >= raised[:, None]).to(tl.int32), axis=1) >= wanted
+        least = tl.where(enough, raised, least)
+    is_kept = is_element & (keys >= least[:, None])
+    target = (block * kept)[:, None] + tl.cumsum(is_kept.to(tl.int32), axis=1) - 1
+    tl.store(values + target, bits, mask=is_kept)
+    if as_offsets:
+        tl.store(places + target, (column + tl.zeros_like(keys)).to(tl.uint8), mask=is_kept)
+    else:
+        tl.store(places + elements, is_kept.to(tl.uint8), mask=is_element)
+
+
+@triton.jit(do_not_specialize=['numel', 'total', 'kept', 'block_size'])
+def _scatter(
+    values: tl.tensor,
+    offsets: tl.tensor,
+    ends: tl.tensor,
+    flat: tl.tensor,
+    numel: tl.tensor,
+    total: tl.tensor,
+    kept: tl.tensor,
+    block_size: tl.tensor,
+    constant: tl.constexpr,
+    width: tl.constexpr,
+) -> None:
+    block = tl.program_id(0).to(tl.int64)
+    if constant:
+        start = block * kept
+        end = start + kept
+    else:
+        start = tl.load(ends + block - 1, mask=block > 0, other=0)
+        end = tl.load(ends + block)
+    place = start + tl.arange(0, width)
+    is_place = place < tl.minimum(end, total)
+    offset = tl.load(offsets + place, mask=is_place, other=0).to(tl.int64)
+    value = tl.load(values + place, mask=is_place, other=0)
+    element = block * block_size + offset
+    tl.store(flat + element, value, mask=is_place & (element < numel))
