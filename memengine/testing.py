@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import sys
@@ -21,9 +22,20 @@ from memengine.memory import saved_bytes
 __all__ = ['assert_same_step', 'relative_error', 'run_ranks', 'saved_bytes']
 
 
+# Imported once, by the process that ranks are forked from: it takes longer than most ranks run.
+_SHARED_IMPORTS = ['memengine.engine', 'memengine.testing', 'timm', 'torchvision']
+
+
 def _rank_main(
-    rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: tuple
+    rank: int,
+    world_size: int,
+    folder: str,
+    environment: dict[str, str],
+    fn: Callable[..., Any],
+    args: tuple,
 ) -> None:
+    os.environ.clear()  # of the first that started ranks
+    os.environ.update(environment)
     os.environ['CUDA_VISIBLE_DEVICES'] = ''  # gloo ranks are CPU processes on any machine
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -50,7 +62,8 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``fn(rank, world_size, *args)`` on ``world_size`` gloo ranks, one process each.
 
-    The ranks meet through a file, so tests that run at the same time never fight for a port.
+    The ranks meet through a file, so tests that run at the same time never fight for a port. They
+    are forked from a process that has imported torch and this package and done nothing else.
 
     Args:
         world_size: Number of processes.
@@ -65,7 +78,14 @@ def run_ranks(
         RuntimeError: When a rank raised (with its traceback), died or ran out of time.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.spawn(_rank_main, (world_size, folder, fn, args), world_size, join=False)
+        multiprocessing.get_context('forkserver').set_forkserver_preload(_SHARED_IMPORTS)
+        context = mp.start_processes(
+            _rank_main,
+            (world_size, folder, dict(os.environ), fn, args),
+            world_size,
+            join=False,
+            start_method='forkserver',
+        )
         assert context is not None
         failure: str | None = None
         try:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ['proven_kernels']
+__all__ = ['given_up_on', 'proven_kernels', 'without_kernels']
 
 _agreed: set[tuple[str, torch.device, torch.dtype, tuple[Any, ...]]] = set()
 _given_up: set[tuple[str, torch.device]] = set()
+_is_off = False
 
 
 def proven_kernels(module: str, tensor: Tensor, *variant: Any) -> Any | None:
@@ -39,7 +42,7 @@ def proven_kernels(module: str, tensor: Tensor, *variant: Any) -> Any | None:
     Cost: a microsecond; the first time seconds, in which Triton compiles, and a wait for the
     device. No generator is drawn from.
     """
-    if not _can_be_read(tensor) or (module, tensor.device) in _given_up:
+    if _is_off or not _can_be_read(tensor) or (module, tensor.device) in _given_up:
         return None
     key = module, tensor.device, tensor.dtype, variant
     try:
@@ -59,6 +62,22 @@ def proven_kernels(module: str, tensor: Tensor, *variant: Any) -> Any | None:
         return None
     _agreed.add(key)
     return kernels
+
+
+def given_up_on(device: torch.device) -> list[str]:
+    """Names of modules that are not used on a device since they erred there."""
+    return sorted(module for module, where in _given_up if where == device)
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Compute by torch's own operations in the block, to compare with them."""
+    global _is_off
+    before, _is_off = _is_off, True
+    try:
+        yield
+    finally:
+        _is_off = before
 
 
 def _can_be_read(tensor: Tensor) -> bool:

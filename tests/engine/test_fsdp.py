@@ -63,10 +63,10 @@ def whole(state):
     return {k: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for k, v in state.items()}
 
 
-def _follow(rank, world_size):
+def _follow(rank, world_size, steps):
     return {
         (kind, offload): train_sharded(
-            kind, rank, world_size, wrapping=dict(offload=offload), **settings
+            kind, rank, world_size, steps, wrapping=dict(offload=offload), **settings
         )
         for kind, settings in KINDS.items()
         for offload in (False, True)
@@ -74,11 +74,11 @@ def _follow(rank, world_size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('world_size', [2, 4])
-def test_ranks_follow_one_process_for_twenty_steps(world_size):
-    ranks = run_ranks(world_size, _follow)
+@pytest.mark.parametrize(('world_size', 'steps'), [(2, STEPS), (4, 4)])
+def test_ranks_follow_one_process_for_many_steps(world_size, steps):
+    ranks = run_ranks(world_size, _follow, steps)
     for kind in KINDS:
-        losses, state = train_plainly(kind)
+        losses, state = train_plainly(kind, steps)
         for offload in (False, True):
             results = [rank[kind, offload] for rank in ranks]
             mean = torch.stack([result[0] for result in results]).mean(0)

@@ -36,5 +36,6 @@ def test_all_of_it_runs(benchmark, monkeypatch, tmp_path):
     assert list(results['ways']) == list(benchmark.WAYS)
     assert list(results['losses']) == ['whole', 'in tiles']
     assert len(results['bits']) == 5
+    assert list(results['codecs']) == list(benchmark.CODECS)
     page = (tmp_path / 'gpu.md').read_text()
     assert all(f'| {way} |' in page for way in benchmark.WAYS)

@@ -25,7 +25,12 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memengine import apply_techniques
+from memengine._torch_private.triton_kernels import given_up_on, without_kernels
 from memengine.losses import ClipLoss
+from memengine.techniques.codecs.codec import Codec
+from memengine.techniques.codecs.lossless import positive_mask
+from memengine.techniques.codecs.quantized import Quantizer
+from memengine.techniques.codecs.sparse import Sparsifier
 
 DEVICE = torch.device('cuda')
 WAYS: dict[str, dict[str, Any]] = {
@@ -173,6 +178,39 @@ def time_losses(rows: int, width: int, repeats: int) -> dict[str, dict[str, floa
     return with_times(facts, steps, repeats)
 
 
+CODECS: dict[str, Codec] = {
+    '8 bits': Quantizer(8),
+    '4 bits': Quantizer(4),
+    '1 bit': Quantizer(1),
+    'where positive': positive_mask,
+    'DropIT, gamma 0.9': Sparsifier('mink', 0.9),
+    'DropIT of blocks, gamma 0.9': Sparsifier('block_mink', 0.9),
+    'DropIT of blocks, gamma 0.5': Sparsifier('block_mink', 0.5),
+}
+
+
+def time_codecs(mib: int, repeats: int) -> dict[str, dict[str, float]]:
+    """A bf16 tensor coded and decoded, by kernels of ours and by torch's operations, in turn."""
+    tensor = torch.randn(mib * MIB // 2, device=DEVICE).bfloat16()
+
+    def by_torch(codec: Codec) -> None:
+        with without_kernels():
+            codec(tensor).decode()
+
+    def by_kernels(codec: Codec) -> None:
+        codec(tensor).decode()
+
+    holder, facts = nn.Identity(), {}  # which has no gradients to be zeroed
+    for name, codec in CODECS.items():
+        forms = {'torch': partial(by_torch, codec), 'kernels': partial(by_kernels, codec)}
+        steps = {form: (holder, run) for form, run in forms.items()}
+        measuring.time_in_turn(steps, 3, DEVICE)  # the first ones compile and compare
+        seconds = measuring.time_in_turn(steps, repeats, DEVICE)
+        facts[name] = {form: 1000 * sorted(s)[len(s) // 2] for form, s in seconds.items()}
+        facts[name]['time'] = measuring.ratio(seconds['kernels'], seconds['torch'])
+    return facts
+
+
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """Of each measurement, with where it comes from."""
     text = {}
@@ -183,6 +221,13 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
             for way, f in results[name].items()
         ]
         text[name] = measuring.table(cells)
+    cells = [['', 'ms by torch', 'ms by kernels', 'of the first']]
+    cells += [
+        [codec, *(f'{facts[key]:.2f}' for key in ('torch', 'kernels', 'time'))]
+        for codec, facts in results['codecs'].items()
+    ]
+    given_up = ', '.join(results['given_up']) or 'none'
+    text['codecs'] = f'{measuring.table(cells)}\n\nKernels that were not used: {given_up}.'
     heads = ['', 'plain, again', *EXACT]
     rows = [[case, *(f.get(h, '') for h in heads[1:])] for case, f in results['bits'].items()]
     text['bits'] = f'{measuring.table([heads, *rows])}\n\n{measuring.origin(results)}'
@@ -212,8 +257,10 @@ def main() -> None:
         'run': measuring.where(DEVICE),
         'ways': time_ways(vit, args.batch, args.repeats, **options),
         'losses': time_losses(rows, 512, args.repeats),
+        'codecs': time_codecs(1 if args.quick else 64, args.repeats),
         'bits': compare_bits(vit, cnn, min(args.batch, 8), **options),
     }
+    results['given_up'] = given_up_on(torch.empty(0, device=DEVICE).device)
     measuring.publish(results, 'gpu', tables, args.out, None)
     (args.out / 'gpu.md').write_text('\n\n'.join(tables(results).values()) + '\n')
 

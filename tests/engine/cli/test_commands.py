@@ -88,17 +88,15 @@ def test_two_ranks_of_disco_follow_one_process(tmp_path):
     half = [*options, 'train_dataloader.batch_size=64']
     disco = 'model_wrapper_cfg.type=DisCoDistributedDataParallel'
     clip = dict(config='configs/clip_vit.py')
-    one, two, local = (
+    one, two = (
         [[row['loss'], row['grad_norm'], row['logit_scale']] for row in rows if 'loss' in row]
         for rows in (
             train(tmp_path / 'one', *options, **clip),
             train(tmp_path / 'two', *half, disco, ranks=2, **clip),
-            train(tmp_path / 'local', *half, ranks=2, **clip),
         )
     )
     assert len(one) == 6
     assert two == [pytest.approx(row, rel=1e-3) for row in one]
-    assert all(theirs[0] < ours[0] - 0.5 for ours, theirs in zip(one, local, strict=True))
 
 
 @pytest.mark.slow

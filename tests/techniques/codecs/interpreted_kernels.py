@@ -125,15 +125,15 @@ IMAGE = torch.arange(2 * 3 * 16 * 5, dtype=torch.float32).view(2, 3, 16, 5)
         torch.randn(5003),
     ],
 )
-def test_codecs_give_what_they_give_without_kernels(monkeypatch, values):
+def test_codecs_give_what_they_give_without_kernels(values):
     def code():
         code = Quantizer(4, stochastic=False)(values)
         return code, code.decode()
 
     fused, decoded = code()
     assert fused.part_numel == 256
-    monkeypatch.setattr(triton_kernels, '_can_be_read', lambda tensor: False)
-    eager, expected = code()
+    with triton_kernels.without_kernels():
+        eager, expected = code()
     assert eager.part_numel != 256
     assert torch.allclose(decoded, expected, atol=1e-5)
     assert decoded.shape == expected.shape and decoded.stride() == expected.stride()
@@ -157,7 +157,7 @@ def test_a_wrong_kernel_is_warned_of_once_and_not_used(monkeypatch):
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float64, torch.bool])
-def test_bits_agree_with_the_eager_form(monkeypatch, dtype):
+def test_bits_agree_with_the_eager_form(dtype):
     values = torch.linspace(-3, 3, 1003)
     values[:6] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0, -0.0, 1e-45])
     if dtype == torch.bool:
@@ -171,12 +171,11 @@ def test_bits_agree_with_the_eager_form(monkeypatch, dtype):
             values[:0],
             values[:1002].view(2, 3, -1).transpose(0, 2),
         ):
-            monkeypatch.setattr(triton_kernels, '_can_be_read', lambda tensor: True)
             code = codec(tensor)
             decoded = code.decode()
-            monkeypatch.setattr(triton_kernels, '_can_be_read', lambda tensor: False)
-            assert torch.equal(code.packed, codec(tensor).packed)
-            assert torch.equal(decoded, code.decode())
+            with triton_kernels.without_kernels():
+                assert torch.equal(code.packed, codec(tensor).packed)
+                assert torch.equal(decoded, code.decode())
             assert decoded.stride() == tensor.stride() and decoded.dtype == dtype
 
 
@@ -204,7 +203,7 @@ def test_wrong_bits_are_seen(monkeypatch, form):
     ],
 )
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
-def test_selection_agrees_with_the_eager_form(monkeypatch, settings, places, dtype):
+def test_selection_agrees_with_the_eager_form(settings, places, dtype):
     magnitudes = torch.randperm(1200) + 1 if dtype == torch.float32 else torch.arange(1200) % 128
     values = (magnitudes * torch.tensor([1, -1]).repeat(600)).to(dtype).view(2, 600)
     values = values[:, :-3] if settings.get('block_size') != 'row' else values.t()
@@ -212,13 +211,15 @@ def test_selection_agrees_with_the_eager_form(monkeypatch, settings, places, dty
     code = sparsifier(values)
     decoded = code.decode()
     assert isinstance(code.places, places)
-    monkeypatch.setattr(triton_kernels, '_can_be_read', lambda tensor: False)
-    eager = sparsifier(values)
-    assert decoded.stride() == eager.decode().stride()
+    with triton_kernels.without_kernels():
+        eager = sparsifier(values)
+        expected = eager.decode()
+        assert torch.equal(code.decode(), decoded)
+    assert decoded.stride() == expected.stride()
     if dtype == torch.float32:  # without ties
-        assert torch.equal(decoded, eager.decode())
-    assert torch.equal(decoded.abs().sort(dim=0).values.sum(), eager.decode().abs().sum())
-    assert torch.equal(code.decode(), decoded)
+        assert torch.equal(decoded, expected)
+    assert torch.equal(decoded.abs().sum(), expected.abs().sum())
+    assert torch.equal(decoded[decoded != 0], values[decoded != 0])
     assert code.values.nbytes == eager.values.nbytes
 
 
