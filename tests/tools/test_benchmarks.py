@@ -67,6 +67,14 @@ def test_batched_augmentation(script, tmp_path):
     assert all(f'| `{name}` |' in page.read_text() for name in rows)
 
 
+def test_throughput(script, tmp_path):
+    page = page_with(tmp_path, 'throughput')
+    script('throughput').run('--quick', '--out', tmp_path, '--page', page)
+    results = results_of(tmp_path, 'throughput')
+    assert results['embed'] > 0
+    assert f'{results["loader"]:.3f} ×' in page.read_text()
+
+
 def test_grad_cache(script, tmp_path):
     page = page_with(tmp_path, 'grad_cache', 'grad_cache_batches')
     script('grad_cache').run('--quick', '--out', tmp_path, '--page', page)

@@ -28,18 +28,13 @@ from memengine.engine.config.check import check_config
 from memengine.engine.config.file import load_config
 from memengine.engine.config.planning import Planner, budget_for
 
-COLOUR = (
-    'train_dataloader.dataset.pipeline.0.size=32',
-    "train_dataloader.dataset.pipeline.6=dict(_delete_=True,type='torchvision/Grayscale',"
-    'num_output_channels=3)',
-)
-
-
-def _other(backbone: str) -> tuple[str, ...]:
-    return (f'model.backbone=dict(_delete_=True,{backbone})', *COLOUR)
-
-
 MSN = 'hidden_size=128,num_hidden_layers=3,num_attention_heads=4,intermediate_size=256'
+
+
+def _on(backbone: str) -> tuple[str, ...]:
+    return (f'model.backbone=dict(_delete_=True,{backbone})',)
+
+
 STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     'classifier': ('classify_vit', ()),
     'SimCLR': ('simclr_vit', ()),
@@ -47,24 +42,20 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     'DINO': ('dino_vit', ()),
     'SigLIP': ('siglip_vit', ()),
     'DINO, photographs': ('dino_vit_photographs', ()),
-    'timm': ('classify_vit', _other("type='TimmBackbone',model_name='repghostnet_050'")),
-    'torchvision': (
+    'timm': (
         'classify_vit',
-        _other("type='TorchvisionBackbone',model_name='regnet_y_800mf'"),
+        _on("type='TimmBackbone',model_name='repghostnet_050',in_chans=1"),
     ),
     'transformers': (
         'classify_vit',
-        _other(
+        _on(
             "type='TransformersImage',model_name='vit_msn',pretrained=False,"
-            f'config=dict(image_size=32,patch_size=4,{MSN})'
+            f'config=dict(num_channels=1,image_size=16,patch_size=4,{MSN})'
         ),
     ),
     'SimCLR, ConvNet': (
         'simclr_vit',
-        (
-            "model.backbone=dict(_delete_=True,type='TimmBackbone',"
-            "model_name='convnextv2_atto',in_chans=1)",
-        ),
+        _on("type='TimmBackbone',model_name='convnextv2_atto',in_chans=1"),
     ),
 }
 SHARES = (0.9, 0.6, 0.4)

@@ -28,7 +28,7 @@ from memengine.techniques.modules.running_statistics import layers_with_batch_st
 
 __all__ = ['Planner', 'budget_for', 'usable_bytes']
 
-_LEFT_OVER = {'cpu': (0.02, 2**19), 'cuda': (0.1, 0)}
+_LEFT_OVER = {'cpu': (0.02, 2**21), 'cuda': (0.1, 0)}
 
 CHECKPOINTING = 'activation_checkpointing'
 
@@ -51,9 +51,10 @@ _PLAIN_WRAPPERS = ('OptimWrapper', 'AmpOptimWrapper')
 def usable_bytes(budget_bytes: int) -> int:
     """What a prediction may be at most.
 
-    Left over is what predictions are wrong by: 2 % and 0.5 MiB, for Python's own objects; on a GPU
-    a tenth, for fragments of its allocator and workspaces, of which a prediction for the CPU knows
-    nothing.
+    Left over is what predictions are wrong by: 2 % and 2 MiB, for Python's own objects and for
+    kernels, of which libraries keep some for each shape (a last slice is often of another); on a
+    GPU a tenth, for fragments of its allocator and workspaces, of which a prediction for the CPU
+    knows nothing.
     """
     share, nbytes = _LEFT_OVER[get_device()]
     return int(budget_bytes * (1 - share)) - nbytes

@@ -12,7 +12,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ['PACKED_BITS', 'pack_bits', 'pack_truths', 'packed_numel', 'unpack_bits']
+__all__ = [
+    'PACKED_BITS',
+    'add_truths',
+    'pack_bits',
+    'pack_truths',
+    'packed_numel',
+    'truths',
+    'unpack_bits',
+]
 
 PACKED_BITS = (1, 2, 4, 8)
 _MOST_AT_ONCE = 2**20  # elements
@@ -61,17 +69,39 @@ def pack_truths(flat: Tensor, test: Callable[[Tensor], Tensor]) -> Tensor:
 
     Cost: what the test takes of a million elements at a time.
     """
-    if flat.numel() <= _MOST_AT_ONCE:
-        return pack_bits(test(flat), 1)
-    size = packed_numel(flat.numel(), 1)
-    packed = flat.new_zeros(size, dtype=torch.uint8)
-    for bit in range(8):
-        plane = flat[bit * size : (bit + 1) * size]
-        for byte, elements in zip(
-            packed[: plane.numel()].split(_MOST_AT_ONCE), plane.split(_MOST_AT_ONCE), strict=True
-        ):
-            byte.add_(test(elements), alpha=1 << bit)
+    packed = flat.new_zeros(packed_numel(flat.numel(), 1), dtype=torch.uint8)
+    start = 0
+    for some in flat.split(_MOST_AT_ONCE):
+        add_truths(packed, start, test(some))
+        start += len(some)
     return packed
+
+
+def add_truths(packed: Tensor, start: int, mask: Tensor) -> None:
+    """Set the bits of some elements, which are zeros so far, as :func:`pack_bits` packs all.
+
+    Args:
+        packed: Of all.
+        start: The first of these elements.
+        mask: bool, one dimension.
+    """
+    while len(mask):
+        bit, byte = divmod(start, len(packed))
+        some = packed[byte : byte + len(mask)]
+        some.add_(mask[: len(some)], alpha=1 << bit)
+        start, mask = start + len(some), mask[len(some) :]
+
+
+def truths(packed: Tensor, start: int, numel: int) -> Tensor:
+    """The bits of `numel` elements from the one at `start` on, bool."""
+    values = packed.new_empty(numel)
+    done = 0
+    while done < numel:
+        bit, byte = divmod(start + done, len(packed))
+        some = packed[byte : byte + numel - done]
+        torch.bitwise_right_shift(some, bit, out=values[done : done + len(some)])
+        done += len(some)
+    return values.bitwise_and_(1).view(torch.bool)
 
 
 def unpack_bits(packed: Tensor, bits: int, numel: int) -> Tensor:

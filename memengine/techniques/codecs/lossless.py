@@ -157,14 +157,6 @@ def packed_truths(flat: Tensor, test: Callable[[Tensor], Tensor] | None = None) 
     return pack_bits(flat, 1) if test is None else pack_truths(flat, test)
 
 
-def unpacked_truths(packed: Tensor, numel: int) -> Tensor:
-    """The booleans that :func:`packed_truths` packed, ``[n]``."""
-    kernels = proven_kernels(_KERNELS, packed, torch.bool)
-    if kernels is None:
-        return unpack_bits(packed, 1, numel).view(torch.bool)
-    return kernels.select(packed, numel, 0, 1, torch.uint8).view(torch.bool)
-
-
 def positive_mask(tensor: Tensor) -> BitCode:
     """1 where a ReLU's result is above zero: all that its derivative needs.
 

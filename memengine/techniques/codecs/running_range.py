@@ -55,13 +55,25 @@ class RunningRangeCode:
 
 
 def _parts(levels: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Levels [B, G, N] and the tensor that they are of, in parts along the first dimension."""
+    """Levels [B, G, N] and the tensor that they are of, some at a time, of all groups each."""
     first = tensor.shape[0] if tensor.ndim else 1
-    if not levels.numel() or len(levels) % first:  # the groups' dimension is the first
+    before = len(levels) // first if first else 0
+    if levels.numel() <= _PART_NUMEL:
         yield levels, tensor
-        return
-    rows = max(1, _PART_NUMEL // (levels.numel() // first))
-    yield from zip(levels.split(rows * (len(levels) // first)), tensor.split(rows), strict=True)
+    elif len(levels) % first:  # the groups' dimension comes first, or has been passed
+        dim = 1 if levels.shape[1] == first else 0
+        if dim == tensor.ndim:
+            yield levels, tensor
+            return
+        inner = levels.shape[2] // tensor.shape[dim]
+        some = max(1, _PART_NUMEL // (levels.shape[1] * inner))
+        yield from zip(levels.split(some * inner, dim=2), tensor.split(some, dim), strict=True)
+    elif levels.numel() // first > _PART_NUMEL:
+        for part, row in zip(levels.split(before), tensor, strict=True):
+            yield from _parts(part, row)
+    else:
+        rows = _PART_NUMEL // (levels.numel() // first)
+        yield from zip(levels.split(rows * before), tensor.split(rows), strict=True)
 
 
 class RunningRangeQuantizer:
@@ -87,8 +99,8 @@ class RunningRangeQuantizer:
             before.
         TypeError: When called with a tensor of integers, booleans or complex numbers.
 
-    Bytes: one for each element, and ``8 * G``. While it runs, 10 to 14 for each element of a part:
-    some of the first dimension, half a million elements or one of these.
+    Bytes: one for each element, and ``8 * G``. While it runs, 10 to 14 for each element of a part
+    of half a million.
 
     A group that holds a NaN or an infinity comes back as such throughout, and leaves the running
     extremes alone, so a step that a GradScaler skips does no harm. Shape, dtype, device and strides

@@ -9,36 +9,39 @@ Source: DropIT: Dropping Intermediate Tensors for Memory-Efficient DNN Training,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import chain
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from memengine._torch_private.triton_kernels import proven_kernels
 from memengine.suggest import did_you_mean
 from memengine.techniques.codecs.bit_packing import packed_numel
 from memengine.techniques.codecs.codec import Code, Codec
-from memengine.techniques.codecs.lossless import packed_truths, unpacked_truths
+from memengine.techniques.codecs.lossless import packed_truths
 from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_order
+from memengine.techniques.codecs.places import (
+    BYTE_VALUES,
+    Bitmap,
+    Offsets,
+    Places,
+    are_few,
+    kernels_for,
+    take,
+    take_from_blocks,
+)
 from memengine.techniques.codecs.top_k import (
     INTEGER_OF,
-    largest_elements,
-    mask_at,
-    mask_of_blocks,
-    offsets_in_blocks,
-    positions_in_blocks,
-    positions_of,
+    largest,
+    magnitudes,
+    masks_of_blocks,
+    noise,
 )
-from memengine.techniques.modules.private_random import private_generator
 from memengine.techniques.modules.saved_tensors import KeptAsIs
 
 __all__ = ['Cast', 'SparseCode', 'Sparsifier']
 
 STRATEGIES = ('mink', 'random', 'block_mink')
-BYTE_VALUES = 256  # what one byte counts
-_KERNELS = 'memengine.techniques.codecs.kernels.selection'
-_OF_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
-_LARGEST_BLOCK_OF_KERNELS = 2**12  # of which a GPU's multiprocessor holds several
 
 
 class Sparsifier:
@@ -73,10 +76,13 @@ class Sparsifier:
     bits; at 0.7 and 0.5, 0.331 and 0.531. At gamma 0 the tensor itself is kept. ``'mink'`` keeps
     no zeros on CPU, as decoding gives them anyway: after a ReLU it may cost less.
 
-    Time: a partition for the least magnitude that is kept. On CPU it is NumPy's, in one thread,
-    some at a time of what fits its cache: blocks take a third to an eighth of the time of a
-    ``topk`` of the whole tensor. On a GPU one kernel selects from blocks of up to 4,096, one packs
-    places, and two or three put values back (:func:`proven_kernels`). Nothing waits for an
+    While it runs: 16 MiB at most, of float64 some more, with `values` also what is kept of them. On
+    CPU 3 MB, and with ``'mink'`` a copy of the magnitudes that are about as large as the least that
+    is kept: a fortieth of the tensor, more where many are equal.
+
+    Time: on CPU blocks are partitioned by NumPy, in one thread, some at a time of what fits its
+    cache: this takes a third to an eighth of the time of a ``topk`` of the whole tensor. On a GPU
+    one kernel selects from blocks of up to 4,096 (:func:`proven_kernels`). Nothing waits for an
     accelerator, on which the number kept is always the one asked for.
 
     The random strategy draws from a generator of its own: dropout draws what it would have drawn.
@@ -144,119 +150,31 @@ class Sparsifier:
         return max(1, size - round(size * self.gamma))
 
     def _select(self, flat: Tensor, size: int, kept: int) -> tuple[Tensor, Places]:
-        """Those that are kept, ``[k]``, and where they are."""
-        if self.strategy == 'block_mink':
-            return self._select_of_blocks(flat, size, kept)
-        ranked = flat
-        if self.strategy == 'random':
-            ranked = torch.empty(flat.shape, device=flat.device)
-            ranked.uniform_(1, 2, generator=private_generator(flat.device))
-        positions, places = _in_fewest_bytes(*largest_elements(ranked, kept))
-        return flat.index_select(0, positions), places
-
-    def _select_of_blocks(self, flat: Tensor, size: int, kept: int) -> tuple[Tensor, Places]:
-        numel = flat.numel()
-        whole = numel // size * size
+        """The values that are kept, ``[k]``, and their places."""
+        if self.strategy != 'block_mink':
+            is_random = self.strategy == 'random'
+            keys = noise(flat) if is_random else magnitudes(flat)
+            selection = largest(keys, kept, with_zeros=is_random)
+            return take(flat, selection.masks(), selection.kept)
+        whole = flat.numel() // size * size
         blocks = [(flat[:whole], size, kept)]
-        if rest := numel - whole:
+        if rest := flat.numel() - whole:
             blocks.append((flat[whole:], rest, self._kept_of_block(rest)))
         total = sum(part.numel() // length * some for part, length, some in blocks)
+        numel = flat.numel()
         as_offsets = size <= BYTE_VALUES and total < packed_numel(numel, 1)
-        in_blocks_or_bits = as_offsets or not _are_few(total, numel)
-        kernels = _kernels(flat, size) if in_blocks_or_bits else None
+        in_one_kernel = as_offsets or not are_few(total, numel)
+        kernels = kernels_for(flat, size) if in_one_kernel else None
         if kernels is not None:
             of_last = blocks[-1][2]
             values, found = kernels.largest_of_blocks(flat, size, kept, of_last, as_offsets)
-            if as_offsets:
-                return values, Offsets(found, kept, size, numel)
-            return values, Bitmap(packed_truths(found.view(torch.bool)), numel)
-        places: Places
+            if not as_offsets:
+                return values, Bitmap(packed_truths(found.view(torch.bool)), numel)
+            return values, Offsets(found, kept, size, numel)
         if as_offsets:
-            offsets = torch.cat([offsets_in_blocks(*block) for block in blocks])
-            places = Offsets(offsets, kept, size, numel)
-            return flat.index_select(0, places.positions()), places
-        if flat.device.type != 'cpu':
-            parts = [positions_in_blocks(*block) for block in blocks]
-            positions = torch.cat([parts[0], *(last + whole for last in parts[1:])])
-            mask = mask_at(positions, numel)
-        else:
-            mask = torch.cat([mask_of_blocks(*block) for block in blocks])
-            positions = positions_of(mask)
-        positions, places = _in_fewest_bytes(mask, positions)
-        return flat.index_select(0, positions), places
-
-
-def _kernels(like: Tensor, block_size: int) -> Any | None:
-    """What selects from a tensor's blocks and puts back in one kernel each, if it is to be had."""
-    if like.dtype not in _OF_KERNELS or not 1 < block_size <= _LARGEST_BLOCK_OF_KERNELS:
-        return None
-    return proven_kernels(_KERNELS, like, block_size)
-
-
-def _are_few(kept: int, numel: int) -> bool:
-    """Whether a byte for each that is kept, and two a page, are fewer than a bit for each."""
-    return kept + 2 * -(-numel // BYTE_VALUES) < packed_numel(numel, 1)
-
-
-def _in_fewest_bytes(mask: Tensor, positions: Tensor) -> tuple[Tensor, Places]:
-    """The positions of a mask's true elements, rising, and the smaller form to keep them in."""
-    numel = mask.numel()
-    pages = -(-numel // BYTE_VALUES)
-    if _are_few(positions.numel(), numel):
-        ends = torch.arange(1, pages + 1, device=mask.device) * BYTE_VALUES
-        counts = torch.searchsorted(positions, ends).diff(prepend=ends.new_zeros(1))
-        counts = counts.to(torch.int16)
-        return positions, Offsets((positions & 255).to(torch.uint8), counts, BYTE_VALUES, numel)
-    return positions, Bitmap(packed_truths(mask), numel)
-
-
-@dataclass(frozen=True)
-class Bitmap:
-    """Places among n as one bit each."""
-
-    bits: Tensor
-    numel: int
-
-    def scatter(self, values: Tensor, flat: Tensor) -> Tensor:
-        """Put values, ``[k]`` in the order of their places, into ``[n]``, which is returned."""
-        mask = unpacked_truths(self.bits, self.numel)
-        if flat.device.type == 'cpu':
-            return flat.scatter_(0, positions_of(mask), values)
-        return flat.masked_scatter_(mask, values)  # does not wait for the number of them
-
-
-@dataclass(frozen=True)
-class Offsets:
-    """Places among n as one byte each, from the start of their block of at most 256.
-
-    `counts` says how many there are in each block: one number for all, though the last may have
-    less, or an int16 for each.
-    """
-
-    offsets: Tensor
-    counts: Tensor | int
-    block_size: int
-    numel: int
-
-    def positions(self) -> Tensor:
-        """Places among n, in the order of the offsets, int64 ``[k]``."""
-        starts = torch.arange(0, self.numel, self.block_size, device=self.offsets.device)
-        total = self.offsets.numel()
-        if isinstance(self.counts, int):
-            starts = starts.repeat_interleave(self.counts)[:total]
-        else:
-            starts = starts.repeat_interleave(self.counts.to(torch.int64), output_size=total)
-        return starts + self.offsets
-
-    def scatter(self, values: Tensor, flat: Tensor) -> Tensor:
-        """Put values, ``[k]`` in the order of the offsets, into zeros, ``[n]``, returned."""
-        kernels = _kernels(flat, self.block_size)
-        if kernels is not None:
-            return kernels.scatter(values, self.offsets, self.counts, self.block_size, flat)
-        return flat.scatter_(0, self.positions(), values)
-
-
-Places = Bitmap | Offsets
+            values, offsets = take_from_blocks(flat, blocks, total)
+            return values, Offsets(offsets, kept, size, numel)
+        return take(flat, chain.from_iterable(masks_of_blocks(*run) for run in blocks), total)
 
 
 @dataclass(frozen=True)

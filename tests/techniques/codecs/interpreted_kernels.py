@@ -12,8 +12,9 @@ from memengine._torch_private import triton_kernels
 from memengine.techniques.codecs.kernels import bits as bit_kernels
 from memengine.techniques.codecs.kernels import quantizing, selection
 from memengine.techniques.codecs.lossless import between, bitmask, positive_mask, sign_mask
+from memengine.techniques.codecs.places import Bitmap, Offsets
 from memengine.techniques.codecs.quantized import Quantizer
-from memengine.techniques.codecs.sparse import Bitmap, Offsets, Sparsifier
+from memengine.techniques.codecs.sparse import Sparsifier
 from memengine.techniques.modules.forward_state import PrivateRandomState
 from memengine.techniques.modules.private_random import restart_private_generators
 

@@ -34,7 +34,7 @@ def test_a_third_value_in_a_later_part_is_found(monkeypatch):
 
 
 @pytest.mark.parametrize('dim', [0, 1, -1])
-@pytest.mark.parametrize('shape', [(6, 3, 5, 4), (7, 5, 3), (4, 9)])
+@pytest.mark.parametrize('shape', [(6, 3, 5, 4), (7, 5, 3), (4, 9), (1, 2, 3, 40), (1, 1, 90)])
 def test_running_ranges(monkeypatch, dim, shape):
     def coded(tensor):
         torch.manual_seed(0)

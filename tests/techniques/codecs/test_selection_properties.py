@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from memengine.techniques.codecs.memory_order import in_memory_order
 from memengine.techniques.codecs.sparse import Cast, Sparsifier
-from memengine.techniques.codecs.top_k import mask_of_blocks, offsets_in_blocks
+from memengine.techniques.codecs.top_k import masks_of_blocks, places_in_blocks
 from tests.test_properties import drawn, same_examples, seeds, shapes, strided
 
 HALVES_AND_ALL = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -76,9 +76,9 @@ def test_what_was_kept_is_kept_again(tensor, gamma, strategy):
 def test_offsets_are_the_places_of_the_mask(seed, blocks, size, data):
     kept = data.draw(st.integers(1, size))
     flat = drawn(seed, blocks * size).mul(3).round().float()
-    offsets = offsets_in_blocks(flat, size, kept).view(blocks, kept).long()
+    offsets = torch.cat(list(places_in_blocks(flat, size, kept))).long()
     mask = torch.zeros(blocks, size, dtype=torch.bool).scatter_(1, offsets, True)
-    assert torch.equal(mask.flatten(), mask_of_blocks(flat, size, kept))
+    assert torch.equal(mask.flatten(), torch.cat(list(masks_of_blocks(flat, size, kept))))
     assert (mask.sum(1) == kept).all()
 
 

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memengine.techniques.codecs.sparse import BYTE_VALUES
-from memengine.techniques.codecs.top_k import positions_in_blocks
+from memengine.techniques.codecs.places import BYTE_VALUES
+from memengine.techniques.codecs.top_k import masks_of_blocks
 
 __all__ = ['largest_of_blocks', 'prove', 'scatter']
 
@@ -21,7 +21,7 @@ _TILE_NUMEL = 2048
 def largest_of_blocks(
     flat: Tensor, size: int, kept: int, kept_of_last: int, as_offsets: bool
 ) -> tuple[Tensor, Tensor]:
-    """The largest of each block, as ``top_k.positions_in_blocks`` finds them, in rising order.
+    """The largest of each block, as ``top_k.masks_of_blocks`` finds them, in rising order.
 
     Args:
         flat: ``[n]``, of float32, bfloat16 or float16.
@@ -61,7 +61,7 @@ def largest_of_blocks(
 def scatter(
     values: Tensor, offsets: Tensor, counts: Tensor | int, block_size: int, flat: Tensor
 ) -> Tensor:
-    """Put values where ``sparse.Offsets`` says that they belong; one kernel, and one for counts.
+    """Put values where ``places.Offsets`` says that they belong; one kernel, and one for counts.
 
     Args:
         values: ``[k]``.
@@ -99,8 +99,8 @@ def prove(like: Tensor, size: int) -> None:
     flat = torch.arange(1, numel + 1, device=like.device).mul(0.37).sin().to(like.dtype)
     flat[3], flat[size : size + 7], flat[-1] = float('nan'), float('inf'), -2
     blocks = (flat[:full], size, kept), (flat[full:], rest, 1)
-    first, last = (positions_in_blocks(*block) for block in blocks)
-    positions = torch.cat([first, last + full])
+    masks = torch.cat([mask for block in blocks for mask in masks_of_blocks(*block)])
+    positions = masks.nonzero()[:, 0]
     kept_only = torch.zeros_like(flat).index_copy_(0, positions, flat[positions]).nan_to_num()
     values, mask = largest_of_blocks(flat, size, kept, 1, as_offsets=False)
     right = torch.equal(mask.nonzero()[:, 0], positions)
