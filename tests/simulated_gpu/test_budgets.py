@@ -69,4 +69,5 @@ def test_no_step_but_the_first_waits_for_the_device(device, network, technique):
     first, *others = counts_of_steps(device, network, technique, 3)
     assert [dict(counts.waits) for counts in others] == [{}, {}]
     if 'recomputed' not in technique:  # which decides in the first step
-        assert not first.waits
+        of_proofs = 'codecs/kernels/'  # of kernels, once in a process
+        assert not [line for line in first.waits if of_proofs not in line]
