@@ -380,7 +380,7 @@ def test_commands_that_are_only_checked_above_run_too(page, workplace):
             run_ranks(words, workplace)
         elif words[0] != 'srun' and memengine_arguments(words) is not None:  # tests of launching
             provide_checkpoint(words, workplace)
-            run_command(words)
+            run_command(words, settings=[BATCH])
 
 
 ABSENT = {  # what some configs need and a checkout lacks; they fail for the want of it alone
@@ -422,7 +422,7 @@ def provide_checkpoint(words, workplace):
         if isinstance(path, str) and path != 'auto' and not Path(path).exists():
             config = getattr(args, 'config', QUICK_START)
             short = ['memengine', 'train', config, '--max-iters', '2', '--work-dir', 'short']
-            run_command(short)
+            run_command(short, settings=[BATCH])
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             if path.endswith('.dcp'):
                 convert('short/iter_2.pth', path)
