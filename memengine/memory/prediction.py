@@ -74,8 +74,9 @@ def predict(build: Callable[[], TrainingStep]) -> Prediction:
 
     The step is really carried out, with every technique that is in it, but on tensors that
     know their shape only: nothing is allocated but small tensors, and nothing computed. It is
-    the CPU's: its operators, its kernels' workspaces. Where a step leaves more behind than its
-    optimiser's state, it is carried out twice.
+    the CPU's: its operators, its kernels' workspaces. It is carried out twice, as some techniques
+    measure in the first step what to do in those that follow, unless ``is_settled`` says that
+    none does and nothing but the optimiser's state is left behind.
 
     Args:
         build: Makes the model, its optimiser and the batch; called once, in a mode in which tensors
@@ -105,8 +106,9 @@ def carried_out(build: Callable[[], TrainingStep]) -> LiveMemory:
                 step.run()
                 _assign(memory, step)
                 left = memory.left()
+                state_only = all(p.category == OPTIMIZER or p.nbytes <= _LITTLE for p in left)
                 # With its state there from the start, this step is as those that follow.
-                if all(p.category == OPTIMIZER or p.nbytes <= _LITTLE for p in left):
+                if step.is_settled and state_only:
                     memory.as_if_there(p for p in left if p.category == OPTIMIZER)
                 else:
                     memory.start_again()

@@ -21,9 +21,11 @@ class TrainingStep:
         model: What is trained. Its parts that are not trained, such as a teacher, belong to it.
         optimizer: What updates it.
         batch: What ``run`` is about: tensors in containers.
+        is_settled: Whether nothing decides in the first step how those that follow are carried out.
     """
 
     run: Callable[[], Any]
     model: nn.Module
     optimizer: Optimizer | None = None
     batch: Any = None
+    is_settled: bool = False

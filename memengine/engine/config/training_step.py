@@ -96,7 +96,8 @@ def _build(cfg: Config, batch: Any) -> TrainingStep:
         for hook in hooks:
             hook.after_train_iter(place, 0, copy)
 
-    return TrainingStep(run, model, getattr(wrapper, 'optimizer', None), copy)
+    is_settled = not hooks and 'auto' not in cfg.optim_wrapper.values()
+    return TrainingStep(run, model, getattr(wrapper, 'optimizer', None), copy, is_settled)
 
 
 def _is_technique(hook: Any) -> bool:

@@ -46,6 +46,12 @@ def test_slices_are_those_of_the_loss():
     assert 'tiled_loss' in names(some)
 
 
+def test_what_a_technique_decides_in_the_first_step_is_in_the_prediction():
+    keeping_all = planner(CLASSIFIER, activation_checkpointing={'budget': 1.0})
+    saved = keeping_all.plain().by_category['saved activations']
+    assert saved == planner(CLASSIFIER).plain().by_category['saved activations']
+
+
 def test_batch_statistics_leave_slices_out():
     some = planner(DINO)
     assert 'slices' not in names(some)
