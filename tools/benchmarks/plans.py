@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import measuring
 import torch
+from memory_prediction import measure
 from mmengine.logging import MMLogger
 
 from memengine.engine.cli.parser import make_parser
@@ -82,27 +80,13 @@ def plans(name: str) -> Iterator[dict[str, Any]]:
         yield row | {
             'options': line,
             'predicted_bytes': found.chosen.cost.peak_bytes,
-            'measured_bytes': measure(file, (*options, *line)),
+            'measured_bytes': measure(config, (*options, *line))['peak_bytes'],
             'times': found.chosen.seconds / found.plain.seconds,
         }
 
 
 def _options(options: tuple[str, ...]) -> list[str]:
     return ['--cfg-options', *options] if options else []
-
-
-def measure(file: str, options: tuple[str, ...]) -> int:
-    """Bytes of the peak of a config's step, by the kernel."""
-    command = [sys.executable, '-m', 'memengine', 'measure', file, '--json', *_options(options)]
-    done = subprocess.run(
-        command,
-        cwd=measuring.ROOT,
-        env=os.environ | {'OMP_NUM_THREADS': '1'},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])['peak_bytes']
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
