@@ -1,11 +1,31 @@
-"""The real names near a misspelt one."""
+"""What errors suggest: the real names near a misspelt one, and what to install."""
 
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Iterable
+from typing import Any
 
-__all__ = ['LOOSE', 'ONE_LETTER', 'STRICT', 'STRICTER', 'did_you_mean', 'similar']
+__all__ = [
+    'LOOSE',
+    'ONE_LETTER',
+    'STRICT',
+    'STRICTER',
+    'did_you_mean',
+    'import_optional',
+    'similar',
+]
+
+
+def import_optional(module: str, user: str, package: str = '') -> Any:
+    """A module of an optional package; ImportError names who needs it, and what to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.partition('.')[0]
+        raise ImportError(f'{user} needs {name}: pip install {package or name}') from error
+
 
 # How similar, from 0 to 1: worth a suggestion; taken for a misspelling, of an argument and of a
 # type where there may be none; one letter off.
@@ -16,12 +36,6 @@ def similar(name: str, names: Iterable[str], cutoff: float = LOOSE, limit: int =
     """The names that ``name`` may be a misspelling of, nearest first.
 
     Case is ignored, and so are a scope or library in front (``mmengine.``, ``torchvision/``).
-
-    Args:
-        name: What was written.
-        names: What exists.
-        cutoff: Similarity from 0 to 1 that is near enough.
-        limit: How many to return at most.
     """
     scored = {other: _similarity(_bare_name(name), _bare_name(other)) for other in names}
     ranked = sorted(scored, key=lambda o: (-scored[o], _is_class(o) != _is_class(name), o))
@@ -33,14 +47,7 @@ def similar(name: str, names: Iterable[str], cutoff: float = LOOSE, limit: int =
 
 
 def did_you_mean(name: str, names: Iterable[str], cutoff: float = LOOSE, after: str = ':') -> str:
-    """``": did you mean 'x' or 'y'?"``, or nothing when no name is near.
-
-    Args:
-        name: What was written.
-        names: What exists.
-        cutoff: Similarity from 0 to 1 that is near enough.
-        after: What parts it from the sentence that it ends.
-    """
+    """``": did you mean 'x' or 'y'?"``, or nothing when no name is near."""
     found = similar(name, names, cutoff)
     return f'{after} did you mean {" or ".join(map(repr, found))}?' if found else ''
 

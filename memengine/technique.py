@@ -468,9 +468,6 @@ _known: dict[str, Technique[Any]] = {}
 def register(technique: Technique[S]) -> Technique[S]:
     """Make a technique known, e.g. from a module that a config names in ``custom_imports``.
 
-    Returns:
-        The technique.
-
     Raises:
         ValueError: When its key is another's.
     """

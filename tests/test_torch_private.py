@@ -32,6 +32,8 @@ from memengine._torch_private import (
     fake,
     modules,
     ops,
+    products,
+    proven,
 )
 from memengine.techniques.compression.backward_needs import _NEEDS, IN_PLACE_FORMS, operation_name
 
@@ -671,6 +673,50 @@ def test_fake_tensors():
     with See():
         torch.ones(1).item()
     assert seen[-1] is fake.READS_A_NUMBER
+
+
+# --- products ---
+
+
+@relies_on('multiplies half-precision matrices to fp32 by mm(left, right, dtype, out=)')
+def test_half_mm():
+    left, right = torch.randn(3, 4).bfloat16(), torch.randn(4, 5).bfloat16()
+    if products.HAS_OUT_DTYPE:  # on GPUs only, so without values
+        room = torch.empty(3, 5, device='meta')
+        torch.mm(left.to('meta'), right.to('meta'), torch.float32, out=room)
+    with torch.autocast('cpu', torch.bfloat16):
+        found = products.half_mm(left, right, torch.empty(3, 5))
+    torch.testing.assert_close(found, (left.double() @ right.double()).float())
+
+
+@relies_on('has a switch of TF32 that can be put back')
+def test_fp32_products():
+    before = torch.get_float32_matmul_precision()
+    for was in ('highest', 'high'):
+        torch.set_float32_matmul_precision(was)
+        for kind in ('ieee', 'tf32'):
+            with products.fp32_products(kind):
+                pass
+            assert torch.get_float32_matmul_precision() == was
+    torch.set_float32_matmul_precision(before)
+
+
+def test_proven():
+    """Asked once on each device; what fails there is not used, with one warning."""
+    asked = []
+
+    def check(device):
+        asked.append(device)
+        assert device.index == 0, 'values differ\nby much'
+
+    form = proven.Proven('a kernel', check)
+    first, second = torch.device('cuda', 0), torch.device('cuda', 1)
+    assert not form.on(torch.device('cpu'))
+    assert form.on(first) and form.on(first)
+    with pytest.warns(UserWarning, match='a kernel is not used on cuda:1.*AssertionError: values'):
+        assert not form.on(second)
+    assert not form.on(second)
+    assert asked == [first, second]
 
 
 # --- the allocator of a GPU ---

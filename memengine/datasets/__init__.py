@@ -21,11 +21,7 @@ from memengine.datasets.sources import (
     UnlabelledFolder,
 )
 from memengine.datasets.text import TextBlocks
-from memengine.datasets.tokenizers import (
-    OpenClipTokenizer,
-    TransformersTokenizer,
-    WordTokenizer,
-)
+from memengine.datasets.tokenizers import OpenClipTokenizer, TransformersTokenizer, WordTokenizer
 from memengine.datasets.transforms import (
     ChooseCaption,
     LabelCaption,

@@ -21,10 +21,7 @@ def one_line(error: BaseException) -> str:
 
 
 def build(
-    registry: Registry,
-    cfg: Any,
-    setting: str,
-    on_missing: Callable[[str], str] | None = None,
+    registry: Registry, cfg: Any, setting: str, on_missing: Callable[[str], str] | None = None
 ) -> Any:
     """Build ``cfg`` from ``registry``; an object that is built already is returned as it is.
 
@@ -34,9 +31,6 @@ def build(
         setting: What the user calls this place of the config, for errors: ``'pipeline[2]'``.
         on_missing: Called with a name that is not found; may register more, and returns a hint for
             the error that is raised when the name is still not there.
-
-    Returns:
-        The built object.
 
     Raises:
         TypeError: When ``cfg`` is no dict with a ``type``.

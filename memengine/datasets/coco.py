@@ -25,6 +25,7 @@ from memengine.datasets.image_dataset import positions
 from memengine.datasets.sources.folders import MOST_PIXELS, load_rgb
 from memengine.datasets.transforms.torchvision_v2 import TorchvisionTransform
 from memengine.registry import DATASETS, FUNCTIONS, TRANSFORMS, TransformConfig
+from memengine.suggest import import_optional
 
 __all__ = ['CocoDetection', 'list_samples']
 
@@ -38,17 +39,14 @@ _MALFORMED = (
 
 def _read(annotations: str) -> Any:
     """The annotations as pycocotools has them, without what it prints."""
-    try:
-        from pycocotools.coco import COCO
-    except ImportError as error:
-        raise ImportError('CocoDetection needs pycocotools: pip install pycocotools') from error
+    library = import_optional('pycocotools.coco', 'CocoDetection')
     if not Path(annotations).is_file():
         raise ValueError(
             f'there is no file {annotations!r}; set annotations to instances_*.json of the split'
         )
     try:
         with redirect_stdout(StringIO()):
-            coco = COCO(annotations)
+            coco = library.COCO(annotations)
         _check_entries(coco.dataset)
     except _MALFORMED as error:
         raise ValueError(

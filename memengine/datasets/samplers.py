@@ -49,11 +49,7 @@ class RepeatedAugmentation(Sampler[int]):
     """
 
     def __init__(
-        self,
-        dataset: Sized,
-        num_repeats: int = 3,
-        shuffle: bool = True,
-        seed: int | None = None,
+        self, dataset: Sized, num_repeats: int = 3, shuffle: bool = True, seed: int | None = None
     ) -> None:
         if not isinstance(num_repeats, int) or isinstance(num_repeats, bool) or num_repeats < 1:
             raise ValueError(

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from memengine.datasets.image_dataset import positions
 from memengine.registry import DATASETS
+from memengine.suggest import import_optional
 
 __all__ = ['TextBlocks']
 
@@ -79,16 +80,10 @@ class TextBlocks(Dataset):
 
 
 def _tokenize(text: str, name: str) -> list[int]:
+    library = import_optional('transformers', f'TextBlocks(tokenizer={name!r})')
     try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ImportError(
-            'TextBlocks needs transformers for a tokenizer: pip install transformers'
-        ) from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = library.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(f'tokenizer={name!r}: {error}') from error
-    return tokenizer(text, verbose=False)[
-        'input_ids'
-    ]  # a text may be longer than the model's input
+    # It would warn of a text that is longer than the model's input.
+    return tokenizer(text, verbose=False)['input_ids']

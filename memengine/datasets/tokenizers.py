@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from memengine.registry import TRANSFORMS
+from memengine.suggest import import_optional
 
 __all__ = ['OpenClipTokenizer', 'TransformersTokenizer', 'WordTokenizer']
 
@@ -75,12 +76,7 @@ class OpenClipTokenizer:
     """
 
     def __init__(self, model_name: str) -> None:
-        try:
-            import open_clip
-        except ImportError as error:
-            raise ImportError(
-                'OpenClipTokenizer needs open_clip: pip install open_clip_torch'
-            ) from error
+        open_clip = import_optional('open_clip', 'OpenClipTokenizer', 'open_clip_torch')
         self.tokenizer: Any = open_clip.get_tokenizer(model_name)
 
     def __call__(self, text: str) -> Tensor:
@@ -103,16 +99,9 @@ class TransformersTokenizer:
     """
 
     def __init__(self, model_name: str, context_length: int = 77) -> None:
+        kind = import_optional('transformers', 'TransformersTokenizer').AutoTokenizer
         try:
-            import transformers
-        except ImportError as error:
-            raise ImportError(
-                'TransformersTokenizer needs transformers: pip install transformers'
-            ) from error
-        try:
-            self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
-                model_name, trust_remote_code=False
-            )
+            self.tokenizer: Any = kind.from_pretrained(model_name, trust_remote_code=False)
         except Exception as error:  # of any kind: its files may say anything
             raise ValueError(f'TransformersTokenizer: {model_name!r}: {error}') from error
         if self.tokenizer.pad_token is None:

@@ -27,11 +27,7 @@ __all__ = [
 
 
 def hooks_of_keys(cfg: Mapping[str, Any]) -> dict[str, TechniqueHook]:
-    """The hooks that keys of the config are short for, by key.
-
-    Raises:
-        ValueError: For a value that a key cannot have.
-    """
+    """The hooks that keys of the config are short for, by key."""
     hooks = {hook.technique.key: hook for hook in register_hooks().values()}
     read = {key: hook.technique.read(cfg.get(key)) for key, hook in hooks.items()}
     return {key: hooks[key](**vars(value)) for key, value in read.items() if value is not None}

@@ -85,10 +85,6 @@ class DrawnIndex(int):
 class ResumableSampler(Sampler[int]):
     """Any sampler, with a place to start from.
 
-    Args:
-        sampler: The sampler to wrap; finite or infinite.
-        dataset_size: Number of samples, which tells the passes of an infinite sampler apart.
-
     Attributes:
         limit: Draws of a pass, at most; None for all that the sampler gives.
     """
@@ -206,13 +202,7 @@ class SeededDataset(Dataset[Any]):
 
 
 def reproducible(dataloader: dict[str, Any], seed: int, diff_rank_seed: bool) -> dict[str, Any]:
-    """A data loader's config with its data set and sampler built, wrapped and in place.
-
-    Args:
-        dataloader: Config as MMEngine's ``build_dataloader`` takes it.
-        seed: The run's seed.
-        diff_rank_seed: Whether ranks draw different orders (MMEngine's ``randomness`` field).
-    """
+    """A data loader's config with its data set and sampler built, wrapped and in place."""
     config = copy.deepcopy(dataloader)
     dataset = config['dataset']
     if isinstance(dataset, dict):

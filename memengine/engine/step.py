@@ -150,8 +150,7 @@ def plain_step(
     """Forward, backward and update of the whole batch, by MMEngine's interface.
 
     Args:
-        model: As in :func:`run_step`.
-        data: As in :func:`run_step`.
+        model, data: As in :func:`run_step`.
         optim_wrapper: Any that has ``optim_context`` and ``update_params``.
         backward_context: Called with the model; the context of backward. DDP asks in forward
             whether gradients are to be reduced, FSDP in backward.

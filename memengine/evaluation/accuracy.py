@@ -41,12 +41,7 @@ class AccuracyMetric(BaseMetric):
         self.topk = list(topk)
 
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
-        """Keep at which guess each sample of a batch is right.
-
-        Args:
-            data_batch: The batch with ``data_samples['label']``.
-            data_samples: What the model returned, one dict with ``logits`` per sample.
-        """
+        """Keep at which guess each sample of a batch is right."""
         if any('logits' not in sample for sample in data_samples):
             raise ValueError("AccuracyMetric: the model returns no 'logits'; it needs a Classifier")
         logits = torch.stack([sample['logits'] for sample in data_samples]).cpu()
@@ -64,12 +59,7 @@ class AccuracyMetric(BaseMetric):
         ]
 
     def compute_metrics(self, results: list[list[int] | None]) -> dict[str, float]:
-        """Percentages from all samples.
-
-        Args:
-            results: For each sample the place of the right guess, if any; None where the sample
-                does not count.
-        """
+        """Percentages from all samples."""
         counted = [sample for sample in results if sample is not None]
         if not counted:
             raise ValueError('AccuracyMetric: there are no samples but those of the bank')

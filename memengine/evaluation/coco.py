@@ -13,6 +13,7 @@ from mmengine.evaluator import BaseMetric
 from torch import Tensor
 
 from memengine.registry import METRICS
+from memengine.suggest import import_optional
 
 __all__ = ['CocoMetric']
 
@@ -54,23 +55,14 @@ class CocoMetric(BaseMetric):
             raise ValueError(f"CocoMetric: kinds must be a list of 'box' and 'mask', got {kinds!r}")
         if not Path(annotations).is_file():
             raise ValueError(f'CocoMetric: there is no file annotations={annotations!r}')
-        try:
-            from pycocotools import mask
-            from pycocotools.coco import COCO
-        except ImportError as error:
-            raise ImportError('CocoMetric needs pycocotools: pip install pycocotools') from error
+        coco = import_optional('pycocotools.coco', 'CocoMetric')
         with redirect_stdout(StringIO()):
-            self._truth = COCO(annotations)
-        self._encode = mask.encode
+            self._truth = coco.COCO(annotations)
+        self._encode = coco.maskUtils.encode
         self.kinds = list(kinds)
 
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
-        """Keep the detections of a batch.
-
-        Args:
-            data_batch: The batch; ``data_samples`` holds a dict with ``image_id`` for each image.
-            data_samples: What the model returned, a dict for each image.
-        """
+        """Keep the detections of a batch."""
         for given, found in zip(data_batch['data_samples'], data_samples, strict=True):
             if 'mask' in self.kinds and 'masks' not in found:
                 raise ValueError(
@@ -95,11 +87,7 @@ class CocoMetric(BaseMetric):
         return detections
 
     def compute_metrics(self, results: list[tuple[int, list[dict[str, Any]]]]) -> dict[str, float]:
-        """AP in percent from all images.
-
-        Args:
-            results: For each image its id and its detections.
-        """
+        """AP in percent from all images."""
         by_image = dict(results)
         image_ids = sorted(by_image)
         detections = [each for image_id in image_ids for each in by_image[image_id]]

@@ -69,13 +69,7 @@ class _PairMetric(BaseMetric):
     default_prefix = ''
 
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
-        """Keep what one batch gives.
-
-        Args:
-            data_batch: The batch with ``label`` and ``index`` in ``data_samples``.
-            data_samples: What the model returned, one dict with ``feature`` and
-                ``text_feature`` per sample.
-        """
+        """Keep what one batch gives."""
         given = data_batch['data_samples']
         for sample, label, index in zip(data_samples, given['label'], given['index'], strict=True):
             if 'text_feature' not in sample:
@@ -106,11 +100,7 @@ class ZeroShotMetric(_PairMetric):
     """
 
     def compute_metrics(self, results: list[tuple[Tensor, Tensor, int, int]]) -> dict[str, float]:
-        """The percentage, from all samples.
-
-        Args:
-            results: Image embedding, text embedding, label and index of each sample.
-        """
+        """The percentage, from all samples."""
         images, texts, labels, _ = zip(*results, strict=True)
         return {
             'zero_shot_top1': zero_shot_accuracy(
@@ -152,11 +142,7 @@ class RetrievalMetric(_PairMetric):
         self.match = match
 
     def compute_metrics(self, results: list[tuple[Tensor, Tensor, int, int]]) -> dict[str, float]:
-        """The percentages, from all samples.
-
-        Args:
-            results: Image embedding, text embedding, label and index of each sample.
-        """
+        """The percentages, from all samples."""
         if max(self.topk) > len(results):
             raise ValueError(f'RetrievalMetric: topk={self.topk} exceeds {len(results)} samples')
         images, texts = (torch.stack(part) for part in list(zip(*results, strict=True))[:2])

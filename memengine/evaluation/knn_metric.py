@@ -100,12 +100,7 @@ class KNNMetric(BaseMetric):
     # -------------------------------------------------------------- gathering the samples
 
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
-        """Keep what one batch gives.
-
-        Args:
-            data_batch: The batch with ``inputs`` and ``data_samples``.
-            data_samples: What the model returned, one dict with ``feature`` per sample.
-        """
+        """Keep what one batch gives."""
         given = data_batch['data_samples']
         missing = [name for name in ('label', 'index', 'bank') if name not in given]
         if missing:
@@ -146,14 +141,7 @@ class KNNMetric(BaseMetric):
         return pixels
 
     def evaluate(self, size: int) -> dict[str, float]:
-        """Compute the metrics together with all ranks, and forget the samples.
-
-        Args:
-            size: Number of samples in the data set.
-
-        Returns:
-            Percentages by name, the same on every rank.
-        """
+        """Compute the metrics together with all ranks, and forget the samples."""
         try:
             metrics = self.compute_metrics(self.results)
         finally:
@@ -161,14 +149,7 @@ class KNNMetric(BaseMetric):
         return {f'{self.prefix}/{name}' if self.prefix else name: v for name, v in metrics.items()}
 
     def compute_metrics(self, results: list[_Samples]) -> dict[str, float]:
-        """Metrics from what each rank has kept; a collective call.
-
-        Args:
-            results: What this rank has kept.
-
-        Returns:
-            Percentages by name.
-        """
+        """Metrics from what each rank has kept; a collective call."""
         own = self._unique_samples(results)
         current = self._accuracy(own.features, own)
         if self._hub_entry('before_training', False):

@@ -32,12 +32,7 @@ class PerplexityMetric(BaseMetric):
     default_prefix = ''
 
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
-        """Keep the losses of a batch.
-
-        Args:
-            data_batch: The batch, which is not looked at.
-            data_samples: What the model returned, one dict per text.
-        """
+        """Keep the losses of a batch."""
         if any('predicted_tokens' not in sample for sample in data_samples):
             raise ValueError(
                 "PerplexityMetric: the model returns no 'predicted_tokens'; it needs a "
@@ -48,10 +43,6 @@ class PerplexityMetric(BaseMetric):
         ]
 
     def compute_metrics(self, results: list[tuple[float, int]]) -> dict[str, float]:
-        """The perplexity of all texts.
-
-        Args:
-            results: Mean cross-entropy and number of predicted tokens of each text.
-        """
+        """The perplexity of all texts."""
         total = sum(loss * tokens for loss, tokens in results)
         return {'perplexity': math.exp(total / sum(tokens for _, tokens in results))}

@@ -15,21 +15,19 @@ from torch import Tensor
 from memengine.losses.gather import Gather, all_gather_rows, rows_per_rank, sum_to_owners
 from memengine.losses.global_batch import (
     BatchLoss,
-    at_least_fp32,
     combine_logsumexp,
     mean_over_ranks,
     own_rows,
     ranks_of,
 )
 from memengine.losses.logsumexp import RunningLogSumExp, weighted_softmax
+from memengine.losses.precision import Products, scaled_product
 from memengine.losses.tiles import (
     Tile,
-    add_product,
     choose_tile_size,
     diagonal,
     first_derivative_only,
     grid,
-    sum_dtype,
     tiles,
 )
 
@@ -54,23 +52,29 @@ def check_towers(name: str, image_features: Tensor, text_features: Tensor) -> No
 
 
 def pairwise_logits(
-    image_features: Tensor, text_features: Tensor, logit_scale: Tensor | float
+    images: Tensor, texts: Tensor, scale: Tensor | float, products: Products
 ) -> Tensor:
-    """``logit_scale * image . text`` of all pairs, [B, B] in fp32 or wider, images in rows."""
-    images, texts = at_least_fp32(image_features, text_features)
-    return (logit_scale * images).to(images.dtype) @ texts.T
+    """``scale * image . text`` of all pairs, [B, B] in fp32 or wider, images in rows."""
+    if not products.is_plain:
+        return scaled_product(images, texts.T, scale, products)
+    images, texts = images.to(products.sums), texts.to(products.sums)
+    return (scale * images).to(images.dtype) @ texts.T
 
 
 def untiled_losses(
-    images: Tensor, texts: Tensor, scale: Tensor | float, group: dist.ProcessGroup | None = None
+    images: Tensor,
+    texts: Tensor,
+    scale: Tensor | float,
+    products: Products,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """The reference of :func:`tiled_losses`."""
     if group is None:
-        logits = pairwise_logits(images, texts, scale)
+        logits = pairwise_logits(images, texts, scale, products)
         by_column, true = logits.logsumexp(dim=0), logits.diagonal()
     else:
         own = own_rows(texts, group)
-        logits = pairwise_logits(images, Gather(texts, group), scale)  # [b, B]
+        logits = pairwise_logits(images, Gather(texts, group), scale, products)  # [b, B]
         partial = Gather(logits.logsumexp(dim=0)[None], group)  # [N, B]
         by_column, true = partial[:, own].logsumexp(dim=0), logits.diagonal(own.start)
     return (logits.logsumexp(dim=1) + by_column) / 2 - true
@@ -81,6 +85,7 @@ def tiled_losses(
     texts: Tensor,
     scale: Tensor | float,
     tile_size: int | str,
+    products: Products,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Loss of each pair: the mean of the cross-entropies of its row and of its column.
@@ -90,6 +95,7 @@ def tiled_losses(
         texts: [B, D].
         scale: Scalar; gets its gradient.
         tile_size: Rows and columns of a tile, or ``'auto'``.
+        products: How the similarities are computed, and their gradients.
         group: With ranks, rows are this rank's images against all texts, and columns its texts
             against all images.
 
@@ -100,39 +106,47 @@ def tiled_losses(
     rank's rows go to the owners of the columns, and these sums and the upstream gradients come
     back in backward; then the gradient of the images is complete, and that of the texts is summed.
     """
-    if images.dtype != texts.dtype:
-        images, texts = at_least_fp32(images, texts)
-    scale = torch.as_tensor(scale, dtype=sum_dtype(images), device=images.device).reshape(())
+    scale = torch.as_tensor(scale, dtype=products.sums, device=images.device).reshape(())
     ranks = None if group is None else rows_per_rank(texts, group)
-    size = choose_tile_size(tile_size, len(images), images)
-    return _TiledLosses.apply(images, texts, scale, size, ranks, group)
+    size = choose_tile_size(tile_size, len(images), images.device, products.sums)
+    return _TiledLosses.apply(images, texts, scale, size, products, ranks, group)
 
 
 def pairwise_gradients(
-    ctx: Any, a: Tensor, b: Tensor, scale: Tensor, slope_of: Callable[[Tile], Tensor]
+    ctx: Any,
+    a: Tensor,
+    b: Tensor,
+    scale: Tensor,
+    unit: Tensor,
+    slope_of: Callable[[Tile], Tensor],
 ) -> tuple[Tensor | None, ...]:
     """Gradients of two towers' rows and of the scale, from those of the logits, tile by tile.
 
     Args:
-        ctx: Of a Function of ``a``, ``b`` and ``scale``; ``tile_size``, ``ranks`` and ``group``.
+        ctx: Of a Function of ``a``, ``b`` and ``scale``, with ``dtypes`` of the first two,
+            ``tile_size``, ``products``, ``ranks`` and ``group``.
         a: [M, D].
         b: [N, D]; with ranks those of all, whose gradients go back to their owners.
         scale: Scalar.
-        slope_of: The gradient with respect to a tile's logits.
+        unit: Of the gradients of logits; scalar.
+        slope_of: The gradient with respect to a tile's logits, in that unit.
     """
+    products = ctx.products
     for_a, for_b, for_scale = ctx.needs_input_grad[:3]
     grad_a, grad_b = (x.new_zeros(x.shape, dtype=scale.dtype) for x in (a, b))
     visits = grid(len(a), len(b), ctx.tile_size)
-    for tile in tiles(a, b, scale, visits, ctx.tile_size):
-        slope = slope_of(tile)
+    for tile in tiles(a, b, scale, visits, ctx.tile_size, products):
+        slope = products.narrowed(slope_of(tile))
         if for_a or for_scale:
-            add_product(grad_a[tile.rows], slope, tile.others)
+            products.add(grad_a[tile.rows], slope, tile.right)
         if for_b:
-            add_product(grad_b[tile.cols], slope.T, tile.scaled)
-    grad_scale = torch.stack([(a[rows] * grad_a[rows]).sum() for rows, _ in visits]).sum()
+            products.add(grad_b[tile.cols], slope.T, tile.left)
+    grad_scale = unit * torch.stack([(a[rows] * grad_a[rows]).sum() for rows, _ in visits]).sum()
+    if products.is_half:
+        grad_b *= unit * scale
     if ctx.ranks is not None and for_b:
         grad_b = sum_to_owners(grad_b, ctx.ranks, ctx.group)
-    gradients = grad_a.mul_(scale).to(a.dtype), grad_b.to(b.dtype), grad_scale
+    gradients = grad_a.mul_(unit * scale).to(ctx.dtypes[0]), grad_b.to(ctx.dtypes[1]), grad_scale
     needed = zip(gradients, ctx.needs_input_grad[:3], strict=True)
     return tuple(gradient if need else None for gradient, need in needed)
 
@@ -145,17 +159,19 @@ class _TiledLosses(torch.autograd.Function):
         texts: Tensor,
         scale: Tensor,
         tile_size: int,
+        products: Products,
         ranks: list[int] | None,
         group: dist.ProcessGroup | None,
     ) -> Tensor:
-        first = 0
+        ctx.dtypes = images.dtype, texts.dtype
+        images, texts, first = products.narrowed(images), products.narrowed(texts), 0
         if ranks is not None:
             texts, first = all_gather_rows(texts, ranks, group), sum(ranks[: dist.get_rank(group)])
-        by_row = RunningLogSumExp(len(images), images)
-        by_column = RunningLogSumExp(len(texts), images)
+        by_row = RunningLogSumExp(len(images), scale.dtype, scale.device)
+        by_column = RunningLogSumExp(len(texts), scale.dtype, scale.device)
         true = torch.empty(len(images), dtype=scale.dtype, device=scale.device)
         visits = grid(len(images), len(texts), tile_size)
-        for tile in tiles(images, texts, scale, visits, tile_size):
+        for tile in tiles(images, texts, scale, visits, tile_size, products):
             on_diagonal, rows = diagonal(tile, first)
             true[rows] = on_diagonal
             by_row.add(tile.rows, tile.logits, 1, tile.spare)
@@ -164,7 +180,8 @@ class _TiledLosses(torch.autograd.Function):
         if ranks is not None:
             col_lse = combine_logsumexp(col_lse, ranks, group)
         ctx.save_for_backward(images, texts, scale, row_lse, col_lse)
-        ctx.first, ctx.tile_size, ctx.ranks, ctx.group = first, tile_size, ranks, group
+        ctx.first, ctx.tile_size, ctx.products = first, tile_size, products
+        ctx.ranks, ctx.group = ranks, group
         return (row_lse + col_lse).div_(2).sub_(true)
 
     @staticmethod
@@ -175,6 +192,8 @@ class _TiledLosses(torch.autograd.Function):
         if ctx.ranks is not None:
             of_columns = torch.stack([col_lse, half], dim=1)
             col_lse, of_columns = all_gather_rows(of_columns, ctx.ranks, ctx.group).unbind(1)
+        unit = ctx.products.unit(torch.cat([grad, of_columns]))
+        grad, half, of_columns = grad / unit, half / unit, of_columns / unit
 
         def slope_of(tile: Tile) -> Tensor:
             rows, cols = tile.rows, tile.cols
@@ -184,7 +203,7 @@ class _TiledLosses(torch.autograd.Function):
             on_diagonal -= grad[true_rows]
             return slope
 
-        return *pairwise_gradients(ctx, images, texts, scale, slope_of), None, None, None
+        return *pairwise_gradients(ctx, images, texts, scale, unit, slope_of), *[None] * 4
 
 
 class ClipLoss(BatchLoss):
@@ -196,14 +215,15 @@ class ClipLoss(BatchLoss):
     Args:
         tile_size: See :class:`~memengine.losses.global_batch.BatchLoss`, also for the loss over
             several ranks.
+        precision: See there, too.
 
     Cost: untiled 2B²D FLOPs forward and 4B²D backward, and autograd keeps one [B, B] matrix (4B²
     bytes). In tiles 2B²D and 6B²D; beside the features and their gradients, two tiles and a few
     numbers per row. On N ranks 1/N of these FLOPs on each, which holds all texts and their
     gradients; on the wire per rank are the texts it has not, and as many rows of gradient.
 
-    Half-precision features are computed with in fp32, also under autocast; right at any scale
-    (a temperature of 0.01 is a scale of 100).
+    Half-precision features are multiplied as they are and all else is fp32, also under autocast;
+    right at any scale (a temperature of 0.01 is a scale of 100).
 
     Source: Radford et al., Learning Transferable Visual Models (2021), figure 3; over ranks Chen
     et al., DisCo-CLIP (2023), here with one product for both directions.
@@ -239,10 +259,11 @@ class ClipLoss(BatchLoss):
         group = ranks_of(self.process_group)
         with torch.autocast(image_features.device.type, enabled=False):
             towers = image_features, text_features
+            products = Products.of(self.precision, *towers)
             if self.tile_size is None:
-                losses = untiled_losses(*towers, logit_scale, group)
+                losses = untiled_losses(*towers, logit_scale, products, group)
             else:
-                losses = tiled_losses(*towers, logit_scale, self.tile_size, group)
+                losses = tiled_losses(*towers, logit_scale, self.tile_size, products, group)
             loss = mean_over_ranks(losses, group)
             if isinstance(logit_bias, Tensor):  # DDP wants a gradient of every parameter
                 loss = loss + 0 * logit_bias.sum()

@@ -30,6 +30,12 @@ from torch import Tensor, nn
 
 from memengine.losses.gather import Gather, by_rank, compare_ranks, needs_grad, rows_per_rank
 from memengine.losses.logsumexp import others_logsumexp
+from memengine.losses.precision import (
+    Precision,
+    Products,
+    check_precision,
+    scaled_product,
+)
 from memengine.losses.tiles import check_tile_size, first_derivative_only
 from memengine.technique import Settings, Technique
 
@@ -52,15 +58,22 @@ class BatchLoss(nn.Module):
         tile_size: How many rows and columns of the similarities are held at a time. None: all of
             them, kept for backward, as is fastest for small batches. ``'auto'``: as many as suit
             the device (:func:`~memengine.losses.tiles.choose_tile_size`).
+        precision: The type in which embeddings are multiplied; results are summed in fp32 or wider.
+            ``'auto'``: half-precision embeddings as they are, all others in fp32 or wider, as torch
+            is set. ``'bf16'`` or ``'fp16'``: rounded to it, as suits embeddings that autocast's
+            normalisation returned in fp32. ``'fp32'``: in fp32 or wider, on GPUs without TF32.
+            ``'tf32'``: fp32 ones in TF32 on GPUs.
 
     Attributes:
         process_group: The ranks whose rows are one batch, see this module; None for this process.
     """
 
-    def __init__(self, tile_size: int | str | None = None) -> None:
+    def __init__(self, tile_size: int | str | None = None, precision: Precision = 'auto') -> None:
         super().__init__()
         check_tile_size(tile_size)
+        check_precision(precision)
         self.tile_size = tile_size
+        self.precision = precision
         self.process_group: dist.ProcessGroup | None = None
 
     @contextmanager
@@ -89,7 +102,8 @@ class BatchLoss(nn.Module):
         except ValueError as error:
             problem = error
         learned = [isinstance(x, Tensor) and needs_grad(x) for x in (embeddings, *others)]
-        settings |= {'tiled': self.tile_size is not None, 'require gradients': learned}
+        settings |= {'tiled': self.tile_size is not None, 'precision': self.precision}
+        settings |= {'require gradients': learned}
         said = ', '.join(f'{name}: {value}' for name, value in settings.items())
         kind = str(problem) if problem else said
         refused, differing = compare_ranks(bool(problem), kind, kind, embeddings.device, group)
@@ -161,6 +175,7 @@ def log_partition(
     contrasts: Tensor,
     anchors: int,
     temperature: float,
+    products: Products,
     tile_size: int | str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
@@ -170,6 +185,7 @@ def log_partition(
         contrasts: [N, D], beginning with the anchors.
         anchors: Their number M.
         temperature: Positive.
+        products: How the similarities are computed, and their gradients.
         tile_size: None for the reference, else see
             :func:`~memengine.losses.logsumexp.others_logsumexp`.
         group: Ranks whose contrasts are all met.
@@ -178,10 +194,13 @@ def log_partition(
         [M]; very negative, but finite and without gradient, for an anchor with no contrast.
     """
     if tile_size is not None:
-        return others_logsumexp(contrasts, anchors, 1 / temperature, tile_size, group)
+        return others_logsumexp(contrasts, anchors, 1 / temperature, tile_size, products, group)
     first = own_rows(contrasts, group).start
     everything = contrasts if group is None else Gather(contrasts, group)
-    logits = (contrasts[:anchors] / temperature) @ everything.T  # [M, N]
+    if products.is_plain:
+        logits = (contrasts[:anchors] / temperature) @ everything.T  # [M, N]
+    else:
+        logits = scaled_product(contrasts[:anchors], everything.T, 1 / temperature, products)
     logits.diagonal(first).fill_(torch.finfo(logits.dtype).min)
     return logits.logsumexp(dim=1)
 

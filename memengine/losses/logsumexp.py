@@ -15,14 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from memengine.losses.gather import all_gather_rows, rows_per_rank
+from memengine.losses.precision import Products
 from memengine.losses.tiles import (
-    add_product,
     choose_tile_size,
     diagonal,
     first_derivative_only,
     grid,
     least_exponent,
-    sum_dtype,
     tiles,
     upper_tiles,
 )
@@ -39,9 +38,8 @@ def exp_of_difference(logits: Tensor, shift: Tensor, out: Tensor) -> Tensor:
 class RunningLogSumExp:
     """Running log-sum-exp of many rows: a maximum and a sum of each, so that nothing overflows."""
 
-    def __init__(self, rows: int, like: Tensor) -> None:
-        dtype = sum_dtype(like)
-        self._largest = torch.full((rows,), torch.finfo(dtype).min, dtype=dtype, device=like.device)
+    def __init__(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._largest = torch.full((rows,), torch.finfo(dtype).min, dtype=dtype, device=device)
         self._sum = torch.zeros_like(self._largest)
 
     def add(self, where: slice, logits: Tensor, dim: int, room: Tensor) -> None:
@@ -67,6 +65,7 @@ def others_logsumexp(
     anchors: int,
     scale: float,
     tile_size: int | str,
+    products: Products,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Log-sum-exp of ``scale * z_m . z_n`` over all n but m, for the first rows m.
@@ -76,6 +75,7 @@ def others_logsumexp(
         anchors: Number M of rows to sum for, the first; all N are summed over.
         scale: Of the similarities.
         tile_size: Rows and columns of a tile, or ``'auto'``.
+        products: How the similarities are computed, and their gradients.
         group: With ranks, the sum is over the rows of all.
 
     Returns:
@@ -89,20 +89,24 @@ def others_logsumexp(
     are the rows received in forward and two numbers for each row in backward. Bytes: two tiles
     and the gradient. A second derivative is refused.
     """
-    size = choose_tile_size(tile_size, len(z), z)
+    size = choose_tile_size(tile_size, len(z), z.device, products.sums)
     if group is None:
-        return _OthersLogSumExp.apply(z, anchors, scale, size)
+        return _OthersLogSumExp.apply(z, anchors, scale, size, products)
     ranks = rows_per_rank(z, group)
-    return _OthersOnRanks.apply(z, anchors, scale, size, ranks, group)
+    return _OthersOnRanks.apply(z, anchors, scale, size, products, ranks, group)
 
 
 class _OthersLogSumExp(torch.autograd.Function):
     """Each pair of anchors from one tile, which sums over its rows and over its columns."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, anchors: int, scale: float, tile_size: int) -> Tensor:
-        total = RunningLogSumExp(anchors, z)
-        for tile in tiles(z, z, scale, upper_tiles(anchors, len(z), tile_size), tile_size):
+    def forward(
+        ctx: Any, z: Tensor, anchors: int, scale: float, tile_size: int, products: Products
+    ) -> Tensor:
+        ctx.dtype, z = z.dtype, products.narrowed(z)
+        total = RunningLogSumExp(anchors, products.sums, z.device)
+        visits = upper_tiles(anchors, len(z), tile_size)
+        for tile in tiles(z, z, scale, visits, tile_size, products):
             if tile.rows == tile.cols:
                 diagonal(tile)[0].fill_(torch.finfo(tile.logits.dtype).min)
             total.add(tile.rows, tile.logits, 1, tile.spare)
@@ -110,26 +114,32 @@ class _OthersLogSumExp(torch.autograd.Function):
                 total.add(tile.cols, tile.logits, 0, tile.logits)
         lse = total.result()
         ctx.save_for_backward(z, lse)
-        ctx.scale, ctx.tile_size = scale, tile_size
+        ctx.scale, ctx.tile_size, ctx.products = scale, tile_size, products
         return lse
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         z, lse = ctx.saved_tensors
-        anchors = len(lse)
+        anchors, products = len(lse), ctx.products
+        unit = products.unit(grad)
+        grad = grad / unit
         grad_z = torch.zeros(z.shape, dtype=lse.dtype, device=z.device)
         visits = upper_tiles(anchors, len(z), ctx.tile_size)
-        for tile in tiles(z, z, ctx.scale, visits, ctx.tile_size):
+        for tile in tiles(z, z, ctx.scale, visits, ctx.tile_size, products):
             rows, cols = tile.rows, tile.cols
             slope = weighted_softmax(tile.logits, lse[rows], grad[rows], 1, tile.spare)
             if rows == cols:
                 slope.diagonal().zero_()
             elif cols.start < anchors:
                 slope += weighted_softmax(tile.logits, lse[cols], grad[cols], 0, tile.logits)
-            add_product(grad_z[rows], slope, tile.others.mul(ctx.scale))
-            add_product(grad_z[cols], slope.T, tile.scaled)
-        return grad_z.to(z.dtype), None, None, None
+            slope = products.narrowed(slope)
+            right = tile.right if products.is_half else tile.right.mul(ctx.scale)
+            products.add(grad_z[rows], slope, right)
+            products.add(grad_z[cols], slope.T, tile.left)
+        if products.is_half:
+            grad_z *= unit * ctx.scale
+        return grad_z.to(ctx.dtype), None, None, None, None
 
 
 class _OthersOnRanks(torch.autograd.Function):
@@ -142,24 +152,28 @@ class _OthersOnRanks(torch.autograd.Function):
         anchors: int,
         scale: float,
         tile_size: int,
+        products: Products,
         ranks: list[int],
         group: dist.ProcessGroup,
     ) -> Tensor:
+        ctx.dtype, z = z.dtype, products.narrowed(z)
         everything, first = all_gather_rows(z, ranks, group), sum(ranks[: dist.get_rank(group)])
-        total = RunningLogSumExp(anchors, z)
+        total = RunningLogSumExp(anchors, products.sums, z.device)
         visits = grid(anchors, len(everything), tile_size)
-        for tile in tiles(z, everything, scale, visits, tile_size):
+        for tile in tiles(z, everything, scale, visits, tile_size, products):
             diagonal(tile, first)[0].fill_(torch.finfo(tile.logits.dtype).min)
             total.add(tile.rows, tile.logits, 1, tile.spare)
         lse = total.result()
         ctx.save_for_backward(everything, lse)
-        ctx.scale, ctx.tile_size, ctx.ranks, ctx.group = scale, tile_size, ranks, group
+        ctx.scale, ctx.tile_size, ctx.products = scale, tile_size, products
+        ctx.ranks, ctx.group = ranks, group
         return lse
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         everything, lse = ctx.saved_tensors
+        products = ctx.products
         rank = dist.get_rank(ctx.group)
         first, mine = sum(ctx.ranks[:rank]), ctx.ranks[rank]
         z = everything[first : first + mine]
@@ -167,15 +181,18 @@ class _OthersOnRanks(torch.autograd.Function):
         own = lse.new_zeros(mine, 2)
         own[:, 0] = math.inf
         own[: len(lse)] = torch.stack([lse, grad], dim=1)
-        own_lse, own_grad = own.unbind(1)
-        all_lse, all_grad = all_gather_rows(own, ctx.ranks, ctx.group).unbind(1)
+        everyone = all_gather_rows(own, ctx.ranks, ctx.group)
+        unit = products.unit(everyone[:, 1])
+        everyone[:, 1] /= unit
+        all_lse, all_grad = everyone.unbind(1)
+        own_lse, own_grad = everyone[first : first + mine].unbind(1)
         grad_z = torch.zeros(z.shape, dtype=lse.dtype, device=z.device)
         visits = grid(mine, len(everything), ctx.tile_size)
-        for tile in tiles(z, everything, ctx.scale, visits, ctx.tile_size):
+        for tile in tiles(z, everything, ctx.scale, visits, ctx.tile_size, products):
             rows, cols = tile.rows, tile.cols
             as_anchor = weighted_softmax(tile.logits, own_lse[rows], own_grad[rows], 1, tile.spare)
             as_other = weighted_softmax(tile.logits, all_lse[cols], all_grad[cols], 0, tile.logits)
             slope = as_other.add_(as_anchor)
             diagonal(tile, first)[0].zero_()
-            add_product(grad_z[rows], slope, tile.others)
-        return grad_z.mul_(ctx.scale).to(z.dtype), None, None, None, None, None
+            products.add(grad_z[rows], products.narrowed(slope), tile.right)
+        return grad_z.mul_(unit * ctx.scale).to(ctx.dtype), *[None] * 6

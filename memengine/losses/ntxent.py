@@ -11,11 +11,11 @@ from torch.nn import functional as F
 
 from memengine.losses.global_batch import (
     BatchLoss,
-    at_least_fp32,
     log_partition,
     mean_over_ranks,
     ranks_of,
 )
+from memengine.losses.precision import Precision, Products
 
 __all__ = ['NTXentLoss']
 
@@ -31,6 +31,7 @@ class NTXentLoss(BatchLoss):
         temperature: Of the similarities.
         tile_size: See :class:`~memengine.losses.global_batch.BatchLoss`, also for the loss over
             several ranks.
+        precision: See there, too.
 
     Raises:
         ValueError: When the temperature is not positive.
@@ -39,13 +40,19 @@ class NTXentLoss(BatchLoss):
     bytes). In tiles, and on ranks:
     :func:`~memengine.losses.logsumexp.others_logsumexp` for 2B rows.
 
-    Half-precision embeddings are computed with in fp32, also under autocast.
+    Half-precision embeddings are normalised in fp32 and rounded once to be multiplied; all else is
+    fp32, also under autocast.
 
     Source: Chen et al., A Simple Framework for Contrastive Learning (2020), equation 1.
     """
 
-    def __init__(self, temperature: float = 0.5, tile_size: int | str | None = None) -> None:
-        super().__init__(tile_size)
+    def __init__(
+        self,
+        temperature: float = 0.5,
+        tile_size: int | str | None = None,
+        precision: Precision = 'auto',
+    ) -> None:
+        super().__init__(tile_size, precision)
         if not temperature > 0:
             raise ValueError(f'NTXentLoss: temperature must be positive, got {temperature}')
         self.temperature = temperature
@@ -71,10 +78,14 @@ class NTXentLoss(BatchLoss):
                 )
         group = ranks_of(self.process_group)
         with torch.autocast(view1.device.type, enabled=False):
-            first, second = (F.normalize(view, dim=1) for view in at_least_fp32(view1, view2))
+            products = Products.of(self.precision, view1, view2)
+            first, second = (
+                products.rounded(F.normalize(view.to(products.sums), dim=1))
+                for view in (view1, view2)
+            )
             views = torch.cat([first, second])  # [2B, D]
             positive = torch.linalg.vecdot(first, second) / self.temperature  # [B]
             totals = log_partition(
-                views, len(views), self.temperature, self.tile_size, group
+                views, len(views), self.temperature, products, self.tile_size, group
             )  # [2B]
             return mean_over_ranks(totals.view(2, -1).mean(dim=0) - positive, group)

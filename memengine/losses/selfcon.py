@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from memengine.losses.precision import Products
 from memengine.losses.supcon import SupConLoss, check_positives, given_positives, views_first
 
 __all__ = ['ConLoss']
@@ -25,6 +26,7 @@ class ConLoss(SupConLoss):
         base_temperature: The loss is in units of ``temperature / base_temperature``.
         tile_size: See :class:`~memengine.losses.global_batch.BatchLoss`, also for the loss over
             several ranks.
+        precision: See there, too.
 
     Raises:
         ValueError: For a temperature that is not positive or an unknown mode.
@@ -72,13 +74,15 @@ class ConLoss(SupConLoss):
         options = self.contrast_mode, supcon_s, selfcon_s_FG, selfcon_m_FG
         given = given_positives(labels, mask)
         with self.checked_by_all(features, options=options, positives=given):
-            views = views_first(features)  # [n, B, D]
+            products = Products.of(self.precision, features)
+            views = views_first(features, products)  # [n, B, D]
             if fg_only:
                 self._check_anchors(features, selfcon_s_FG, selfcon_m_FG)
             batch_size = len(features) // (2 if selfcon_m_FG else 1)
             check_positives(batch_size, labels, mask)
         anchors = 1 if self.contrast_mode == 'one' else len(views) - fg_only
-        return self._mean(views, anchors, (batch_size, labels, mask), of_positives=supcon_s)
+        positives = batch_size, labels, mask
+        return self._mean(views, anchors, positives, products, of_positives=supcon_s)
 
     def _check_anchors(self, features: Tensor, single: bool, multi: bool) -> None:
         name = 'selfcon_s_FG' if single else 'selfcon_m_FG'

@@ -17,11 +17,11 @@ from memengine.losses.clip import check_towers, pairwise_gradients, pairwise_log
 from memengine.losses.gather import Gather, all_gather_rows, rows_per_rank
 from memengine.losses.global_batch import (
     BatchLoss,
-    at_least_fp32,
     mean_over_ranks,
     own_rows,
     ranks_of,
 )
+from memengine.losses.precision import Products
 from memengine.losses.tiles import (
     Tile,
     choose_tile_size,
@@ -29,7 +29,6 @@ from memengine.losses.tiles import (
     first_derivative_only,
     grid,
     least_exponent,
-    sum_dtype,
     tiles,
 )
 
@@ -41,13 +40,14 @@ def untiled_losses(
     b: Tensor,
     scale: Tensor | float,
     bias: Tensor | float,
+    products: Products,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """The reference of :func:`tiled_losses`."""
     first = own_rows(b, group).start
     if group is not None:
         b = Gather(b, group)
-    margins = (pairwise_logits(a, b, scale) + bias).neg()
+    margins = (pairwise_logits(a, b, scale, products) + bias).neg()
     margins.diagonal(first).neg_()
     return -F.logsigmoid(margins).sum(dim=1)
 
@@ -58,6 +58,7 @@ def tiled_losses(
     scale: Tensor | float,
     bias: Tensor | float,
     tile_size: int | str,
+    products: Products,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """``sum_n log(1 + exp(-z_mn * (scale * a_m . b_n + bias)))``, z_mn = 1 for m = n and else -1.
@@ -68,6 +69,7 @@ def tiled_losses(
         scale: Scalar; gets its gradient, as ``bias`` does.
         bias: Scalar.
         tile_size: Rows and columns of a tile, or ``'auto'``.
+        products: How the similarities are computed, and their gradients.
         group: With ranks, the sum is over all ranks' ``b``.
 
     Returns:
@@ -75,15 +77,13 @@ def tiled_losses(
 
     With ranks, the gradient of ``a`` is complete on its rank, and that of ``b`` is summed.
     """
-    if a.dtype != b.dtype:
-        a, b = at_least_fp32(a, b)
-    dtype = sum_dtype(a)
+    dtype = products.sums
     scale, bias = (
         torch.as_tensor(value, dtype=dtype, device=a.device).reshape(()) for value in (scale, bias)
     )
     ranks = None if group is None else rows_per_rank(b, group)
-    size = choose_tile_size(tile_size, len(a), a)
-    return _TiledLosses.apply(a, b, scale, bias, size, ranks, group)
+    size = choose_tile_size(tile_size, len(a), a.device, dtype)
+    return _TiledLosses.apply(a, b, scale, bias, size, products, ranks, group)
 
 
 def negated_agreement(tile: Tile, bias: Tensor, first: int) -> Tensor:
@@ -102,16 +102,20 @@ class _TiledLosses(torch.autograd.Function):
         scale: Tensor,
         bias: Tensor,
         tile_size: int,
+        products: Products,
         ranks: list[int] | None,
         group: dist.ProcessGroup | None,
     ) -> Tensor:
-        first = 0
+        ctx.dtypes = a.dtype, b.dtype
+        a, b, first = products.narrowed(a), products.narrowed(b), 0
         if ranks is not None:
             b, first = all_gather_rows(b, ranks, group), sum(ranks[: dist.get_rank(group)])
         ctx.save_for_backward(a, b, scale, bias)
-        ctx.first, ctx.tile_size, ctx.ranks, ctx.group = first, tile_size, ranks, group
+        ctx.first, ctx.tile_size, ctx.products = first, tile_size, products
+        ctx.ranks, ctx.group = ranks, group
         losses = torch.zeros(len(a), dtype=scale.dtype, device=a.device)
-        for tile in tiles(a, b, scale, grid(len(a), len(b), tile_size), tile_size):
+        visits = grid(len(a), len(b), tile_size)
+        for tile in tiles(a, b, scale, visits, tile_size, products):
             wrong = negated_agreement(tile, bias, first)
             softplus(wrong, 1, 40, out=tile.spare)  # type: ignore[call-arg]
             losses[tile.rows] += tile.spare.sum(dim=1)
@@ -121,6 +125,8 @@ class _TiledLosses(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b, scale, bias = ctx.saved_tensors
+        unit = ctx.products.unit(grad)
+        grad = grad / unit
         grad_bias = torch.zeros_like(bias)
 
         def slope_of(tile: Tile) -> Tensor:
@@ -130,8 +136,8 @@ class _TiledLosses(torch.autograd.Function):
             grad_bias.add_(slope.sum())
             return slope
 
-        gradients = pairwise_gradients(ctx, a, b, scale, slope_of)
-        return *gradients, grad_bias if ctx.needs_input_grad[3] else None, None, None, None
+        gradients = pairwise_gradients(ctx, a, b, scale, unit, slope_of)
+        return *gradients, grad_bias * unit if ctx.needs_input_grad[3] else None, *[None] * 4
 
 
 class SigLipLoss(BatchLoss):
@@ -142,12 +148,13 @@ class SigLipLoss(BatchLoss):
     Args:
         tile_size: See :class:`~memengine.losses.global_batch.BatchLoss`, also for the loss over
             several ranks.
+        precision: See there, too.
 
     Cost: untiled 2B²D FLOPs forward and 4B²D backward; autograd keeps the [B, B] margins, on CPU
     also their exponentials. In tiles, and on ranks, as
     :class:`~memengine.losses.clip.ClipLoss`.
 
-    Half-precision features are computed with in fp32, also under autocast.
+    Half-precision features are multiplied as they are and all else is fp32, also under autocast.
 
     Source: Zhai et al., Sigmoid Loss for Language Image Pre-Training (2023).
     """
@@ -183,9 +190,10 @@ class SigLipLoss(BatchLoss):
         group = ranks_of(self.process_group)
         with torch.autocast(image_features.device.type, enabled=False):
             towers = image_features, text_features
+            products = Products.of(self.precision, *towers)
             if self.tile_size is None:
-                losses = untiled_losses(*towers, logit_scale, bias, group)
+                losses = untiled_losses(*towers, logit_scale, bias, products, group)
             else:
-                losses = tiled_losses(*towers, logit_scale, bias, self.tile_size, group)
+                losses = tiled_losses(*towers, logit_scale, bias, self.tile_size, products, group)
             loss = mean_over_ranks(losses, group)
         return {'contrastive_loss': loss} if output_dict else loss

@@ -14,13 +14,13 @@ from torch import Tensor
 from memengine.losses.gather import Gather
 from memengine.losses.global_batch import (
     BatchLoss,
-    at_least_fp32,
     log_partition,
     mean_over_ranks,
     own_rows,
     ranks_of,
     sum_over_ranks,
 )
+from memengine.losses.precision import Precision, Products
 
 __all__ = [
     'Positives',
@@ -110,6 +110,7 @@ def contrastive_rows(
     anchors: int,
     positives: Positives,
     temperature: float,
+    products: Products,
     tile_size: int | str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -125,6 +126,7 @@ def contrastive_rows(
         anchors: Their number M.
         positives: Of the B samples.
         temperature: Positive.
+        products: As in :func:`~memengine.losses.global_batch.log_partition`.
         tile_size: As in :func:`~memengine.losses.global_batch.log_partition`.
         group: As in :func:`~memengine.losses.global_batch.log_partition`.
 
@@ -139,13 +141,13 @@ def contrastive_rows(
     similarity = similarity - positives.itself * torch.linalg.vecdot(z, z)
     has_positive = count > 0
     mean_positive = similarity / (temperature * count.where(has_positive, 1))
-    totals = log_partition(contrasts, anchors, temperature, tile_size, group)
+    totals = log_partition(contrasts, anchors, temperature, products, tile_size, group)
     losses = totals.view(copies, batch_size) - mean_positive
     return losses.where(has_positive, 0).flatten(), has_positive.repeat(copies)
 
 
-def views_first(features: Tensor) -> Tensor:
-    """[B, V, ...] to [V, B, D], in fp32 or wider.
+def views_first(features: Tensor, products: Products) -> Tensor:
+    """[B, V, ...] to [V, B, D], in fp32 or wider, rounded to the operands of the products.
 
     Raises:
         ValueError: For fewer than three dimensions, or an empty one.
@@ -157,7 +159,7 @@ def views_first(features: Tensor) -> Tensor:
         )
     if features.numel() == 0:
         raise ValueError(f'features must not be empty, got {tuple(features.shape)}')
-    return at_least_fp32(features.flatten(start_dim=2))[0].transpose(0, 1)
+    return products.rounded(features.flatten(start_dim=2)).transpose(0, 1)
 
 
 class SupConLoss(BatchLoss):
@@ -176,6 +178,7 @@ class SupConLoss(BatchLoss):
         base_temperature: The loss is in units of ``temperature / base_temperature``.
         tile_size: See :class:`~memengine.losses.global_batch.BatchLoss`, also for the loss over
             several ranks.
+        precision: See there, too.
 
     Raises:
         ValueError: For a temperature that is not positive or an unknown mode.
@@ -185,7 +188,8 @@ class SupConLoss(BatchLoss):
     ranks: :func:`~memengine.losses.logsumexp.others_logsumexp`. With labels on ranks, the sums of
     the classes travel too, D numbers for each class, forward and backward.
 
-    Half-precision features are computed with in fp32, also under autocast.
+    Half-precision features are multiplied as they are, but summed over positives in fp32; so is all
+    else, also under autocast.
 
     Source: Khosla et al., Supervised Contrastive Learning (2020), L_out.
     """
@@ -196,8 +200,9 @@ class SupConLoss(BatchLoss):
         contrast_mode: Literal['all', 'one'] = 'all',
         base_temperature: float = 0.07,
         tile_size: int | str | None = None,
+        precision: Precision = 'auto',
     ) -> None:
-        super().__init__(tile_size)
+        super().__init__(tile_size, precision)
         if not temperature > 0:
             raise ValueError(f'temperature must be positive, got {temperature}')
         if not base_temperature > 0:
@@ -231,16 +236,18 @@ class SupConLoss(BatchLoss):
         """
         given = given_positives(labels, mask)
         with self.checked_by_all(features, mode=self.contrast_mode, positives=given):
-            views = views_first(features)  # [V, B, D]
+            products = Products.of(self.precision, features)
+            views = views_first(features, products)  # [V, B, D]
             check_positives(len(features), labels, mask)
         anchor_views = 1 if self.contrast_mode == 'one' else len(views)
-        return self._mean(views, anchor_views, (len(features), labels, mask))
+        return self._mean(views, anchor_views, (len(features), labels, mask), products)
 
     def _mean(
         self,
         views: Tensor,
         anchor_views: int,
         positives: tuple[int, Tensor | None, Tensor | None],
+        products: Products,
         of_positives: bool = False,
     ) -> Tensor:
         """The mean of the anchors' losses.
@@ -249,6 +256,7 @@ class SupConLoss(BatchLoss):
             views: [V, n, D].
             anchor_views: How many of the V are anchors, the first.
             positives: B, and ``labels`` [B] or ``mask`` [B, B], or None and None.
+            products: How the similarities are computed, and their gradients.
             of_positives: Whether it is the mean over the anchors that have positives.
         """
         batch_size, labels, mask = positives
@@ -261,6 +269,7 @@ class SupConLoss(BatchLoss):
                 anchor_views * views.shape[1],
                 positives_of(blocks, labels, mask, group),
                 self.temperature,
+                products,
                 self.tile_size,
                 group,
             )

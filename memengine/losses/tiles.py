@@ -1,6 +1,7 @@
 """All pairs of rows, one tile at a time in the same memory: the loop under the tiled losses.
 
-Everything here runs in fp32 (fp64 for fp64 rows), whatever type the rows have.
+Everything here is in fp32 (fp64 for fp64 rows) but the operands of products, which may be in half
+precision (:mod:`~memengine.losses.precision`).
 
 Shapes: M rows against N rows, D features; t the tile size. A tile is [t, t].
 """
@@ -16,12 +17,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from memengine.losses.precision import Products
 from memengine.technique import Settings, Technique, setting
 
 __all__ = [
     'Tile',
-    'sum_dtype',
-    'add_product',
     'check_tile_size',
     'choose_tile_size',
     'diagonal',
@@ -47,7 +47,9 @@ def check_tile_size(tile_size: int | str | None) -> None:
         )
 
 
-def choose_tile_size(tile_size: int | str, rows: int, like: Tensor) -> int:
+def choose_tile_size(
+    tile_size: int | str, rows: int, device: torch.device, dtype: torch.dtype
+) -> int:
     """The number that ``'auto'`` stands for: the largest square tile within a budget of bytes.
 
     The budget is 1 MiB on a CPU, where a tile then stays in a core's cache (512 rows in fp32),
@@ -55,14 +57,9 @@ def choose_tile_size(tile_size: int | str, rows: int, like: Tensor) -> int:
     """
     if tile_size != 'auto':
         return int(tile_size)
-    budget = AUTO_TILE_BYTES.get(like.device.type, AUTO_TILE_BYTES_ELSEWHERE)
-    side = math.isqrt(budget // sum_dtype(like).itemsize)
+    budget = AUTO_TILE_BYTES.get(device.type, AUTO_TILE_BYTES_ELSEWHERE)
+    side = math.isqrt(budget // dtype.itemsize)
     return min(rows, side)
-
-
-def sum_dtype(tensor: Tensor) -> torch.dtype:
-    """The type in which the sums of such rows are taken."""
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def least_exponent(dtype: torch.dtype) -> float:
@@ -78,8 +75,8 @@ class Tile(NamedTuple):
 
     rows: slice
     cols: slice
-    scaled: Tensor  # [t, D], the rows times the scale
-    others: Tensor  # [t, D], the columns
+    left: Tensor  # [t, D], the rows as operand: times the scale, unless in half precision
+    right: Tensor  # [t, D], the columns as operand
     logits: Tensor  # [t, t], to be overwritten
     spare: Tensor  # [t, t], room for another
 
@@ -104,24 +101,27 @@ def upper_tiles(anchors: int, rows: int, tile_size: int) -> Visits:
     return [(part, parts[number:] + rest) for number, part in enumerate(parts)]
 
 
-def tiles(a: Tensor, b: Tensor, scale: Tensor | float, visits: Visits, size: int) -> Iterator[Tile]:
-    """``scale * a @ b.T`` tile by tile, in the same two buffers."""
-    dtype = sum_dtype(a)
+def tiles(
+    a: Tensor, b: Tensor, scale: Tensor | float, visits: Visits, size: int, products: Products
+) -> Iterator[Tile]:
+    """``scale * a @ b.T`` tile by tile, in the same two buffers.
+
+    In half precision the logits are scaled, not the rows, which would be rounded once more.
+    """
+    dtype, is_half = products.sums, products.is_half
     side = min(size, len(a)) * min(size, len(b))
     room = torch.empty(2, side, dtype=dtype, device=a.device)
     for rows, columns in visits:
-        scaled = a[rows].to(dtype) * scale
+        left = a[rows].to(products.operands)
+        left = left if is_half else left * scale
         for cols in columns:
-            others = b[cols].to(dtype)
-            shape = len(scaled), len(others)
+            right = b[cols].to(products.operands)
+            shape = len(left), len(right)
             logits, spare = (part[: shape[0] * shape[1]].view(shape) for part in room)
-            torch.mm(scaled, others.T, out=logits)
-            yield Tile(rows, cols, scaled, others, logits, spare)
-
-
-def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``, in place."""
-    torch.addmm(total, left, right, out=total)
+            products.mm(left, right.T, logits)
+            if is_half:
+                logits *= scale
+            yield Tile(rows, cols, left, right, logits, spare)
 
 
 def diagonal(tile: Tile, offset: int = 0) -> tuple[Tensor, slice]:

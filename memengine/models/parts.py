@@ -44,11 +44,7 @@ def l2_normalize(embeddings: Tensor) -> Tensor:
 
 
 def labels_of(data_samples: Any, name: str) -> Tensor:
-    """Labels [B] of a batch.
-
-    Raises:
-        ValueError: When there are none.
-    """
+    """Labels [B] of a batch."""
     if not isinstance(data_samples, Mapping) or 'label' not in data_samples:
         raise ValueError(f"{name} needs data_samples['label']; let PackInputs.keys hold 'label'")
     return data_samples['label']

@@ -16,18 +16,7 @@ __all__ = ['figure_of', 'save_figure', 'shown']
 def figure_of(
     rows: int, columns: int, width: float, height: float, **options: Any
 ) -> tuple[Figure, list[list[Axes]]]:
-    """A figure with a grid of axes.
-
-    Args:
-        rows: Number of rows.
-        columns: Number of columns.
-        width: In inches.
-        height: In inches.
-        **options: Passed on to ``Figure.subplots``.
-
-    Returns:
-        The figure and its axes, row by row.
-    """
+    """A figure with a grid of axes."""
     figure = Figure(figsize=(width, height), layout='constrained')
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False, **options)
@@ -35,12 +24,7 @@ def figure_of(
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write a PNG whole or not at all; folders are made.
-
-    Args:
-        figure: From ``figure_of``.
-        path: The file.
-    """
+    """Write a PNG whole or not at all; folders are made."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f'.{path.name}.partial')

@@ -43,12 +43,6 @@ def write_page(work_dir: str | Path) -> Path:
 
     It holds what the run has logged (curves, flat ones small; where time and memory went), and the
     tables and pictures in ``report`` and the folders in it, which other commands have written.
-
-    Args:
-        work_dir: The work dir of a run.
-
-    Returns:
-        The page.
     """
     folder = Path(work_dir) / 'report'
     folder.mkdir(exist_ok=True)

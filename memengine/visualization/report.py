@@ -40,12 +40,6 @@ def write_report(work_dir: str | Path) -> Path:
     ``curves.png`` (a panel for each quantity that was logged) and ``summary.json`` (final and
     best figures, peak memory, time) to ``WORK_DIR/report``.
 
-    Args:
-        work_dir: The work dir of a run.
-
-    Returns:
-        The report's folder.
-
     Raises:
         FileNotFoundError: When nothing was logged there.
         ValueError: For a damaged log.

@@ -53,9 +53,6 @@ def read_history(work_dir: str | Path) -> History:
     A run that was resumed goes on from the one before: from where a later run begins, its
     records count. A run that begins anew replaces all before it.
 
-    Args:
-        work_dir: Holds one folder per run, each with ``vis_data/scalars.json``.
-
     Raises:
         FileNotFoundError: When no run in ``work_dir`` has logged anything.
         ValueError: For a file that is no log, naming file and line.

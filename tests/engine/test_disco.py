@@ -13,7 +13,7 @@ from memengine.engine.step import run_step
 from memengine.engine.wrappers import DisCoDistributedDataParallel, MMDistributedDataParallel
 from memengine.losses import Gather, NTXentLoss
 from memengine.models import CLIP, Classifier, SelfCon, SigLIP, SimCLR, SupCon
-from memengine.techniques.layers.sync_batchnorm import convert_sync_batchnorm
+from memengine.techniques.layers.sync_batchnorm import SyncedBatchNorm
 from memengine.techniques.slices.slicing import take
 from memengine.testing import assert_same_step, relative_error, run_ranks
 from tests.engine.toy import Losses, toy_runner
@@ -178,7 +178,7 @@ def _variants(rank, world_size):
         for settings in ({}, SLICED)
     )
     model = build(SimCLR, **BATCH_NORM)
-    convert_sync_batchnorm(model)
+    SyncedBatchNorm(model)
     batch_norm = train(DisCoDistributedDataParallel(model), SimCLR, rows)
     frozen = {
         f'{name} {tile_size}': train(

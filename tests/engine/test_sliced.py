@@ -42,7 +42,7 @@ def wrap(model, kind=OptimWrapper, optimizer='AdamW', **settings):
 
 
 @functools.cache
-def train(kind, steps=5, **settings):
+def train(kind, steps=3, **settings):
     """Losses of each step, and the parameters after all of them."""
     model, _ = model_and_batch(kind)
     wrapper = wrap(model, **settings)
@@ -78,7 +78,7 @@ def test_accumulation_follows_the_plain_step(kind, micro_batch_size):
 
 def test_the_comparison_sees_a_wrong_gradient():
     _, parameters = train(SimCLR)
-    _, other = train(SimCLR, steps=4)
+    _, other = train(SimCLR, steps=2)
     with pytest.raises(AssertionError, match='tensors differ'):
         assert_same_step(other, parameters)
 
@@ -136,7 +136,7 @@ def test_bytes_shrink_with_the_slice(kind, wrapper, setting):
 
 
 def test_accumulation_over_iterations_goes_on_meaning_iterations():
-    _, parameters = train(Classifier, accumulative_counts=2)
+    _, parameters = train(Classifier, steps=5, accumulative_counts=2)
     model, _ = model_and_batch(Classifier)
     wrapper = wrap(model, AccumulationOptimWrapper, micro_batch_size=2, accumulative_counts=2)
     for seed in range(5):

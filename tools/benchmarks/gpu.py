@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -81,6 +82,18 @@ def peaks(run: Callable[[], object]) -> dict[str, float]:
     }
 
 
+def with_times(
+    facts: dict[str, dict[str, float]], steps: Mapping[str, Any], repeats: int
+) -> dict[str, dict[str, float]]:
+    """Facts with the median milliseconds of each step, and its time by the first one's."""
+    seconds = measuring.time_in_turn(steps, repeats, DEVICE)
+    first = next(iter(seconds.values()))
+    for name, found in facts.items():
+        found['time'] = measuring.ratio(seconds[name], first)
+        found['ms'] = 1000 * statistics.median_high(seconds[name])
+    return facts
+
+
 def time_ways(arch: str, batch: int, repeats: int, **options: Any) -> dict[str, dict[str, float]]:
     """Time of each way by plain's, in turn, and its memory by itself."""
     size = options.get('img_size', 224)
@@ -96,11 +109,7 @@ def time_ways(arch: str, batch: int, repeats: int, **options: Any) -> dict[str, 
     models = {name: make(arch, way, **options) for name, way in WAYS.items()}
     steps = {name: (model, partial(step, model, images)) for name, model in models.items()}
     measuring.time_in_turn(steps, 3, DEVICE)
-    seconds = measuring.time_in_turn(steps, repeats, DEVICE)
-    for name, found in facts.items():
-        found['time'] = measuring.ratio(seconds[name], seconds['plain'])
-        found['ms'] = 1000 * sorted(seconds[name])[len(seconds[name]) // 2]
-    return facts
+    return with_times(facts, steps, repeats)
 
 
 def gradient(arch: str, way: Mapping[str, Any], images: Tensor, **where: Any) -> list[Tensor]:
@@ -161,11 +170,7 @@ def time_losses(rows: int, width: int, repeats: int) -> dict[str, dict[str, floa
         for name, loss in losses.items()
     }
     facts = {name: peaks(run) for name, (_, run) in steps.items()}
-    seconds = measuring.time_in_turn(steps, repeats, DEVICE)
-    for name, found in facts.items():
-        found['time'] = measuring.ratio(seconds[name], seconds['whole'])
-        found['ms'] = 1000 * sorted(seconds[name])[len(seconds[name]) // 2]
-    return facts
+    return with_times(facts, steps, repeats)
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:

@@ -93,10 +93,7 @@ def _problem(transform: Any) -> str | None:
         nested = [(type(inner).__name__, _problem(inner)) for inner in transform.transforms]
         return next((f'holds {name}, which {why}' for name, why in nested if why), None)
     settings: dict[type, tuple[tuple[str, tuple[Any, ...]], ...]] = {
-        v2.RandomResizedCrop: (
-            ('antialias', (True,)),
-            ('interpolation', ('bilinear', 'bicubic')),
-        ),
+        v2.RandomResizedCrop: (('antialias', (True,)), ('interpolation', ('bilinear', 'bicubic'))),
         v2.RandomCrop: (
             ('fill', (0,)),
             ('padding_mode', ('constant',)),
@@ -146,9 +143,6 @@ class BatchedPipeline(Pipeline):
             images: Float [B, C, H, W], 0 to 1.
             samples: What is known of each, beside its image.
             draws: Those of the B samples.
-
-        Raises:
-            ValueError: When a transform fails; names it.
         """
         views, packed = _carry_out(self.steps[:-1], images, draws), self.steps[-1][1]
         if isinstance(views, Tensor):

@@ -47,9 +47,6 @@ def load_rgb(path: str | BytesIO, max_pixels: int = MOST_PIXELS) -> Image.Image:
         path: The file, or its content.
         max_pixels: Larger images are refused, before memory is taken for them.
 
-    Returns:
-        A PIL image of mode ``RGB``.
-
     Raises:
         OSError: When the file is missing, truncated, larger, or no image that can be read; when it
             is no file but a pipe or a device, from which reading might never end.
@@ -261,10 +258,7 @@ class ImageNet(ImageFolder):
     """
 
     def __init__(
-        self,
-        root: str,
-        split: Literal['train', 'val'] = 'train',
-        max_pixels: int = MOST_PIXELS,
+        self, root: str, split: Literal['train', 'val'] = 'train', max_pixels: int = MOST_PIXELS
     ) -> None:
         if split not in ('train', 'val'):
             raise ValueError(f"split must be 'train' or 'val', got {split!r}")
@@ -273,17 +267,26 @@ class ImageNet(ImageFolder):
         super().__init__(str(split_folder), max_pixels)
 
 
-class _Cifar:
-    """What both CIFAR sets share; ``_name`` is torchvision's class."""
+@DATASETS.register_module()
+class CIFAR10:
+    """CIFAR-10 in its Python layout, ``root/cifar-10-batches-py``: 32x32 RGB, ten classes.
 
-    _name: str
+    Args:
+        root: The folder that holds ``cifar-10-batches-py``.
+        train: The 50,000 training images, else the 10,000 test images.
+        download: Fetch the data into ``root`` when it is missing.
+
+    Raises:
+        ValueError: When the data is missing or damaged (checked by MD5), or cannot be fetched.
+    """
 
     def __init__(self, root: str, train: bool = True, download: bool = False) -> None:
         from torchvision import datasets
 
         if not download:
             _existing_folder(root)
-        reader: Any = getattr(datasets, self._name)
+        name = type(self).__name__
+        reader: Any = getattr(datasets, name)
         try:
             self._images = reader(str(Path(root).expanduser()), train=train, download=download)
         except (RuntimeError, OSError) as error:
@@ -293,8 +296,7 @@ class _Cifar:
                 else 'set root to the folder that holds it, or download=True to fetch it'
             )
             raise ValueError(
-                f'{self._name} is missing or damaged under root={root!r}; {remedy} '
-                f'({one_line(error)})'
+                f'{name} is missing or damaged under root={root!r}; {remedy} ({one_line(error)})'
             ) from error
         self.classes: list[str] = self._images.classes
         self.labels: list[int] = self._images.targets
@@ -307,32 +309,5 @@ class _Cifar:
 
 
 @DATASETS.register_module()
-class CIFAR10(_Cifar):
-    """CIFAR-10 in its Python layout, ``root/cifar-10-batches-py``: 32x32 RGB, ten classes.
-
-    Args:
-        root: The folder that holds ``cifar-10-batches-py``.
-        train: The 50,000 training images, else the 10,000 test images.
-        download: Fetch the data into ``root`` when it is missing.
-
-    Raises:
-        ValueError: When the data is missing or damaged (checked by MD5), or cannot be fetched.
-    """
-
-    _name = 'CIFAR10'
-
-
-@DATASETS.register_module()
-class CIFAR100(_Cifar):
-    """CIFAR-100 in its Python layout, ``root/cifar-100-python``: 32x32 RGB, a hundred classes.
-
-    Args:
-        root: The folder that holds ``cifar-100-python``.
-        train: The 50,000 training images, else the 10,000 test images.
-        download: Fetch the data into ``root`` when it is missing.
-
-    Raises:
-        ValueError: When the data is missing or damaged (checked by MD5), or cannot be fetched.
-    """
-
-    _name = 'CIFAR100'
+class CIFAR100(CIFAR10):
+    """CIFAR-100 in its Python layout, ``root/cifar-100-python``, as :class:`CIFAR10`."""

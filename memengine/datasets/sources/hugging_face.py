@@ -11,7 +11,7 @@ from PIL import Image
 from memengine.datasets.sources.folders import MOST_PIXELS, load_rgb
 from memengine.datasets.sources.protocols import NO_LABEL
 from memengine.registry import DATASETS
-from memengine.suggest import did_you_mean
+from memengine.suggest import did_you_mean, import_optional
 
 __all__ = ['HuggingFace']
 
@@ -47,10 +47,7 @@ class HuggingFace:
         caption: str | None = None,
         max_pixels: int = MOST_PIXELS,
     ) -> None:
-        try:
-            import datasets
-        except ImportError as error:
-            raise ImportError('HuggingFace needs datasets: pip install datasets') from error
+        datasets = import_optional('datasets', 'HuggingFace')
         on_disk = any(Path(path, file).is_file() for file in ('state.json', 'dataset_dict.json'))
         if on_disk:
             rows = datasets.load_from_disk(path)

@@ -14,7 +14,7 @@ from memengine.datasets.build import one_line
 from memengine.datasets.sources.folders import MOST_PIXELS, load_rgb
 from memengine.datasets.sources.protocols import NO_LABEL
 from memengine.registry import DATASETS
-from memengine.suggest import did_you_mean
+from memengine.suggest import did_you_mean, import_optional
 
 __all__ = ['CocoCaptions', 'ImageTable']
 
@@ -99,13 +99,11 @@ class ImageTable(_Listed):
         if label is None:
             self.labels = [NO_LABEL] * len(rows)
             return
-        names = sorted(set(map(str, labels)), key=_by_number)
+        stated = set(map(str, labels))
+        names = sorted(filter(str.isdecimal, stated), key=lambda name: (int(name), name))
+        names += sorted(name for name in stated if not name.isdecimal())
         numbers = {name: number for number, name in enumerate(names)}
         self.classes, self.labels = names, [numbers[str(each)] for each in labels]
-
-
-def _by_number(name: str) -> tuple[bool, int, str]:
-    return (False, int(name), name) if name.isdecimal() else (True, 0, name)
 
 
 def _value(row: Mapping[str, Any], column: str, where: str) -> Any:
@@ -137,11 +135,8 @@ def _rows_of(table: Path) -> Iterator[Mapping[str, Any]]:
                     raise ValueError(f'{table}, line {number}: no JSON object') from error
                 yield row
     elif table.suffix == '.parquet':
-        try:
-            import pyarrow.parquet
-        except ImportError as error:
-            raise ImportError('a .parquet table needs pyarrow: pip install pyarrow') from error
-        for batch in pyarrow.parquet.ParquetFile(table).iter_batches():
+        parquet = import_optional('pyarrow.parquet', 'a .parquet table')
+        for batch in parquet.ParquetFile(table).iter_batches():
             yield from batch.to_pylist()
     else:
         raise ValueError(f'table must be a .csv, .tsv, .jsonl or .parquet file, got {str(table)!r}')

@@ -98,9 +98,6 @@ class Tokenize:
     Args:
         tokenizer: Config of a tokenizer: ``WordTokenizer``, ``OpenClipTokenizer``,
             ``TransformersTokenizer`` or one's own, registered with TRANSFORMS.
-
-    Raises:
-        ValueError: When the sample has no caption.
     """
 
     def __init__(self, tokenizer: TransformConfig) -> None:

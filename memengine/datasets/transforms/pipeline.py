@@ -62,9 +62,6 @@ class Pipeline:
 
         At a few pixels a transform costs mostly the processor's cold caches, so that the views of
         a sample are a quarter cheaper in step than one after the other.
-
-        Raises:
-            ValueError: When a transform fails or returns no dict; names the transform.
         """
         for where, step in self.steps:
             samples = [_apply(where, step, results) for results in samples]

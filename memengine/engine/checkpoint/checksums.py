@@ -101,11 +101,7 @@ def _find_digits(file: BinaryIO) -> int | None:
 
 
 def write_checksums(folder: Path, known: dict[str, str]) -> Path:
-    """List the checksums of all files of a folder in it; those in ``known`` are not computed.
-
-    Returns:
-        The list.
-    """
+    """List the checksums of all files of a folder in it; those in ``known`` are not computed."""
     names = sorted(path.name for path in folder.iterdir() if path.name != CHECKSUMS_FILE)
     lines = [f'{known.get(name) or checksum(folder / name)}  {name}\n' for name in names]
     (folder / CHECKSUMS_FILE).write_text(''.join(lines))

@@ -30,13 +30,6 @@ def convert(source: str | Path, target: str | Path) -> str:
     ``.dcp`` and ``.pth`` hold all of a run, so training goes on from either. ``.safetensors``
     holds the weights by name, as other programs read them, and where they are from.
 
-    Args:
-        source: A checkpoint of any of the three kinds.
-        target: Where to write; there must not be anything yet.
-
-    Returns:
-        What was done, in a sentence.
-
     Raises:
         CheckpointError: When the source cannot be read or the target not be written.
 

@@ -35,15 +35,9 @@ class SafeReader(dcp.FileSystemReader):
 
     The tensors themselves are read by torch, with its safe unpickler.
 
-    Args:
-        folder: The checkpoint.
-
     Raises:
         CheckpointError: When the list is damaged, names anything but tensors, or files that are
             not whole in the folder.
-
-    Attributes:
-        tensors: What is listed, by name.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -91,9 +85,7 @@ class _Unpickler(pickle.Unpickler):
         return found
 
 
-def _read(
-    folder: Path,
-) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, _Place]]:
+def _read(folder: Path) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, _Place]]:
     try:
         with open(folder / '.metadata', 'rb') as file:
             check_memo(file)

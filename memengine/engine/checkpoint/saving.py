@@ -15,8 +15,7 @@ import torch
 
 from memengine.engine.checkpoint.checksums import seal
 from memengine.engine.checkpoint.files import CheckpointError, atomic_write
-from memengine.engine.distributed.processes import cpu_group
-from memengine.engine.distributed.together import together
+from memengine.engine.distributed.processes import cpu_group, together
 
 __all__ = ['CheckpointWriter', 'SaveError', 'explain_save_error', 'save_errors', 'write_file']
 
@@ -55,11 +54,7 @@ def explain_save_error(error: BaseException, folder: Path) -> str:
 
 @contextmanager
 def save_errors(path: Path) -> Iterator[None]:
-    """Turn what the system, or torch, says when a checkpoint cannot be written into a sentence.
-
-    Raises:
-        SaveError: Naming the checkpoint, the cause and what to do.
-    """
+    """Turn what the system, or torch, says when a checkpoint cannot be written into a sentence."""
     try:
         yield
     except (OSError, RuntimeError) as error:

@@ -96,17 +96,9 @@ def merge_tensors(rest: dict[str, Any], tensors: Mapping[KeyPath, Tensor]) -> di
 
 @contextmanager
 def torch_errors(
-    what: str,
-    kind: type[CheckpointError],
-    explain: Callable[[BaseException], str] = str,
+    what: str, kind: type[CheckpointError], explain: Callable[[BaseException], str] = str
 ) -> Iterator[None]:
-    """Turn torch's error, which is none of Python's ``Exception``, into one that names the ranks.
-
-    Args:
-        what: What could not be done.
-        kind: What is raised instead.
-        explain: Says what a rank's own error means.
-    """
+    """Turn torch's error, which is no ``Exception`` of Python's, into one that names the ranks."""
     try:
         yield
     except CheckpointException as error:

@@ -18,8 +18,7 @@ from memengine.engine.checkpoint.checksums import checksum, write_checksums
 from memengine.engine.checkpoint.files import backup_path, sync
 from memengine.engine.checkpoint.saving import SaveError, explain_save_error, save_errors
 from memengine.engine.checkpoint.sharded import RUN_FILE, KeyPath, split_tensors, torch_errors
-from memengine.engine.distributed.processes import cpu_group
-from memengine.engine.distributed.together import together
+from memengine.engine.distributed.processes import cpu_group, together
 
 __all__ = ['sharded_write']
 
@@ -69,7 +68,9 @@ def sharded_write(
             with save_errors(folder):
                 _on_rank_0(lambda: _begin(partial, run_file.getvalue()), group)
                 _write_tensors(writer, named, group, folder)
-                sums = together(lambda: _sums_of_own_files(partial), group)
+                # Each rank of what it has written, which its machine may still have in memory.
+                own = f'__{_rank()}_*'
+                sums = together(lambda: {p.name: checksum(p) for p in partial.glob(own)}, group)
                 known = {name: digits for of_rank in sums for name, digits in of_rank.items()}
                 _on_rank_0(lambda: _publish(partial, folder, known, on_complete), group)
         except BaseException:
@@ -110,11 +111,6 @@ def _write_tensors(
 
     with torch_errors(f'{folder} could not be written', SaveError, explain):
         dcp.save(tensors, storage_writer=writer, process_group=group)
-
-
-def _sums_of_own_files(partial: Path) -> dict[str, str]:
-    """Checksums of what this rank has written, which its machine may still have in memory."""
-    return {path.name: checksum(path) for path in partial.glob(f'__{_rank()}_*')}
 
 
 def _publish(

@@ -262,15 +262,7 @@ def read_checkpoint(
     with_optimizer: bool,
     map_location: Any = 'cpu',
 ) -> dict[str, Any]:
-    """Read a checkpoint of any kind as MMEngine's dict, laid out as this run's ranks hold it.
-
-    Args:
-        filename: A file of MMEngine's, a sharded checkpoint or a safetensors file.
-        trusted: See :func:`memengine.engine.checkpoint.files.safe_loading`.
-        layout: How ranks hold what is in it.
-        with_optimizer: Whether the optimiser's state is wanted.
-        map_location: Where the tensors of a file go.
-    """
+    """Read a checkpoint of any kind as MMEngine's dict, laid out as this run's ranks hold it."""
     if is_sharded(filename):
 
         def wanted(entry: str) -> bool:

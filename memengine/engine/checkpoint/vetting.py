@@ -31,9 +31,6 @@ _LEGACY_PICKLES = 4  # magic number, protocol, system, and then what was saved
 def vet(file: str | os.PathLike[str] | IO[bytes]) -> None:
     """Read the pickle in a file of torch's without making anything that it names.
 
-    Args:
-        file: A path, or a file that is left where it was.
-
     Raises:
         pickle.UnpicklingError: When it would set items of anything but a dict, take a storage to be
             larger than it is, or memory for what it has not.
@@ -81,12 +78,6 @@ def check_memo(file: IO[bytes]) -> None:
     """Refuse a pickle that remembers something by a number larger than there can be.
 
     Python's unpickler takes memory for all numbers up to it: one damaged byte could take 32 GiB.
-
-    Args:
-        file: At the pickle's beginning, where it is left.
-
-    Raises:
-        pickle.UnpicklingError: When it does.
     """
     start = file.tell()
     for count, (opcode, number, _) in enumerate(pickletools.genops(file)):

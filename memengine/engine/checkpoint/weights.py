@@ -127,14 +127,7 @@ def load_from_options(load_from: str | Mapping[str, Any]) -> dict[str, Any]:
 def select(
     state: Mapping[str, Any], revise_keys: Sequence[tuple[str, str]], part: str, into: str
 ) -> OrderedDict[str, Any]:
-    """The weights below ``part``, by the names that they have below ``into``.
-
-    Args:
-        state: Weights by name.
-        revise_keys: Pairs of pattern and replacement for names, applied first.
-        part: Name of a module in the file; '' for all of it.
-        into: Name of a module in the model; '' for all of it.
-    """
+    """The weights below ``part``, by the names that they have below ``into``."""
     chosen: OrderedDict[str, Any] = OrderedDict()
     for name, value in state.items():
         for pattern, replacement in revise_keys:
@@ -211,12 +204,7 @@ def _shape(value: Any) -> str:
 
 
 def parts_that_fit(names: Iterable[str], wanted: Iterable[str]) -> list[str]:
-    """Modules of a file below which every name is found that a module of a model has.
-
-    Args:
-        names: All names in the file.
-        wanted: Names below the module.
-    """
+    """Modules of a file below which every name is found that a module of a model has."""
     there = set(names)
     needed = [name for name in wanted if not name.endswith('num_batches_tracked')]
     if not needed:
@@ -239,10 +227,6 @@ def _readings(model: nn.Module, names: Iterable[str]) -> tuple[list[str], str]:
 
 def only_reading(model: nn.Module, names: Sequence[str]) -> tuple[str, str] | None:
     """The part of a file that is most of a model, and where it goes, if there is no other way.
-
-    Args:
-        model: The model, not wrapped.
-        names: All names in the file.
 
     Returns:
         ``part`` and ``into``; None where a name fits as it is, and where no or several parts do.

@@ -6,12 +6,12 @@ import argparse
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from mmengine.config import Config
 from mmengine.dist import get_rank
 
 from memengine.engine.checkpoint.checksums import verify as compare_checksums
+from memengine.engine.checkpoint.convert import convert
 from memengine.engine.checkpoint.files import DamagedError
 from memengine.engine.checkpoint.latest import find_latest
 from memengine.engine.checkpoint.sharded import SUFFIX, is_sharded
@@ -23,25 +23,13 @@ from memengine.engine.config.types import arguments_of, find_type
 from memengine.engine.distributed.threads import set_threads
 from memengine.registry import RUNNERS
 
-__all__ = [
-    'convert',
-    'examine_data',
-    'of_memory',
-    'read_config',
-    'replay',
-    'test',
-    'train',
-    'verify',
-]
+__all__ = ['carry_out', 'convert', 'read_config', 'replay', 'verify']
 
 _DTYPE = {'bf16': 'bfloat16', 'fp16': 'float16'}
 
 
 def read_config(args: argparse.Namespace) -> Config:
     """The config with what the command line sets, checked whole.
-
-    Args:
-        args: The parsed command line.
 
     Raises:
         ConfigError: With all that is wrong.
@@ -77,41 +65,32 @@ def read_config(args: argparse.Namespace) -> Config:
     return cfg
 
 
-def train(cfg: Config) -> None:
-    """Train as a checked config says."""
-    _build(cfg, 'train_dataloader').train()
-
-
-def test(cfg: Config) -> None:
-    """Test the checkpoint that ``load_from`` names."""
-    _build(cfg, 'test_dataloader').test()
-
-
-def of_memory(args: argparse.Namespace, cfg: Config) -> str:
-    """What a step takes, predicted or measured, or how it can take less."""
-    from memengine.engine.cli.memory import measure_step, predict_step
-    from memengine.engine.cli.memory_report import report_memory
-    from memengine.engine.cli.plan import plan_step
-
+def carry_out(args: argparse.Namespace, cfg: Config) -> str:
+    """Train, test, or look at data and memory, as a checked config says; what is to be printed."""
     if args.command == 'plan':
+        from memengine.engine.cli.plan import plan_step
+
         return plan_step(cfg, args)
     if args.command == 'memory':
+        from memengine.engine.cli.memory_report import report_memory
+
         return report_memory(cfg, args.json)
-    return (predict_step if args.command == 'predict' else measure_step)(cfg, args.json)
+    if args.command in ('predict', 'measure'):
+        from memengine.engine.cli.memory import measure_step, predict_step
 
+        return (predict_step if args.command == 'predict' else measure_step)(cfg, args.json)
+    if args.command == 'data':
+        from memengine.engine.cli.data import examine_data
 
-def examine_data(cfg: Config) -> str:
-    """What the model sees, and whether data or model is the bottleneck."""
-    from memengine.engine.cli import data
-
-    return data.examine_data(cfg)
-
-
-def convert(source: str, target: str) -> str:
-    """Write a checkpoint in another form; returns what was done."""
-    from memengine.engine.checkpoint.convert import convert as convert_checkpoint
-
-    return convert_checkpoint(source, target)
+        return examine_data(cfg)
+    loader = cfg.get(f'{args.command}_dataloader')
+    set_threads(loader.get('num_workers', 0) if isinstance(loader, dict) else 0)
+    runner = RUNNERS.build(cfg)
+    if args.command == 'train':
+        runner.train()
+    else:
+        runner.test()
+    return ''
 
 
 def verify(path: str) -> Iterator[str]:
@@ -155,12 +134,6 @@ def replay(args: argparse.Namespace) -> str:
     set_threads(0)
     findings = replay_step(args.file, cfg)
     return '\n'.join(map(str, findings)) if get_rank() == 0 else ''
-
-
-def _build(cfg: Config, loader: str) -> Any:
-    config = cfg.get(loader)
-    set_threads(config.get('num_workers', 0) if isinstance(config, dict) else 0)
-    return RUNNERS.build(cfg)
 
 
 def _check_exists(checkpoint: str, option: str) -> None:

@@ -91,11 +91,7 @@ def to_log_file(logger: logging.Logger, text: str, level: int = logging.INFO) ->
 
 
 def log_environment(runner: Any) -> None:
-    """Say what runs and on what; all of the environment and the config go to the log file.
-
-    Args:
-        runner: The Runner, with its logger and seed.
-    """
+    """Say what runs and on what; all of the environment and the config go to the log file."""
     facts = {
         **collect_env(),
         'memengine': memengine.__version__,
@@ -121,11 +117,7 @@ def log_environment(runner: Any) -> None:
 
 
 def describe_run(runner: Any) -> Iterator[str]:
-    """What is about to be trained, on what and how long, in a line each.
-
-    Args:
-        runner: The Runner, with all that training needs built.
-    """
+    """What is about to be trained, on what and how long, in a line each."""
     model = unwrap(runner.model)
     parameters = list(model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]

@@ -24,14 +24,7 @@ _BATCHES, _STEPS = 5, 3
 
 
 def examine_data(cfg: Config) -> str:
-    """Draw the first samples, time loading and training, and say which of the two is slower.
-
-    Args:
-        cfg: A checked config of training; ``views.png`` goes into ``data/`` of its work dir.
-
-    Returns:
-        Lines for the console.
-    """
+    """Draw the first samples, time loading and training, and say which of the two is slower."""
     MMLogger.get_current_instance().setLevel('WARNING')
     batches = iter(loader_of(cfg))
     batch = next(batches)  # the first one may open files that stay open

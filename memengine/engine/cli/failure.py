@@ -36,10 +36,6 @@ _UNEXPECTED = re.compile(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword ar
 def explain(error: BaseException, cfg: Mapping[str, Any] | None = None) -> str:
     """Describe an error to the user.
 
-    Args:
-        error: What was raised.
-        cfg: The run's config, in which the setting that was being built is looked up.
-
     Returns:
         A sentence; several lines only when there are several problems in a config.
     """

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memengine.engine.cli.parser import AFTER_TRAINING, make_parser
-from memengine.engine.config.early import check_top_keys
+from memengine.engine.config.early import check_names
 from memengine.engine.config.error import ConfigError
 from memengine.engine.faults.signals import (
     Interrupted,
@@ -31,16 +31,12 @@ if TYPE_CHECKING:
 
 __all__ = ['main']
 
-_OF_MEMORY = ('predict', 'measure', 'memory', 'plan')
-_ON_CONFIG = ('train', 'test', 'data', *_OF_MEMORY)
+_ON_CONFIG = ('train', 'test', 'data', 'predict', 'measure', 'memory', 'plan')
 _RANK_VARIABLES = ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK', 'PMI_RANK')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
-
-    Args:
-        argv: Arguments without the program's name; by default those of the process.
 
     Returns:
         Exit status: 0, 1 after an error, 74 where checkpoints cannot be written; after a signal
@@ -77,12 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Command:
-    """One command, and how it speaks to the user.
-
-    Attributes:
-        args: The parsed command line.
-        cfg: The config, once it is read and checked.
-    """
+    """One command, and how it speaks to the user."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -97,37 +88,27 @@ class _Command:
             print(describe(self.args.name) if self.args.name else list_techniques())
             return
         if self.args.command in _ON_CONFIG:
-            check_top_keys(self.args.config, self.args.cfg_options)
+            check_names(self.args.config, self.args.cfg_options)
         from memengine.engine.cli import commands
 
-        if self.args.command == 'convert':
-            print(commands.convert(self.args.source, self.args.target))
-            return
-        if self.args.command == 'verify':
-            for line in commands.verify(self.args.path):
+        args = self.args
+        end = '\n' if self._rank() in (None, '0') else ''
+        if args.command == 'convert':
+            print(commands.convert(args.source, args.target))
+        elif args.command == 'verify':
+            for line in commands.verify(args.path):
                 print(line)
-            return
-        if self.args.command == 'replay':
-            print(commands.replay(self.args), end='\n' if self._rank() in (None, '0') else '')
-            return
-        if self.args.command in AFTER_TRAINING:
+        elif args.command == 'replay':
+            print(commands.replay(args), end=end)
+        elif args.command in AFTER_TRAINING:
             from memengine.engine.cli.after import read_run, run_after
 
-            self.cfg = read_run(self.args)
-            print(
-                run_after(self.cfg, self.args.command),
-                end='\n' if self._rank() in (None, '0') else '',
-            )
-            return
-        self.cfg = commands.read_config(self.args)
-        if self.args.command in _OF_MEMORY:
-            print(commands.of_memory(self.args, self.cfg))
-        elif self.args.command == 'data':
-            print(commands.examine_data(self.cfg))
-        elif self.args.command == 'train':
-            commands.train(self.cfg)
+            self.cfg = read_run(args)
+            print(run_after(self.cfg, args.command), end=end)
         else:
-            commands.test(self.cfg)
+            self.cfg = commands.read_config(args)
+            if said := commands.carry_out(args, self.cfg):
+                print(said)
 
     def print_error(self, text: str) -> None:
         """Print to stderr; with several ranks the rank comes first."""

@@ -136,6 +136,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument('--version', action='version', version=f'memengine {memengine.__version__}')
     commands = parser.add_subparsers(dest='command', metavar='COMMAND')
     train = _add_command(commands, 'train', 'train a model from a config', TRAIN_EXAMPLES)
+    _add_config(train)
     train.add_argument(
         '--resume',
         nargs='?',
@@ -162,6 +163,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     _add_common(train)
     test = _add_command(commands, 'test', 'test a checkpoint', TEST_EXAMPLES)
+    _add_config(test)
     test.add_argument('checkpoint', metavar='CHECKPOINT', help='the checkpoint to test')
     _add_common(test)
     data = _add_command(
@@ -170,15 +172,17 @@ def make_parser() -> argparse.ArgumentParser:
         'draw what the model sees, and say whether data or model is slower',
         'example:\n  memengine data configs/dino_vit.py',
     )
+    _add_config(data)
     data.add_argument('--work-dir', metavar='DIR', help='for DIR/data/views.png')
     _add_options(data)
     _add_memory_commands(commands)
     for name, does in AFTER_TRAINING.items():
         _add_after(commands, name, does)
-    _add_convert(commands)
-    _add_verify(commands)
-    _add_replay(commands)
-    _add_techniques(commands)
+    _add_commands_on_files(commands)
+    listing = _add_command(
+        commands, 'techniques', 'list the ways to save memory, or say all of one'
+    )
+    listing.add_argument('name', metavar='NAME', nargs='?', help='a technique, such as dropit')
     return parser
 
 
@@ -191,6 +195,7 @@ def _add_memory_commands(commands: Any) -> None:
         command = _add_command(
             commands, name, does, f'example:\n  memengine {name} configs/dino_vit.py'
         )
+        _add_config(command)
         command.add_argument('--json', action='store_true', help='print figures in bytes')
         if name == 'memory':
             command.add_argument('--work-dir', metavar='DIR', help='for DIR/report/memory')
@@ -198,6 +203,7 @@ def _add_memory_commands(commands: Any) -> None:
     plan = _add_command(
         commands, 'plan', 'say what to switch on so that training fits a budget', PLAN_EXAMPLES
     )
+    _add_config(plan)
     plan.add_argument(
         '--budget', required=True, metavar='SIZE', help='what a training step may take, as 24GiB'
     )
@@ -213,24 +219,9 @@ def _add_memory_commands(commands: Any) -> None:
     _add_options(plan)
 
 
-def _add_techniques(commands: Any) -> None:
-    does = 'list the ways to save memory, or say all of one'
-    listing = commands.add_parser(
-        'techniques', help=does, description=f'{does.capitalize()}.', allow_abbrev=False
-    )
-    listing.set_defaults(parser=listing)
-    listing.add_argument('name', metavar='NAME', nargs='?', help='a technique, such as dropit')
-    listing.add_argument('--debug', action='store_true', help='show the traceback of an error')
-
-
 def _add_after(commands: Any, name: str, does: str) -> None:
-    parser = commands.add_parser(
-        name,
-        help=does,
-        description=f'{does.capitalize()}. Settings are keys of the config: {name}.KEY=VALUE.',
-        allow_abbrev=False,
-    )
-    parser.set_defaults(parser=parser)
+    settings = f'Settings are keys of the config: {name}.KEY=VALUE.'
+    parser = _add_command(commands, name, does, settings)
     parser.add_argument('run', metavar='RUN', help='the folder of a run, or a checkpoint in it')
     parser.add_argument('--config', metavar='CONFIG', help="the run's config (in its folder)")
     parser.add_argument('--work-dir', metavar='DIR', help=f'for results (RUN/report/{name})')
@@ -245,64 +236,43 @@ def _add_after(commands: Any, name: str, does: str) -> None:
     _add_options(parser)
 
 
-def _add_convert(commands: Any) -> None:
-    convert = commands.add_parser(
+def _add_commands_on_files(commands: Any) -> None:
+    convert = _add_command(
+        commands,
         'convert',
-        help='turn a checkpoint into another form',
-        description='Turn a sharded checkpoint into one file, or back; file names say which forms.',
-        epilog=CONVERT_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        'turn a checkpoint into another form: one file, or sharded',
+        CONVERT_EXAMPLES,
     )
-    convert.set_defaults(parser=convert)
     convert.add_argument('source', metavar='SOURCE', help='a .dcp folder, .pth or .safetensors')
     convert.add_argument('target', metavar='TARGET', help='a name that ends in one of these')
-    convert.add_argument('--debug', action='store_true', help='show the traceback of an error')
-
-
-def _add_verify(commands: Any) -> None:
-    does = 'compare checkpoints with their checksums'
-    verify = commands.add_parser(
-        'verify',
-        help=does,
-        description=f'{does.capitalize()}; the status is 1 if one is damaged.',
-        allow_abbrev=False,
-    )
-    verify.set_defaults(parser=verify)
+    does = 'compare checkpoints with their checksums; the status is 1 if one is damaged'
+    verify = _add_command(commands, 'verify', does)
     verify.add_argument('path', metavar='PATH', help='a checkpoint, or a folder of some')
-    verify.add_argument('--debug', action='store_true', help='show the traceback of an error')
-
-
-def _add_replay(commands: Any) -> None:
-    replay = commands.add_parser(
-        'replay',
-        help='carry out again a step that was not finite',
-        description='Carry out again a step whose loss or gradient was not finite, and name where '
-        'that begins.',
-        epilog=REPLAY_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    replay.set_defaults(parser=replay)
+    does = 'carry out again a step that was not finite, and name where that begins'
+    replay = _add_command(commands, 'replay', does, REPLAY_EXAMPLES)
     replay.add_argument('file', metavar='FILE', help='nonfinite/iter_N.pth in the work dir')
     replay.add_argument('--config', metavar='CONFIG', help="the run's config (beside FILE)")
     _add_options(replay)
 
 
-def _add_command(commands: Any, name: str, does: str, examples: str) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
+def _add_command(commands: Any, name: str, does: str, below: str = '') -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=does,
         description=f'{does.capitalize()}.',
-        epilog=examples,
+        epilog=below,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.set_defaults(parser=parser)
+    parser.add_argument('--debug', action='store_true', help='show the traceback of an error')
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         'config', metavar='CONFIG', help='a file, or a config that comes along, as dino_vit'
     )
-    return parser
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -332,9 +302,6 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         'param_scheduler.0.end=5; a list is [a,b], a tuple (a,b)',
     )
     parser.add_argument(
-        '--launcher',
-        choices=['none', 'pytorch', 'slurm', 'mpi'],
-        help='what started the processes',
+        '--launcher', choices=['none', 'pytorch', 'slurm', 'mpi'], help='what started the processes'
     )
     parser.add_argument('--local-rank', '--local_rank', type=int, help=argparse.SUPPRESS)
-    parser.add_argument('--debug', action='store_true', help='show the traceback of an error')

@@ -22,11 +22,7 @@ def list_techniques() -> str:
 
 
 def describe(key: str) -> str:
-    """All that the description of a technique says.
-
-    Raises:
-        ConfigError: When there is no such technique.
-    """
+    """All that the description of a technique says."""
     found = techniques()
     if key not in found:
         from memengine.engine.config.error import ConfigError

@@ -20,13 +20,6 @@ def track(cfg: Config, names: Sequence[str]) -> None:
 
     Weights & Biases writes into the work dir and sends nothing, unless ``WANDB_MODE`` says
     ``online``; ``wandb sync`` sends it later.
-
-    Args:
-        cfg: The config, with its work dir.
-        names: Of ``'tensorboard'``, ``'wandb'`` and ``'mlflow'``.
-
-    Raises:
-        ConfigError: When the package of one is not installed.
     """
     run = Path(cfg.work_dir).name
     known: dict[str, dict[str, Any]] = dict(

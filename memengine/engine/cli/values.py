@@ -35,9 +35,6 @@ class ValueSyntaxError(ValueError):
 def parse_value(text: str) -> Any:
     """The value that a text stands for.
 
-    Args:
-        text: What stands behind ``KEY=``.
-
     Raises:
         ValueSyntaxError: When brackets or quotes do not match, an entry is missing, or something
             follows a closing bracket.

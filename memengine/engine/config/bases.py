@@ -1,16 +1,20 @@
-"""The files that a config is made of, and the names that they use themselves."""
+"""The files that a config is made of, the names that they use, and what their text tells."""
 
 from __future__ import annotations
 
 import ast
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import memengine
 
-__all__ = ['config_files', 'find_config', 'used_names']
+__all__ = ['UNKNOWN', 'config_files', 'find_config', 'merged', 'used_names', 'values_in_text']
+
+UNKNOWN = object()
+"""A value that the text of a config does not tell."""
 
 
 def find_config(name: str | Path) -> Path:
@@ -71,3 +75,77 @@ def config_files(
         elif isinstance(node, ast.ImportFrom) and node.level > 0 and node.module:
             module = Path(*['..'] * (node.level - 1), *node.module.split('.'))
             yield from config_files(file.parent / f'{module}.py', (*including, file))
+
+
+def values_in_text(file: Path) -> dict[str, Any] | None:
+    """The settings of a Python config and its bases, as far as their text tells; nothing is run.
+
+    Args:
+        file: The config.
+
+    Returns:
+        Values by name, :data:`UNKNOWN` where an expression is more than plain values, ``dict(...)``
+        and names of the same file; None when a file does more than assign.
+    """
+    own: dict[str, Any] = {}
+    for statement in ast.parse(file.read_text(encoding='utf-8')).body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                own[name] = _value(value, own)
+            case ast.Delete(targets=targets) if all(isinstance(it, ast.Name) for it in targets):
+                for target in targets:
+                    own.pop(ast.unparse(target), None)
+            case ast.Expr(value=ast.Constant()):
+                pass
+            case _:
+                return None
+    named = own.pop('_base_', [])
+    named = [named] if isinstance(named, str) else named
+    values: dict[str, Any] = {}
+    for base in named if isinstance(named, list) else [UNKNOWN]:
+        below = file.parent / base if isinstance(base, str) and base.endswith('.py') else None
+        read = values_in_text(below) if below is not None and below.is_file() else None
+        if read is None:
+            return None
+        values |= read
+    return merged(values, own)
+
+
+def merged(base: Any, changes: Any) -> Any:
+    """A value of a config with what stands for it further down, as MMEngine merges them."""
+    if isinstance(base, list) and isinstance(changes, Mapping) and changes:
+        if not all(str(key).isdigit() and int(key) < len(base) for key in changes):
+            return UNKNOWN
+        return [merged(old, changes.get(str(i), old)) for i, old in enumerate(base)]
+    if not isinstance(base, dict) or not isinstance(changes, dict) or changes.get('_delete_'):
+        return changes
+    return base | {key: merged(base.get(key), value) for key, value in changes.items()}
+
+
+def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
+    """What an expression stands for."""
+    match node:
+        case ast.Constant(value=value):
+            return value
+        case ast.Name(id=name):
+            return names.get(name, UNKNOWN)
+        case ast.List(elts=entries) | ast.Tuple(elts=entries):
+            values: list[Any] = []
+            for entry in entries:
+                several = isinstance(entry, ast.Starred)
+                value = _value(entry.value if isinstance(entry, ast.Starred) else entry, names)
+                if several and not isinstance(value, list):
+                    return UNKNOWN
+                values += value if several else [value]
+            return values
+        case ast.Call(func=ast.Name(id='dict'), args=[], keywords=pairs):
+            if all(pair.arg for pair in pairs):
+                return {str(pair.arg): _value(pair.value, names) for pair in pairs}
+        case ast.Dict(keys=keys, values=entries):
+            if all(isinstance(key, ast.Constant) for key in keys):
+                return {
+                    ast.literal_eval(key): _value(value, names)
+                    for key, value in zip(keys, entries, strict=True)
+                    if key is not None
+                }
+    return UNKNOWN

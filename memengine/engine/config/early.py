@@ -1,4 +1,4 @@
-"""Misspelt keys at the top of a config, seen in its text before torch and MMEngine are imported.
+"""Misspelt names in a config, seen in its text before torch and MMEngine are imported.
 
 These take seconds, and a misspelt key is what a user wants to hear of at once. What the text does
 not tell for sure is left to the check of the whole config (:mod:`memengine.engine.config.check`).
@@ -11,11 +11,23 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from memengine.engine.config.bases import config_files, find_config, used_names
-from memengine.engine.config.error import ConfigError, unknown_key, unknown_option
-from memengine.suggest import STRICT, similar
+from memengine.engine.config.bases import (
+    config_files,
+    find_config,
+    merged,
+    used_names,
+    values_in_text,
+)
+from memengine.engine.config.error import FREE_KEYS, ConfigError, unknown_key, unknown_option
+from memengine.engine.config.sources import (
+    arguments_in_source,
+    is_a_word,
+    registered_types,
+    settings_in_source,
+)
+from memengine.suggest import STRICT, STRICTER, did_you_mean, similar
 
-__all__ = ['KNOWN', 'check_top_keys']
+__all__ = ['KNOWN', 'check_names']
 
 # Written down, as the classes that say so cannot be asked here. One that is not listed here is only
 # refused where it looks like one that is.
@@ -78,8 +90,8 @@ KNOWN = frozenset(
 _BRING_OTHERS = {'custom_imports', 'runner_type'}
 
 
-def check_top_keys(config: str | Path, options: Mapping[str, Any] | None) -> None:
-    """Refuse keys that are misspelt for sure.
+def check_names(config: str | Path, options: Mapping[str, Any] | None) -> None:
+    """Refuse keys and types that are misspelt for sure.
 
     Args:
         config: As on the command line.
@@ -107,8 +119,63 @@ def check_top_keys(config: str | Path, options: Mapping[str, Any] | None) -> Non
         for key, plain in keys.items()
         if plain and _misspelt(key) and key not in used
     ]
+    problems += _nested_problems(file, options or {}) if not problems else []
     if problems:
         raise ConfigError(problems)
+
+
+def _nested_problems(file: Path, options: Mapping[str, Any]) -> Iterator[str]:
+    """What is misspelt below the top."""
+    values = values_in_text(file)
+    if values is None or values.get('default_scope', 'memengine') != 'memengine':
+        return
+    for path, value in options.items():
+        *above, last = path.split('.')
+        change = {last: value}
+        for key in reversed(above):
+            change = {key: change}
+        values = merged(values, change)
+    for key, value in values.items():
+        if key not in FREE_KEYS and key in KNOWN:
+            yield from _problems_at(value, key)
+
+
+def _problems_at(value: Any, path: str) -> Iterator[str]:
+    if isinstance(value, list):
+        for index, entry in enumerate(value):
+            yield from _problems_at(entry, f'{path}.{index}')
+    if not isinstance(value, dict):
+        return
+    kind = value.get('type', _default_type(path, value))
+    taken = arguments_in_source(kind) if isinstance(kind, str) else settings_in_source(path)
+    if isinstance(kind, str) and (fault := _type_fault(kind)):
+        yield f'{path}.type: {fault}'
+    for key, entry in value.items():
+        if taken and key not in taken and similar(key, taken, STRICT) and not is_a_word(key):
+            named = isinstance(kind, str) and kind != 'DataLoader'
+            fault = f"{kind} takes no argument '{key}'" if named else 'there is no such setting'
+            yield f'{path}.{key}: {fault}{did_you_mean(key, taken)}'
+        yield from _problems_at(entry, f'{path}.{key}')
+
+
+def _default_type(path: str, value: Mapping[str, Any]) -> str | None:
+    """What takes the keys of a dict that names no type."""
+    if path == 'train_cfg':
+        by_epoch = value.get('by_epoch', 'max_iters' not in value)
+        return 'EpochBasedTrainLoop' if by_epoch else 'IterBasedTrainLoop'
+    if path in ('train_dataloader', 'val_dataloader', 'test_dataloader'):
+        return 'DataLoader'
+    return 'OptimWrapper' if path == 'optim_wrapper' else None
+
+
+def _type_fault(kind: str) -> str | None:
+    """What is wrong with a type's name, if it is one letter or two beside a real one."""
+    if not kind.isidentifier() or is_a_word(kind):
+        return None
+    near = similar(kind, registered_types(), STRICTER)
+    if not near:
+        return None
+    return f"there is no {registered_types()[near[0]]} '{kind}'{did_you_mean(kind, near)}"
 
 
 def _misspelt(key: str) -> bool:

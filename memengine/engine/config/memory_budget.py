@@ -21,8 +21,7 @@ import memengine
 from memengine.engine.config.check import ConfigError
 from memengine.engine.config.file import merge_options
 from memengine.engine.config.planning import Planner, budget_for
-from memengine.engine.distributed.processes import cpu_group, init_process_group
-from memengine.engine.distributed.together import together
+from memengine.engine.distributed.processes import cpu_group, init_process_group, together
 from memengine.memory import UnpredictableError, room_bytes
 from memengine.memory.planning import parse_bytes
 

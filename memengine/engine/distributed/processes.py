@@ -1,10 +1,11 @@
-"""Starting torch.distributed on whatever device there is."""
+"""Starting torch.distributed on whatever device there is, and what ranks then do together."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from memengine.engine.distributed.launchers import DEFAULT_TIMEOUT_S, ProcessRank, read_rank
 
-__all__ = ['cpu_group', 'group_of_one', 'init_process_group', 'local_device_ids']
+__all__ = ['cpu_group', 'group_of_one', 'init_process_group', 'local_device_ids', 'together']
+
+T = TypeVar('T')
 
 _timeout = timedelta(seconds=DEFAULT_TIMEOUT_S)
 _groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}  # purpose: world, its own
@@ -123,3 +126,34 @@ def group_of_one() -> dist.ProcessGroup | None:
 def local_device_ids() -> list[int] | None:
     """``device_ids`` for DDP: this rank's GPU, or None on CPU."""
     return [torch.cuda.current_device()] if torch.cuda.is_available() else None
+
+
+def together(act: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
+    """Act on every rank; all get what each returned, or all the error of the first that failed.
+
+    Args:
+        act: What this rank does. What it returns, or raises, is pickled.
+        group: A gloo group of all ranks, in which all of them call this at the same place; None in
+            one process.
+
+    Returns:
+        What the ranks returned, in their order.
+
+    Raises:
+        Exception: What was raised on the first rank on which something was.
+
+    Cost: what is returned, on the wire; the ranks wait for each other.
+    """
+    if group is None:
+        return [act()]
+    outcome: tuple[T | None, Exception | None] = (None, None)
+    try:
+        outcome = (act(), None)
+    except Exception as error:
+        outcome = (None, error)
+    outcomes = [outcome] * dist.get_world_size(group)
+    dist.all_gather_object(outcomes, outcome, group=group)
+    failed = next((error for _, error in outcomes if error is not None), None)
+    if failed is not None:
+        raise failed from outcome[1]
+    return [result for result, _ in outcomes]  # type: ignore[misc]  # none failed

@@ -51,11 +51,7 @@ def _cpu_quota(folder: Path) -> float | None:
 
 
 def available_cores(root: Path = Path('/')) -> int:
-    """Cores that this process may use: those it may run on, within the quota of its container.
-
-    Args:
-        root: Where the system's files are.
-    """
+    """Cores that this process may use: those it may run on, within the quota of its container."""
     if hasattr(os, 'sched_getaffinity'):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -78,12 +74,6 @@ def set_threads(workers: int = 0) -> int:
     nothing is changed. With data-loader workers one core is left to them: threads that wait for a
     core that a worker holds slow a step more than one thread less does (measured with one worker
     on two cores: 0.107 s a step of the quick start with one thread, 0.139 s with two).
-
-    Args:
-        workers: Data-loader workers of this rank.
-
-    Returns:
-        The number of threads.
     """
     if os.environ.get('OMP_NUM_THREADS'):
         return torch.get_num_threads()

@@ -32,9 +32,6 @@ CONFIG = 'config.py'
 class StepStart:
     """What a step's forward pass changes, as it was before.
 
-    Args:
-        model: The bare model.
-
     Cost: one more copy of the model's buffers, and the time to fill it.
     """
 
@@ -74,22 +71,10 @@ def rank_path(path: Path, rank: int) -> Path:
     return path if rank == 0 else path.with_name(f'{path.stem}_rank{rank}{path.suffix}')
 
 
-def _local_values(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    return local_part(tensor).detach()
-
-
 def capture_step(
     runner: Any, wrapper: Guarded, start: StepStart, bad: BadStep, data_batch: Any
 ) -> str:
     """Write what a bad step started from. Each rank writes a file of its own.
-
-    Args:
-        runner: The runner, whose model has been put back.
-        wrapper: The optimiser wrapper that refused the step.
-        start: What was kept before it.
-        bad: What was found.
-        data_batch: As the data loader gave it.
 
     Returns:
         A sentence that says where it is, or why it is not.
@@ -118,6 +103,7 @@ def _content(
     shared = {name for name, p in model.named_parameters() if not isinstance(p, DTensor)}
     held = model.state_dict()
     scaler = wrapper.precision.scaler
+    latest = find_latest(runner.work_dir) if wrapper.updates_in_backward else None
     return dict(
         format=FORMAT,
         rank=runner.rank,
@@ -130,24 +116,20 @@ def _content(
         ),
         found={**vars(bad), 'log_vars': plain(bad.log_vars)},
         state_dict={
-            name: _local_values(value).cpu()
+            name: local_part(value).detach().cpu()
             for name, value in held.items()
             if isinstance(value, Tensor) and (runner.rank == 0 or name not in shared)
         },
         accumulative_counts=wrapper.accumulative_counts,
         updated_in_backward=wrapper.updates_in_backward,
         # Weights that have changed by now are found again from the last checkpoint.
-        reference=_text(find_latest(runner.work_dir)) if wrapper.updates_in_backward else None,
+        reference=str(latest) if latest is not None else None,
         scaler=None if scaler is None else scaler.state_dict(),
         settings=wrapper.sizes,
         random_state=start.random_state.state_dict(),
         batch=data_batch,
         samples=_samples(runner, data_batch),
     )
-
-
-def _text(path: str | Path | None) -> str | None:
-    return None if path is None else str(path)
 
 
 def plain(log_vars: Mapping[str, Any]) -> dict[str, float]:

@@ -54,10 +54,6 @@ class Embeds(Protocol):
 def watched(model: nn.Module, batch: Any) -> Iterator[Culprit]:
     """Look at every output and gradient of a step.
 
-    Args:
-        model: The bare model.
-        batch: This rank's.
-
     Cost: a synchronisation for each module and parameter.
     """
     watch = _Watch(model, batch)

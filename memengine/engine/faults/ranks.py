@@ -70,9 +70,6 @@ class _Note(NamedTuple):
 class RankWatch:
     """Tells the other ranks where this one is, and finds out which of them has failed.
 
-    Args:
-        timeout_s: How long a rank waits for another one (``env_cfg.dist_cfg.timeout``).
-
     Cost: some hundred bytes every two seconds, from a thread; nothing in a step.
     """
 
@@ -195,9 +192,6 @@ class RankWatch:
 @contextmanager
 def ranks_named(watch: RankWatch | None) -> Iterator[None]:
     """Tell other ranks where this one is, and turn a lost connection into an error that names one.
-
-    Args:
-        watch: This rank's; None in one process, where nothing is done.
 
     Raises:
         RankError: When another rank died, failed or hangs: which, since when, and where it was.

@@ -106,10 +106,6 @@ def read_capture(path: Path, cfg: Mapping[str, Any]) -> dict[str, Any]:
 def replay(path: str | Path, cfg: Config) -> list[Findings]:
     """Carry a captured step out again.
 
-    Args:
-        path: The file of rank 0.
-        cfg: The config of the run.
-
     Returns:
         What was found, by rank; rank 0's only on other ranks than 0.
 

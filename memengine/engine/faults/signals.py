@@ -28,11 +28,7 @@ REQUEUE_STATUS = 75
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal asked the process to stop.
-
-    Attributes:
-        signal: Which one.
-    """
+    """A signal asked the process to stop."""
 
     def __init__(self, number: int) -> None:
         self.signal = signal.Signals(number)

@@ -74,12 +74,7 @@ class StopRequest(Hook):
             raise Interrupted(number)
 
     def after(self, iterations: int, updated: bool = True) -> bool:
-        """Whether to stop, ``iterations`` iterations having been done.
-
-        Args:
-            iterations: How many.
-            updated: Whether all gradients of these are in the weights: a signal waits for it.
-        """
+        """Whether to stop, ``iterations`` iterations having been done."""
         stop_at = self._stop_at_iter
         return (self._agreed() and updated) or (stop_at is not None and iterations >= stop_at)
 

@@ -33,10 +33,6 @@ class WorkDirLockedError(ValueError):
 def work_dir_lock(work_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Hold a work dir for this process; one process of a job is enough.
 
-    Args:
-        work_dir: Has to be there.
-        say: Is told what a user should know of: a lock that is waited for, or taken over.
-
     Raises:
         WorkDirLockedError: While another run lives; naming its host and process.
 

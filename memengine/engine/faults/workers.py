@@ -64,9 +64,6 @@ class _Worker(NamedTuple):
 class SamplesInHand:
     """Which sample each worker of a loader is loading, in memory that all processes share.
 
-    Args:
-        workers: How many there are.
-
     Cost: 24 bytes for each worker, and some microseconds for each sample.
     """
 
@@ -124,12 +121,6 @@ def samples_named(loaders: Callable[[], Mapping[str, DataLoader]]) -> Iterator[N
     """Turn torch's error for a worker that died or hangs into one that names the sample.
 
     torch raises it wherever the main process happens to be, so its traceback says nothing.
-
-    Args:
-        loaders: Gives the loaders that there are by then, by the name of their setting.
-
-    Raises:
-        WorkerError: With the setting, the process and the sample.
     """
     try:
         yield

@@ -128,9 +128,14 @@ class CollapseHook(Hook):
         elif entropy is not None:
             found['entropy'] = self._check_entropy(entropy)
         if 'feature_std' in means:
-            found['spread'] = self._check_feature_std(means['feature_std'])
+            found['spread'] = _check_least(
+                'feature_std', means, self.min_feature_std, 'are alike', 'a higher'
+            )
         if 'feature_rank' in means and images > 2:  # two images lie on a line
-            found['rank'] = self._check_feature_rank(means['feature_rank'])
+            what = 'lie in too few dimensions'
+            found['rank'] = _check_least(
+                'feature_rank', means, self.min_feature_rank, what, 'another'
+            )
         return found
 
     def _check_information(self, entropy: float, sample_entropy: float, images: int) -> str | None:
@@ -160,18 +165,11 @@ class CollapseHook(Hook):
             + _ADVICE.format(temperature='a higher')
         )
 
-    def _check_feature_std(self, spread: float) -> str | None:
-        if spread >= self.min_feature_std:
-            return None
-        return (
-            f'the features of all images are alike (feature_std {spread:.3g}, below '
-            f'min_feature_std={self.min_feature_std}). ' + _ADVICE.format(temperature='a higher')
-        )
 
-    def _check_feature_rank(self, rank: float) -> str | None:
-        if rank >= self.min_feature_rank:
-            return None
-        return (
-            f'the features of all images lie in too few dimensions (feature_rank {rank:.3g}, below '
-            f'min_feature_rank={self.min_feature_rank}). ' + _ADVICE.format(temperature='another')
-        )
+def _check_least(
+    name: str, means: dict[str, float], least: float, what: str, temperature: str
+) -> str | None:
+    if means[name] >= least:
+        return None
+    said = f'the features of all images {what} ({name} {means[name]:.3g}, below min_{name}={least})'
+    return f'{said}. {_ADVICE.format(temperature=temperature)}'

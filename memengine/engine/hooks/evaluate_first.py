@@ -19,9 +19,6 @@ class EvaluateFirstHook(Hook):
     While it does, ``before_training`` is True in the message hub: so a metric knows that what it
     measures is the model before training. A run that is resumed is not evaluated again. Training
     is the same with and without the hook: random generators are left as they were.
-
-    Raises:
-        ValueError: When the config has no validation.
     """
 
     priority = 'LOWEST'  # CheckpointHook takes part in validation, so it must be ready

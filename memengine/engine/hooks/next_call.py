@@ -13,11 +13,6 @@ def wrap_next_call(owner: Any, name: str, context: AbstractContextManager[Any]) 
 
     A hook's ``before_...`` has no counterpart that is called when the step between raises; the
     context is left in any case. The method is itself again as soon as it is called.
-
-    Args:
-        owner: The object, e.g. ``runner.model``.
-        name: Its method, e.g. ``'train_step'``.
-        context: Entered by the call and left at its end.
     """
     method, own = getattr(owner, name), name in vars(owner)
 

@@ -31,10 +31,6 @@ class TechniqueHook(Hook):
     as ``DropITHook``, whose arguments are its settings. What was done in the first iteration is
     logged.
 
-    Args:
-        *values: Settings of the technique, in their order.
-        **named: Settings by name.
-
     Raises:
         ValueError: For settings that cannot be, when it cannot be applied, and after the first
             iteration when it did nothing, unless ``strict=False``.
@@ -100,11 +96,7 @@ class TechniqueHook(Hook):
 
 
 def apply_in_order(model: nn.Module, hooks: Iterable[Hook]) -> list[TechniqueHook]:
-    """Apply the techniques of hooks in the one order.
-
-    Returns:
-        Their hooks, in that order.
-    """
+    """Apply the techniques of hooks in the one order."""
     found = [hook for hook in hooks if isinstance(hook, TechniqueHook)]
     order = [technique.key for technique in in_order(techniques().values())]
     found.sort(key=lambda hook: order.index(hook.technique.key))
@@ -114,11 +106,7 @@ def apply_in_order(model: nn.Module, hooks: Iterable[Hook]) -> list[TechniqueHoo
 
 
 def register_hooks() -> dict[str, type[TechniqueHook]]:
-    """Make a hook for each technique that is applied to a built model, and register it.
-
-    Returns:
-        The hooks by their names.
-    """
+    """Make a hook for each technique that is applied to a built model, and register it."""
     hooks = {}
     for technique in techniques().values():
         name = technique.hook_name

@@ -25,9 +25,6 @@ class KeptGraphs:
         setting: Slices, or ``'auto'``: none until the optimiser has its state; from then on as
             many as there is memory for, by the bytes that a step without any has saved.
 
-    Raises:
-        ValueError: For anything else.
-
     Attributes:
         number: Slices whose graph is kept now.
         decided: Whether the number is final: set, or measured.
@@ -44,12 +41,7 @@ class KeptGraphs:
 
     @contextmanager
     def measured(self, model: nn.Module, updated: bool) -> Iterator[None]:
-        """Around each step, before which the number is decided when the time has come.
-
-        Args:
-            model: What the step trains.
-            updated: Whether the optimiser has made an update, and so has its state.
-        """
+        """Around each step, before which the number is decided when the time has come."""
         if not self.decided and self._slice_bytes is not None and updated:
             self.number = _graphs_that_fit(self._slice_bytes, model)
             self.decided = True

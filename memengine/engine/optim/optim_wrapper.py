@@ -34,12 +34,9 @@ _CLIP_FUNCTIONS = {
 
 
 _DTYPES = {
-    'fp32': torch.float32,
-    'float32': torch.float32,
-    'bf16': torch.bfloat16,
-    'bfloat16': torch.bfloat16,
-    'fp16': torch.float16,
-    'float16': torch.float16,
+    **dict.fromkeys(('fp32', 'float32'), torch.float32),
+    **dict.fromkeys(('bf16', 'bfloat16'), torch.bfloat16),
+    **dict.fromkeys(('fp16', 'float16'), torch.float16),
 }
 
 
@@ -59,10 +56,7 @@ class Precision:
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        name: str,
-        loss_scale: str | float | dict[str, Any] = 'dynamic',
+        self, optimizer: Optimizer, name: str, loss_scale: str | float | dict[str, Any] = 'dynamic'
     ) -> None:
         if name not in _DTYPES:
             raise ValueError(f'precision must be fp32, bf16 or fp16, got {name!r}')
@@ -285,9 +279,8 @@ class OptimWrapper(_OptimWrapper):
     def _grad_norms(self) -> Tensor | None:
         """Norm of each gradient, [P]; None if there are none, or nobody asks."""
         grads = [p.grad for p in self._parameters() if p.grad is not None]
-        if not grads or (self.guard is None and not self.clip_grad_kwargs):
-            return None
-        return grad_norms(grads, self._norm_type)
+        nobody_asks = self.guard is None and not self.clip_grad_kwargs
+        return None if not grads or nobody_asks else grad_norms(grads, self._norm_type)
 
     @property
     def accumulative_counts(self) -> int:
@@ -351,14 +344,8 @@ def AmpOptimWrapper(  # noqa: N802 (a type name of MMEngine's config language)
     """MMEngine's name for an :class:`OptimWrapper` in half precision.
 
     Args:
-        optimizer: The optimiser.
-        loss_scale: See :class:`OptimWrapper`.
-        dtype: ``'float16'`` or ``'bfloat16'``; None is fp16 on a GPU and bf16 on CPU.
-        accumulative_counts: See :class:`OptimWrapper`.
-        clip_grad: See :class:`OptimWrapper`.
-        on_nonfinite: See :class:`OptimWrapper`.
-        nonfinite_limit: See :class:`OptimWrapper`.
-        accumulate_coupled: See :class:`OptimWrapper`.
+        dtype: ``'float16'`` or ``'bfloat16'``; None is fp16 on a GPU and bf16 on CPU. The others
+            are :class:`OptimWrapper`'s.
     """
     if dtype is None:
         dtype = 'bf16' if _device_type(optimizer) == 'cpu' else 'fp16'

@@ -25,9 +25,6 @@ class CosineWeightDecay(_ParamScheduler):
             ``weight_decay``; a group with a multiple of it ends at the same multiple.
         **kwargs: ``begin``, ``end`` (filled in from ``train_cfg``), ``by_epoch``, ``last_step``,
             ``verbose`` as in MMEngine.
-
-    Raises:
-        ValueError: When ``end_value`` is negative.
     """
 
     def __init__(self, optimizer: Any, end_value: float, **kwargs: Any) -> None:

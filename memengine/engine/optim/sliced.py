@@ -71,16 +71,7 @@ def _encode(model: nn.Module, piece: Any) -> Any:
 
 
 class _SlicedOptimWrapper(OptimWrapper):
-    """A step in slices; subclasses say which losses it is for.
-
-    Args:
-        optimizer: The optimiser.
-        setting: What the size of a slice is called.
-        size: Most images in a slice.
-        keep_graph: As of :class:`GradCacheOptimWrapper`.
-        forward_chunk_size: As of :class:`GradCacheOptimWrapper`.
-        **kwargs: As :class:`OptimWrapper`'s.
-    """
+    """A step in slices; subclasses say which losses it is for."""
 
     def __init__(
         self,
@@ -118,11 +109,7 @@ class _SlicedOptimWrapper(OptimWrapper):
         return log_vars
 
     def update_params(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Refuse a loss of the whole batch, whose graph is in memory already.
-
-        Raises:
-            ValueError: Always. What carries out slices is :meth:`train_step`.
-        """
+        """Refuse a loss of the whole batch, whose graph is in memory already."""
         raise ValueError(
             f'{type(self).__name__}: the step was carried out by a train_step that is not '
             f"memengine's, on the whole batch at once, so {self.setting}={self.size} would do "
@@ -147,11 +134,7 @@ class _SlicedOptimWrapper(OptimWrapper):
             return run_until_it_fits(step, self._shrink, model, group)
 
     def _sliced_step(
-        self,
-        model: nn.Module,
-        module: SlicedModel,
-        inputs: Any,
-        data_samples: Any,
+        self, model: nn.Module, module: SlicedModel, inputs: Any, data_samples: Any
     ) -> dict[str, Tensor]:
         with self.precision.autocast():
             targets = module.targets(inputs, data_samples, self.size)

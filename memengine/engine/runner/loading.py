@@ -12,8 +12,7 @@ from memengine.engine.checkpoint.files import CheckpointError, DamagedError
 from memengine.engine.checkpoint.latest import checkpoint_of, find_latest, newest_first
 from memengine.engine.checkpoint.state import ShardLayout, check_resumable, read_checkpoint
 from memengine.engine.checkpoint.weights import advise, load_weights, only_reading, select
-from memengine.engine.distributed.processes import cpu_group
-from memengine.engine.distributed.together import together
+from memengine.engine.distributed.processes import cpu_group, together
 from memengine.engine.faults.finite_state import each_optim_wrapper
 from memengine.engine.step import unwrap
 
@@ -34,23 +33,9 @@ def load(
     """Load a checkpoint into a run: its weights or, to go on from it, all of it.
 
     Args:
-        runner: The run.
-        filename: A path or URL; the folder of a run stands for its best or newest checkpoint.
-        map_location: Where tensors go.
-        strict: Whether names and shapes must match exactly.
-        revise_keys: Pairs of pattern and replacement for names.
-        part: Take this module of the checkpoint only; all, if empty.
-        into: The module of the model that it is loaded into; by default that of the same name.
+        runner: The run, whose ``load_checkpoint`` says what the others are, and what is raised.
         is_resumed: Whether it is gone on from: it must match, and be all of a run.
         may_choose: Whether the one part that fits may be taken, where no name fits as it is.
-
-    Returns:
-        The checkpoint.
-
-    Raises:
-        CheckpointError: When it is damaged, wants to run code, or does not fit.
-        FileNotFoundError: When it is not there.
-        ValueError: When resuming with another number of samples in a step.
     """
     named_part = bool(part or into)
     filename = checkpoint_of(filename)
@@ -90,9 +75,6 @@ def load(
 def resume_newest(runner: Any) -> bool:
     """Go on from the newest checkpoint that is whole; never from scratch if there is any.
 
-    Returns:
-        Whether there was one.
-
     Raises:
         CheckpointError: When there are some, and none is whole.
     """
@@ -118,11 +100,7 @@ def resume_newest(runner: Any) -> bool:
 
 
 def roll_back(runner: Any) -> str | Path | None:
-    """Set weights and optimiser back to the last checkpoint's, at the present learning rate.
-
-    Returns:
-        The checkpoint; None, and nothing is changed, if there is none.
-    """
+    """As ``Runner.roll_back``."""
     latest = find_latest(runner.work_dir)
     if latest is None:
         return None

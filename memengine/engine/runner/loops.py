@@ -74,10 +74,8 @@ class EpochBasedTrainLoop(_EpochBasedTrainLoop):
         runner: The runner.
         dataloader: A data loader or its config.
         max_epochs: Epochs to train.
-        val_begin: First epoch to validate after.
-        val_interval: Epochs between validations.
-        dynamic_intervals: Milestones and intervals of validation, as in MMEngine.
         stop_at_iter: Save and stop after this iteration; schedules still aim at ``max_epochs``.
+        **kwargs: When to validate, as in MMEngine.
     """
 
     def __init__(
@@ -85,13 +83,10 @@ class EpochBasedTrainLoop(_EpochBasedTrainLoop):
         runner: Any,
         dataloader: DataLoader | dict[str, Any],
         max_epochs: int,
-        val_begin: int = 1,
-        val_interval: int = 1,
-        dynamic_intervals: list[tuple[int, int]] | None = None,
         stop_at_iter: int | None = None,
+        **kwargs: Any,
     ) -> None:
-        dataloader = train_loader(runner, dataloader)
-        super().__init__(runner, dataloader, max_epochs, val_begin, val_interval, dynamic_intervals)
+        super().__init__(runner, train_loader(runner, dataloader), max_epochs, **kwargs)
         self._stop = StopRequest(stop_at_iter)
         runner.register_hook(self._stop)
 
@@ -134,10 +129,8 @@ class IterBasedTrainLoop(_IterBasedTrainLoop):
         runner: The runner.
         dataloader: A data loader or its config.
         max_iters: Iterations to train.
-        val_begin: First iteration to validate after.
-        val_interval: Iterations between validations.
-        dynamic_intervals: Milestones and intervals of validation, as in MMEngine.
         stop_at_iter: Save and stop after this iteration; schedules still aim at ``max_iters``.
+        **kwargs: When to validate, as in MMEngine.
     """
 
     def __init__(
@@ -145,13 +138,10 @@ class IterBasedTrainLoop(_IterBasedTrainLoop):
         runner: Any,
         dataloader: DataLoader | dict[str, Any],
         max_iters: int,
-        val_begin: int = 1,
-        val_interval: int = 1000,
-        dynamic_intervals: list[tuple[int, int]] | None = None,
         stop_at_iter: int | None = None,
+        **kwargs: Any,
     ) -> None:
-        dataloader = train_loader(runner, dataloader)
-        super().__init__(runner, dataloader, max_iters, val_begin, val_interval, dynamic_intervals)
+        super().__init__(runner, train_loader(runner, dataloader), max_iters, **kwargs)
         del self.dataloader_iterator  # it has begun at the first batch, before any resume
         self._stop = StopRequest(stop_at_iter)
         runner.register_hook(self._stop)

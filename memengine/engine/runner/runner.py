@@ -19,24 +19,17 @@ from torch.utils.data import DataLoader
 
 from memengine._torch_private.data_loading import end_workers
 from memengine.engine.apply import apply_to_model, hooks_of_keys, refuse
-from memengine.engine.checkpoint.files import (
-    atomic_write,
-)
+from memengine.engine.checkpoint.files import atomic_write
 from memengine.engine.checkpoint.saving import CheckpointWriter, SaveError
 from memengine.engine.checkpoint.sharded import SUFFIX
-from memengine.engine.checkpoint.state import (
-    samples_per_step,
-)
-from memengine.engine.checkpoint.weights import (
-    load_from_options,
-)
+from memengine.engine.checkpoint.state import samples_per_step
+from memengine.engine.checkpoint.weights import load_from_options
 from memengine.engine.cli.console import describe_run, log_environment, set_up_console
 from memengine.engine.config.memory_budget import keep_budget
 from memengine.engine.config.runner_schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
 from memengine.engine.distributed.launchers import DEFAULT_TIMEOUT_S
-from memengine.engine.distributed.processes import cpu_group, init_process_group
-from memengine.engine.distributed.together import together
+from memengine.engine.distributed.processes import cpu_group, init_process_group, together
 from memengine.engine.faults.ranks import RankWatch, ranks_named
 from memengine.engine.faults.work_dir_lock import work_dir_lock
 from memengine.engine.faults.workers import (
@@ -371,18 +364,8 @@ class Runner(_Runner):
             FileNotFoundError: When it is not there.
             ValueError: When resuming with another number of samples in a step.
         """
-        may_choose = isinstance(self._train_loop, BaseLoop)
-        checkpoint = load(
-            self,
-            filename,
-            map_location,
-            strict,
-            revise_keys,
-            part,
-            into,
-            is_resumed=self._resume,
-            may_choose=may_choose,
-        )
+        given = (filename, map_location, strict, revise_keys, part, into)
+        checkpoint = load(self, *given, self._resume, isinstance(self._train_loop, BaseLoop))
         self._has_loaded = True
         return checkpoint
 

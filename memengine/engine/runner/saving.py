@@ -39,18 +39,10 @@ def collect(
     """Collect the state of a run from all ranks; what is returned writes it.
 
     Args:
-        runner: The run.
-        out_dir: The folder to write to.
-        filename: ``'x.pth'``, or ``'x.dcp'`` for a sharded one.
-        save_optimizer: Whether the optimiser's state is in it.
-        save_param_scheduler: Whether the schedules' state is in it.
-        meta: What else to note.
-        backends: MMEngine's ``file_client_args`` and ``backend_args``, for remote folders.
-        asynchronous: Whether training goes on meanwhile, so that the state is copied.
-        on_complete: Called on rank 0 once the checkpoint is whole.
+        runner: The run, whose ``save_checkpoint`` says what the others are, and what is raised.
+        backends: Its ``file_client_args`` and ``backend_args``.
 
     Raises:
-        NonFiniteError: When a weight, or what the optimiser holds, is NaN or infinite on any rank.
         ValueError: For a sharded checkpoint in a remote folder.
     """
     refuse_nonfinite_state(unwrap(runner.model), runner.optim_wrapper if save_optimizer else None)

@@ -64,7 +64,15 @@ def wrap(runner: Any, wrapper_cfg: dict[str, Any] | None, model: nn.Module) -> n
             if wrapper_cfg is None:
                 config['broadcast_buffers'] = False
         wrapped = MODEL_WRAPPERS.build(config, default_args=dict(module=model))
-    _warn_of_local_losses(runner, unwrap(wrapped))
+    found = losses_with_a_group(unwrap(wrapped))
+    local = [name for name, loss in found.items() if loss.process_group is None]
+    if local and runner.world_size > 1:
+        runner.logger.warning(
+            f'{", ".join(local)}: each of the {runner.world_size} ranks contrasts only its own '
+            'samples with each other, which is another objective than that of the whole batch; '
+            "set model_wrapper_cfg.type='DisCoDistributedDataParallel' to contrast the samples "
+            'of all ranks'
+        )
     return wrapped
 
 
@@ -103,25 +111,8 @@ def initialize_weights(runner: Any, initialize: Any) -> None:
         initialize()
 
 
-def _warn_of_local_losses(runner: Any, model: nn.Module) -> None:
-    """Say which losses contrast only the samples of their own rank."""
-    found = losses_with_a_group(model)
-    local = [name for name, loss in found.items() if loss.process_group is None]
-    if local and runner.world_size > 1:
-        runner.logger.warning(
-            f'{", ".join(local)}: each of the {runner.world_size} ranks contrasts only its own '
-            'samples with each other, which is another objective than that of the whole batch; '
-            "set model_wrapper_cfg.type='DisCoDistributedDataParallel' to contrast the samples "
-            'of all ranks'
-        )
-
-
 def refuse_lone_samples(model: nn.Module, samples_per_step: int | None, world_size: int) -> None:
-    """Refuse batches of one sample where samples meet in the loss, which is 0 then.
-
-    Raises:
-        ValueError: Naming the batch size to set.
-    """
+    """Refuse batches of one sample where samples meet in the loss, which is 0 then."""
     losses = losses_with_a_group(model).values()
     is_local = any(loss.process_group is None for loss in losses)
     fewest = world_size if is_local else 1

@@ -92,11 +92,7 @@ class DisCoDistributedDataParallel(MMDistributedDataParallel):
 
     @staticmethod
     def find_losses(module: nn.Module) -> dict[str, Any]:
-        """The losses of a model that become global, by name.
-
-        Raises:
-            ValueError: When there are none.
-        """
+        """The losses of a model that become global, by name."""
         found = losses_with_a_group(module)
         if not found:
             raise ValueError(

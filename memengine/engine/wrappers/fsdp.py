@@ -52,24 +52,10 @@ class FullyShardedDataParallel(nn.Module):
 
     Args:
         module: The model.
-        units: What is gathered and freed by itself: by default the model's repeated blocks, and
-            with ``offload`` their parts; names, globs or classes of modules, a least number of
-            parameters, or a wrap policy of FSDP1.
-        offload: Whether shards and the optimiser's state live in host memory.
-        free_after: When gathered parameters are freed: after each ``'forward'``, after its
-            ``'backward'``, or after the whole ``'step'`` (of several slices).
-        reduce_once: Whether the slices of a step reduce gradients once, in the last, and hold
-            whole gradients until then; otherwise each slice reduces. By default once, unless
-            ``offload``.
-        prefetch: Whether the next unit is gathered while one computes; by default, unless
-            ``offload``.
-        replicas: Copies of the model among the ranks (hybrid sharding), e.g. one per machine.
-        param_dtype: What to gather and compute in, e.g. ``'bfloat16'``; by default the
-            parameters' own.
-        reduce_dtype: What to reduce gradients in; by default ``param_dtype``.
-        init_fn: Function, or the name of one in ``FUNCTIONS``, that gives values to a module's own
-            tensors that were built on ``meta``, after the model's own ``reset_parameters()`` and
-            ``init_weights()``.
+        units, offload, free_after, reduce_once, prefetch, replicas: As of
+            :func:`memengine.techniques.shard_model`.
+        param_dtype, reduce_dtype: As there; also by name, e.g. ``'bfloat16'``.
+        init_fn: As there; also the name of a function in ``FUNCTIONS``.
         meta: Whether the Runner builds the model on the ``meta`` device, so that no process ever
             holds all of it.
         global_losses: Whether losses in which samples meet see those of all ranks; see

@@ -45,11 +45,6 @@ def find_backbone(model: nn.Module, part: str = '', setting: str = 'part') -> Ba
 
     Where there is a teacher, its backbone is the one whose features are evaluated.
 
-    Args:
-        model: Not wrapped.
-        part: Name of a module; '' for what is found.
-        setting: What the user calls that, for errors.
-
     Raises:
         ValueError: When there is no such module, or none or several to be found.
     """

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from memengine.evaluation.after_training.predictions import dataset_of, predictions
 from memengine.registry import LOOPS
+from memengine.suggest import import_optional
 
 __all__ = ['EmbedLoop']
 
@@ -87,13 +88,7 @@ class EmbedLoop:
         if shard_size < 1:
             raise ValueError(f'embed.shard_size must be at least 1, got {shard_size}')
         if format == 'parquet':
-            try:
-                import pyarrow  # noqa: F401
-            except ImportError as error:
-                raise ImportError(
-                    "embed.format='parquet' needs pyarrow: pip install pyarrow; "
-                    "'npz' and 'safetensors' need nothing"
-                ) from error
+            import_optional('pyarrow', "embed.format='parquet' ('npz' needs nothing)")
         self.runner, self.format, self.shard_size = runner, format, shard_size
         self.dtype: torch.dtype = getattr(torch, dtype)
 

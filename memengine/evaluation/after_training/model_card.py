@@ -22,14 +22,7 @@ _OF_THE_MACHINE = ('load_from', 'work_dir', 'launcher', 'resume')
 def write_model_card(
     runner: Any, backbone: Backbone, codes: Mapping[str, str], folder: Path
 ) -> None:
-    """Write ``README.md``.
-
-    Args:
-        runner: With the config, and what the checkpoint says of itself in its message hub.
-        backbone: What was exported.
-        codes: Python that loads it, by form.
-        folder: Where it goes; measurements are looked for in the folders beside it.
-    """
+    """Write ``README.md``."""
     kind = type(runner.model).__name__
     cfg = Config({key: value for key, value in runner.cfg.items() if key not in _OF_THE_MACHINE})
     count = sum(parameter.numel() for parameter in backbone.module.parameters())

@@ -47,11 +47,7 @@ def export_to_open_clip(whole: Backbone, images: Tensor, folder: Path) -> tuple[
 
 
 def _names(model: nn.Module) -> set[str]:
-    """The name of open_clip's model, of which both towers are.
-
-    Raises:
-        ValueError: For other towers.
-    """
+    """The name of open_clip's model, of which both towers are."""
     towers = dict(model.named_children()).get('towers', nn.ModuleDict())
     kinds = {
         key: type(tower.backbone).__name__
@@ -73,9 +69,6 @@ def open_clip_state(model: Any) -> dict[str, Tensor]:
 
     A tower ends in ``x @ proj`` with proj [W, D], and then in the run's ``@ weight.T`` with weight
     [E, D]: together ``x @ (proj @ weight.T)``.
-
-    Raises:
-        ValueError: For a tower without such a matrix.
     """
     image, text = model.towers['image'], model.towers['text']
     state = {f'visual.{key}': v for key, v in image.backbone.model.state_dict().items()}

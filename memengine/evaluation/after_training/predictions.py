@@ -26,11 +26,7 @@ def one_process(runner: Any, command: str) -> None:
 
 
 def dataset_of(runner: Any) -> Any:
-    """The data set of ``val_dataloader``, or else of ``test_dataloader``.
-
-    Raises:
-        ValueError: When the config has neither.
-    """
+    """The data set of ``val_dataloader``, or else of ``test_dataloader``."""
     return DATASETS.build(_loader_config(runner)['dataset'])
 
 
@@ -59,11 +55,6 @@ def predictions(
     runner: Any, dataset: Any, rows: Sequence[int] | None = None
 ) -> Iterator[tuple[dict[str, Any], dict[str, Tensor]]]:
     """Batches in order, and what the model's ``predict`` gives of them.
-
-    Args:
-        runner: With the model.
-        dataset: From :func:`dataset_of`.
-        rows: Which samples; by default all.
 
     Yields:
         The batch as the loader gave it; the model's outputs by name, a row for each sample, on

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from memengine.evaluation.knn import unit_rows
 from memengine.registry import TRANSFORMS
+from memengine.suggest import import_optional
 
 __all__ = ['check_has_texts', 'embed_texts', 'lines_of', 'templates_of', 'tokenizer_of']
 
@@ -44,11 +45,7 @@ def embed_texts(runner: Any, tokens: Tensor) -> Tensor:
 
 
 def tokenizer_of(cfg: Mapping[str, Any], config: Mapping[str, Any] | None, command: str) -> Any:
-    """A tokenizer by its config, or that of the only ``Tokenize`` of the validation data.
-
-    Raises:
-        ValueError: When there is none, or several.
-    """
+    """A tokenizer by its config, or that of the only ``Tokenize`` of the validation data."""
     if config is None:
         loader = cfg.get('val_dataloader') or cfg.get('test_dataloader')
         found = list(_tokenizers(loader))
@@ -73,11 +70,7 @@ def _tokenizers(config: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def lines_of(value: str | Sequence[str], setting: str) -> list[str]:
-    """A list of texts, or the lines of a file.
-
-    Raises:
-        ValueError: When there is no such file, or no text.
-    """
+    """A list of texts, or the lines of a file."""
     if isinstance(value, str):
         if not Path(value).is_file():
             raise ValueError(f'{setting} must be a list of texts or a file of lines, got {value!r}')
@@ -96,12 +89,7 @@ def templates_of(value: str | Sequence[str], setting: str) -> list[str]:
         ValueError: For a sentence without ``{}``.
     """
     if isinstance(value, str) and value in _SETS:
-        try:
-            import open_clip
-        except ImportError as error:
-            raise ImportError(
-                f'{setting}={value!r} needs open_clip: pip install open_clip_torch'
-            ) from error
+        open_clip = import_optional('open_clip', f'{setting}={value!r}', 'open_clip_torch')
         return [fill('{}') for fill in getattr(open_clip, _SETS[value])]
     templates = lines_of(value, setting)
     for template in templates:

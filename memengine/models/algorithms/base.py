@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memengine.engine.step import LogVars, Progress, run_step
+from memengine.registry import PreprocessorConfig
 from memengine.techniques.slices.slicing import Slice, join_slices, slice_views
 
 __all__ = [
@@ -96,6 +97,11 @@ class Algorithm(BaseModel):
 
     :meth:`embedding_loss` is all of it on the whole batch, which is the plain step.
 
+    Args:
+        data_preprocessor: Config of MMEngine's data preprocessor; by default data are moved to
+            the model's device.
+        init_cfg: MMEngine's initialisation config.
+
     Attributes:
         coupled: Whether the loss has terms in which samples of a batch meet, so that it is not the
             sum of the losses of its parts. Such a model cannot be trained by accumulation.
@@ -107,7 +113,7 @@ class Algorithm(BaseModel):
 
     def __init__(
         self,
-        data_preprocessor: dict[str, Any] | nn.Module | None = None,
+        data_preprocessor: PreprocessorConfig | nn.Module | None = None,
         init_cfg: dict[str, Any] | None = None,
     ) -> None:
         if data_preprocessor is None:
@@ -267,9 +273,6 @@ class Algorithm(BaseModel):
             data_samples: Dict of tensors by sample, e.g. ``label`` [B].
             mode: ``'tensor'`` gives embeddings, ``'loss'`` a dict of losses and ``'predict'`` a
                 list with a dict (``{'feature': [D]}``) for each sample.
-
-        Raises:
-            ValueError: For another mode.
         """
         if mode == 'tensor':
             return self.embed(inputs, data_samples)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from memengine.models.algorithms.base import Algorithm
 from memengine.models.parts import check_labels, check_one_view, labels_of
-from memengine.registry import MODELS, ModelConfig, PreprocessorConfig
+from memengine.registry import MODELS, ModelConfig
 from memengine.techniques.slices.slicing import Slice
 
 __all__ = ['Classifier']
@@ -29,9 +29,7 @@ class Classifier(Algorithm):
         num_classes: Number of classes K.
         label_smoothing: Share of the target that is spread over all classes.
         freeze_backbone: Train the linear layer only, on the backbone's features as they are.
-        data_preprocessor: Config of MMEngine's data preprocessor; by default data are moved to
-            the model's device.
-        init_cfg: MMEngine's initialisation config.
+        **kwargs: Of :class:`Algorithm`.
 
     Raises:
         ValueError: For a setting out of range, or a batch of several views or without labels.
@@ -52,10 +50,9 @@ class Classifier(Algorithm):
         num_classes: int,
         label_smoothing: float = 0.0,
         freeze_backbone: bool = False,
-        data_preprocessor: PreprocessorConfig | nn.Module | None = None,
-        init_cfg: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(data_preprocessor, init_cfg)
+        super().__init__(**kwargs)
         if num_classes < 1:
             raise ValueError(f'Classifier: num_classes must be at least 1, got {num_classes}')
         if not 0 <= label_smoothing <= 1:

@@ -12,14 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from memengine.models.algorithms.base import (
-    Algorithm,
-    feature_moments,
-    feature_rank,
-    feature_std,
-)
+from memengine.models.algorithms.base import Algorithm, feature_moments, feature_rank, feature_std
 from memengine.models.parts import build_loss, check_one_view, l2_normalize
-from memengine.registry import MODELS, ModelConfig, PreprocessorConfig
+from memengine.registry import MODELS, ModelConfig
 from memengine.techniques.slices.slicing import Slice, cut_evenly, take
 
 __all__ = ['CLIP', 'SigLIP']
@@ -66,9 +61,7 @@ class CLIP(Algorithm):
         init_scale: Scale of the similarities at the start, the inverse of a temperature. It is
             learned, as ``logit_scale = log(scale)``.
         max_scale: Largest scale; it is clamped after each update.
-        data_preprocessor: Config of MMEngine's data preprocessor; by default data are moved to
-            the model's device.
-        init_cfg: MMEngine's initialisation config.
+        **kwargs: Of :class:`Algorithm`.
 
     Raises:
         ValueError: For an unknown tower, both towers frozen, a frozen tower whose features are
@@ -91,10 +84,9 @@ class CLIP(Algorithm):
         loss: ModelConfig | str = 'ClipLoss',
         init_scale: float = 1 / 0.07,
         max_scale: float = 100.0,
-        data_preprocessor: PreprocessorConfig | nn.Module | None = None,
-        init_cfg: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(data_preprocessor, init_cfg)
+        super().__init__(**kwargs)
         name = type(self).__name__
         if not set(frozen) <= set(TOWERS) or isinstance(frozen, str):
             raise ValueError(f'{name}: frozen must be a list of {TOWERS}, got {frozen!r}')
@@ -228,16 +220,7 @@ class SigLIP(CLIP):
     """CLIP with the sigmoid loss: every pair of image and text is matched or not, by itself.
 
     Args:
-        image: See :class:`CLIP`.
-        text: See :class:`CLIP`.
-        embed_dim: See :class:`CLIP`.
-        frozen: See :class:`CLIP`.
-        loss: Config or name of a loss with open_clip's call.
-        init_scale: Scale of the similarities at the start; learned.
-        init_bias: Added to every logit at the start; learned.
-        max_scale: Largest scale; it is clamped after each update.
-        data_preprocessor: See :class:`CLIP`.
-        init_cfg: See :class:`CLIP`.
+        init_bias: Added to every logit at the start; learned. For the others see :class:`CLIP`.
 
     Raises:
         ValueError: As :class:`CLIP`.
@@ -257,20 +240,9 @@ class SigLIP(CLIP):
         init_scale: float = 10.0,
         init_bias: float = -10.0,
         max_scale: float = 100.0,
-        data_preprocessor: PreprocessorConfig | nn.Module | None = None,
-        init_cfg: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(
-            image,
-            text,
-            embed_dim,
-            frozen,
-            loss,
-            init_scale,
-            max_scale,
-            data_preprocessor,
-            init_cfg,
-        )
+        super().__init__(image, text, embed_dim, frozen, loss, init_scale, max_scale, **kwargs)
         self.logit_bias = nn.Parameter(torch.tensor(float(init_bias)))
         self.init_bias = float(init_bias)
 

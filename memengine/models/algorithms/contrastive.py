@@ -18,7 +18,7 @@ from memengine.models.algorithms.base import (
     rows_of,
 )
 from memengine.models.parts import build_head, build_loss, l2_normalize, labels_of
-from memengine.registry import MODELS, HeadConfig, ModelConfig, PreprocessorConfig
+from memengine.registry import MODELS, HeadConfig, ModelConfig
 
 __all__ = ['SimCLR', 'SupCon']
 
@@ -32,10 +32,9 @@ class _ContrastiveAlgorithm(Algorithm):
         head: HeadConfig,
         loss: ModelConfig | str = 'NTXentLoss',
         freeze_backbone: bool = False,
-        data_preprocessor: PreprocessorConfig | nn.Module | None = None,
-        init_cfg: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(data_preprocessor, init_cfg)
+        super().__init__(**kwargs)
         self.backbone = MODELS.build(backbone)
         self.head = build_head(head, self.backbone.num_features)
         self.loss = build_loss(loss)
@@ -74,9 +73,7 @@ class SimCLR(_ContrastiveAlgorithm):
         head: Config of the projection head; ``in_dim`` is filled in.
         loss: Config or name of a loss that is called with the two views' embeddings [B, D].
         freeze_backbone: Train the head only.
-        data_preprocessor: Config of MMEngine's data preprocessor; by default data are moved to
-            the model's device.
-        init_cfg: MMEngine's initialisation config.
+        **kwargs: Of :class:`Algorithm`.
 
     Raises:
         ValueError: For a batch of other than two views.
@@ -117,9 +114,7 @@ class SupCon(_ContrastiveAlgorithm):
             ``labels=`` [B].
         use_labels: Without them a sample's positives are its own other views, as in SimCLR.
         freeze_backbone: Train the head only.
-        data_preprocessor: Config of MMEngine's data preprocessor; by default data are moved to
-            the model's device.
-        init_cfg: MMEngine's initialisation config.
+        **kwargs: Of :class:`Algorithm`.
 
     Raises:
         ValueError: For a batch without labels, or, without ``use_labels``, of a single view.
@@ -137,10 +132,9 @@ class SupCon(_ContrastiveAlgorithm):
         loss: ModelConfig | str = 'SupConLoss',
         use_labels: bool = True,
         freeze_backbone: bool = False,
-        data_preprocessor: PreprocessorConfig | nn.Module | None = None,
-        init_cfg: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(backbone, head, loss, freeze_backbone, data_preprocessor, init_cfg)
+        super().__init__(backbone, head, loss, freeze_backbone, **kwargs)
         self.use_labels = use_labels
 
     def _check_views(self, views: int) -> None:

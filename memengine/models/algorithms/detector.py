@@ -134,8 +134,9 @@ class TorchvisionDetector(LossBySample):
         self, inputs: Sequence[Tensor], data_samples: Sequence[dict[str, Any]] = ()
     ) -> dict[str, Tensor]:
         """torchvision's losses of each image by name, [b] each."""
+        wanted = ('boxes', 'labels', 'masks')
         every = [
-            self.detector([image], [_target(sample)])
+            self.detector([image], [{key: sample[key] for key in wanted if key in sample}])
             for image, sample in zip(inputs, data_samples, strict=True)
         ]
         return {name: torch.stack([losses[name] for losses in every]) for name in every[0]}
@@ -145,10 +146,6 @@ class TorchvisionDetector(LossBySample):
     ) -> list[dict[str, Tensor]]:
         """``boxes`` [N, 4], ``labels``, ``scores`` [N], ``masks`` [N, 1, H, W] of each image."""
         return [self.detector([image])[0] for image in inputs]
-
-
-def _target(sample: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: sample[name] for name in ('boxes', 'labels', 'masks') if name in sample}
 
 
 def _load_resnet(body: nn.Module, file: str) -> None:

@@ -19,13 +19,8 @@ from memengine._torch_private.ops import foreach_lerp_
 from memengine.engine.step import Progress
 from memengine.losses.dino import DINOLoss
 from memengine.losses.koleo import koleo_loss
-from memengine.models.algorithms.base import (
-    Algorithm,
-    feature_moments,
-    feature_rank,
-    feature_std,
-)
-from memengine.registry import MODELS, HeadConfig, ModelConfig, PreprocessorConfig
+from memengine.models.algorithms.base import Algorithm, feature_moments, feature_rank, feature_std
+from memengine.registry import MODELS, HeadConfig, ModelConfig
 from memengine.techniques.slices.multi_crop import CropSlice, plan_slices
 from memengine.techniques.slices.slicing import Slice
 
@@ -97,9 +92,7 @@ class DINO(Algorithm):
         koleo_weight: Weight of the KoLeo loss of the student's backbone features, summed over the
             global crops (DINOv2: 0.1). In it samples meet, so that a batch is carried out in slices
             by the gradient cache.
-        data_preprocessor: Config of MMEngine's data preprocessor; by default data are moved to
-            the model's device.
-        init_cfg: MMEngine's initialisation config.
+        **kwargs: Of :class:`Algorithm`.
 
     Raises:
         ValueError: For a setting out of range, or a batch with another number of crops.
@@ -138,10 +131,9 @@ class DINO(Algorithm):
         momentum_teacher_end: float = 1.0,
         freeze_last_layer: int = 1,
         koleo_weight: float = 0.0,
-        data_preprocessor: PreprocessorConfig | nn.Module | None = None,
-        init_cfg: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(data_preprocessor, init_cfg)
+        super().__init__(**kwargs)
         if local_crops < 0:
             raise ValueError(f'DINO: local_crops must not be negative, got {local_crops}')
         if not 0 <= momentum_teacher <= momentum_teacher_end <= 1:
@@ -224,10 +216,7 @@ class DINO(Algorithm):
         return self.student(inputs)
 
     def embedding_loss(
-        self,
-        embeddings: tuple[Tensor, Tensor],
-        targets: TeacherTargets,
-        data_samples: Any = None,
+        self, embeddings: tuple[Tensor, Tensor], targets: TeacherTargets, data_samples: Any = None
     ) -> dict[str, Tensor]:
         """The DINO loss, and what tells whether it means anything."""
         features, logits = embeddings
@@ -295,10 +284,7 @@ class DINO(Algorithm):
         return features[: len(rows)], rows
 
     def coupled_loss(
-        self,
-        embeddings: tuple[Tensor, Tensor],
-        targets: TeacherTargets,
-        data_samples: Any = None,
+        self, embeddings: tuple[Tensor, Tensor], targets: TeacherTargets, data_samples: Any = None
     ) -> dict[str, Tensor]:
         """The KoLeo loss, of the features and rows that :meth:`coupled_part` gave of all slices."""
         features, rows = embeddings

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from memengine.models.algorithms.by_sample import LossBySample
 from memengine.models.backbones.text_libraries import transformers_model
-from memengine.registry import MODELS, PreprocessorConfig
+from memengine.registry import MODELS
 
 __all__ = ['CausalLanguageModel']
 
@@ -30,9 +30,7 @@ class CausalLanguageModel(LossBySample):
             ``config`` only the kind of model: ``'gpt2'``.
         pretrained: Load the weights (a name needs the network or the library's cache).
         config: Entries of the model's configuration, e.g. ``dict(n_layer=2)``.
-        data_preprocessor: Config of MMEngine's data preprocessor; by default data are moved to
-            the model's device.
-        init_cfg: MMEngine's initialisation config.
+        **kwargs: Of :class:`Algorithm`.
 
     Raises:
         ImportError: When transformers is missing.
@@ -46,10 +44,9 @@ class CausalLanguageModel(LossBySample):
         model_name: str,
         pretrained: bool = True,
         config: Mapping[str, Any] | None = None,
-        data_preprocessor: PreprocessorConfig | nn.Module | None = None,
-        init_cfg: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(data_preprocessor, init_cfg)
+        super().__init__(**kwargs)
         self.model: Any = transformers_model(
             'AutoModelForCausalLM', model_name, pretrained, config, 'CausalLanguageModel'
         )

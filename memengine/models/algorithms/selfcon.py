@@ -19,7 +19,7 @@ from memengine.models.algorithms.base import (
     rows_of,
 )
 from memengine.models.parts import build_head, build_loss, l2_normalize, labels_of
-from memengine.registry import MODELS, HeadConfig, ModelConfig, PreprocessorConfig
+from memengine.registry import MODELS, HeadConfig, ModelConfig
 
 __all__ = ['SelfCon']
 
@@ -41,9 +41,7 @@ class SelfCon(Algorithm):
         loss: Config or name of a loss that is called with normalised embeddings [B, n, D], the
             backbone's own output last, and ``labels=`` [B].
         use_labels: Without them a sample's positives are its own other outputs.
-        data_preprocessor: Config of MMEngine's data preprocessor; by default data are moved to
-            the model's device.
-        init_cfg: MMEngine's initialisation config.
+        **kwargs: Of :class:`Algorithm`.
 
     Raises:
         ValueError: For no exit, one that the backbone does not have, or a batch without labels.
@@ -65,10 +63,9 @@ class SelfCon(Algorithm):
         sub_head: HeadConfig | None = None,
         loss: ModelConfig | str = 'ConLoss',
         use_labels: bool = True,
-        data_preprocessor: PreprocessorConfig | nn.Module | None = None,
-        init_cfg: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(data_preprocessor, init_cfg)
+        super().__init__(**kwargs)
         if not exits:
             raise ValueError('SelfCon: exits must name at least one stage, got none')
         self.backbone = MODELS.build(backbone)

@@ -13,7 +13,11 @@ from torch import Tensor, nn
 
 from memengine.engine.checkpoint.files import safe_loading
 from memengine.engine.checkpoint.weights import read_weights
-from memengine.models.backbones.text_libraries import open_clip_model, transformers_model
+from memengine.models.backbones.text_libraries import (
+    drop_pooler,
+    open_clip_model,
+    transformers_model,
+)
 from memengine.registry import MODELS
 from memengine.suggest import did_you_mean
 
@@ -43,11 +47,7 @@ class TorchvisionBackbone(nn.Sequential):
     """
 
     def __init__(
-        self,
-        model_name: str,
-        weights: str | None = None,
-        checkpoint_path: str = '',
-        **kwargs: Any,
+        self, model_name: str, weights: str | None = None, checkpoint_path: str = '', **kwargs: Any
     ) -> None:
         from torchvision import models
 
@@ -119,8 +119,7 @@ class TransformersImage(nn.Module):
         self.model: Any = transformers_model(
             'AutoModel', model_name, pretrained, config, 'TransformersImage'
         )
-        if getattr(self.model, 'pooler', None) is not None:  # not used, and DDP awaits a gradient
-            self.model.pooler = None
+        drop_pooler(self.model)
         self.pool = pool
         self.model_name, self.arguments = model_name, dict(config or {})
         self.num_features: int = self.model.config.hidden_size

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from memengine.engine.checkpoint.files import safe_loading
 from memengine.models.backbones.text_transformer import mean_of_tokens
 from memengine.registry import MODELS
+from memengine.suggest import import_optional
 
 __all__ = ['OpenClipText', 'TransformersText', 'open_clip_model', 'transformers_model']
 
@@ -57,10 +58,7 @@ class OpenClipText(nn.Module):
 
 def open_clip_model(model_name: str, pretrained: str | None, user: str) -> Any:
     """A model of open_clip with both towers, not normalised or moved anywhere."""
-    try:
-        import open_clip
-    except ImportError as error:
-        raise ImportError(f'{user} needs open_clip: pip install open_clip_torch') from error
+    open_clip = import_optional('open_clip', user, 'open_clip_torch')
     try:
         with safe_loading(f'The pretrained file of {model_name}'):
             return open_clip.create_model(model_name, pretrained=pretrained)
@@ -72,10 +70,7 @@ def transformers_model(
     auto: str, model_name: str, pretrained: bool, config: Mapping[str, Any] | None, user: str
 ) -> Any:
     """A model of the transformers library, found by one of its classes (``'AutoModel'``)."""
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError(f'{user} needs transformers: pip install transformers') from error
+    transformers = import_optional('transformers', user)
     kind, options = getattr(transformers, auto), dict(config or {})
     try:
         if pretrained:
@@ -85,6 +80,12 @@ def transformers_model(
         return kind.from_config(transformers.AutoConfig.for_model(model_name, **options))
     except (OSError, ValueError) as error:
         raise ValueError(f'{user}: {model_name!r}: {error}') from error
+
+
+def drop_pooler(model: Any) -> None:
+    """Leave out what is not used, as DDP awaits a gradient from every parameter."""
+    if getattr(model, 'pooler', None) is not None:
+        model.pooler = None
 
 
 @MODELS.register_module()
@@ -117,10 +118,7 @@ class TransformersText(nn.Module):
         self.model: Any = transformers_model(
             'AutoModel', model_name, pretrained, config, 'TransformersText'
         )
-        if (
-            getattr(self.model, 'pooler', None) is not None
-        ):  # not used, and DDP awaits a gradient from every parameter
-            self.model.pooler = None
+        drop_pooler(self.model)
         self.num_features: int = self.model.config.hidden_size
         own = self.model.config.pad_token_id
         self.pad_id = pad_id if pad_id is not None else (own if own is not None else 0)

@@ -25,9 +25,6 @@ class DINOHead(nn.Module):
         hidden_dim: Width of the hidden layers.
         bottleneck_dim: Width of the bottleneck.
 
-    Raises:
-        ValueError: When ``nlayers`` is less than 1.
-
     Source: Caron et al. (2021), appendix C.
     """
 

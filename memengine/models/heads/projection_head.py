@@ -23,9 +23,6 @@ class ProjectionHead(nn.Sequential):
         use_bn: BatchNorm after each hidden layer, and after the last one without scale and shift.
             Its statistics are the batch's: those of each chunk in a gradient cache.
 
-    Raises:
-        ValueError: When ``nlayers`` is less than 1.
-
     Source: Chen et al., A Simple Framework for Contrastive Learning (2020), section 4.2.
     """
 

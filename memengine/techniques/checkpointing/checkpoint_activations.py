@@ -13,14 +13,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from memengine.technique import (
-    PausableHandle,
-    Report,
-    Settings,
-    Technique,
-    setting,
-    with_settings,
-)
+from memengine.technique import PausableHandle, Report, Settings, Technique, setting, with_settings
 from memengine.techniques.checkpointing.budget import Kept, Trace, plan_by_budget, plan_by_ops
 from memengine.techniques.checkpointing.op_policy import Op, op_names
 from memengine.techniques.checkpointing.repeatable_forward import SETTING, CheckpointedForward

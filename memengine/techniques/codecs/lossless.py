@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from memengine._torch_private.triton_kernels import proven_kernels
 from memengine.techniques.codecs.bit_packing import pack_bits, pack_truths, unpack_bits
 from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_order
 
@@ -25,8 +26,10 @@ __all__ = [
     'two_valued',
 ]
 
-_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NARROW_DTYPES = (torch.uint8, torch.int16, torch.int32)
+_KERNELS = 'memengine.techniques.codecs.kernels.bits'
+_OF_KERNELS = (torch.float32, torch.bfloat16, torch.float16, torch.bool)
 _SAMPLE_NUMEL = 1024
 _SOME_NUMEL = 2**20  # looked at together
 
@@ -48,12 +51,46 @@ class BitCode:
     @torch.no_grad()
     def decode(self) -> Tensor:
         """The two values where they belong."""
-        off, on = self.values
-        # Integers wrap around, so this is exact; torch.where would branch at each element.
-        integer = _INTEGER_OF_SIZE[self.order.dtype.itemsize]
-        elements = unpack_bits(self.packed, 1, self.order.numel).to(integer)
-        elements.mul_(_wrapped(on - off, integer)).add_(off)
+        kernels = proven_kernels(_KERNELS, self.packed, self.order.dtype)
+        form = of_two_values if kernels is None else kernels.select
+        integer = INTEGER_OF_SIZE[self.order.dtype.itemsize]
+        elements = form(self.packed, self.order.numel, *self.values, integer)
         return self.order.shaped(elements.view(self.order.dtype))
+
+
+def of_two_values(packed: Tensor, numel: int, off: int, on: int, integer: torch.dtype) -> Tensor:
+    """One of two integers for each bit, ``[n]``."""
+    # Integers wrap around, so this is exact; torch.where would branch at each element.
+    elements = unpack_bits(packed, 1, numel).to(integer)
+    return elements.mul_(_wrapped(on - off, integer)).add_(off)
+
+
+@dataclass(frozen=True)
+class Within:
+    """A test of elements: whether they lie between two bounds, which are outside themselves.
+
+    Args:
+        low: Lower bound.
+        high: Upper bound, if there is one.
+        nan: What is said of NaN.
+    """
+
+    low: float
+    high: float | None = None
+    nan: bool = True
+
+    def __call__(self, elements: Tensor) -> Tensor:
+        """A boolean for each."""
+        low, high = self.low, self.high
+        if high is not None:  # as torch does
+            elements = elements.to(torch.promote_types(elements.dtype, torch.float32))
+        if self.nan:
+            outside = elements <= low
+            return (
+                outside if high is None else outside.logical_or_(elements >= high)
+            ).logical_not_()
+        within = elements > low
+        return within if high is None else within.logical_and_(elements < high)
 
 
 @dataclass(frozen=True)
@@ -97,16 +134,27 @@ def bitmask(
     Raises:
         TypeError: For a tensor that is not boolean, without a test.
 
-    Bytes: ``numel / 8``: 1/32 of float32, 1/8 of bool. Cost: two passes; four to decode.
+    Bytes: ``numel / 8``: 1/32 of float32, 1/8 of bool. Cost: two passes; four to decode. For the
+    tests of this file on a GPU one kernel each way, where it has agreed: :func:`proven_kernels`.
     """
     if test is None and tensor.dtype != torch.bool:
         raise TypeError(
             f'bitmask takes booleans, got {tensor.dtype}; give it a test, as in positive_mask()'
         )
     flat, order = in_memory_order(tensor)
-    packed = pack_bits(flat, 1) if test is None else pack_truths(flat, test)
+    packed = _packed(flat, test)
     values = torch.tensor([off, on], dtype=tensor.dtype, device='cpu')
     return BitCode(packed, _integers_of(values), order)
+
+
+def _packed(flat: Tensor, test: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """One bit for each element, by a kernel where there is one for the test."""
+    known = Within(0) if test is None else test
+    if isinstance(known, Within) and flat.dtype in _OF_KERNELS:
+        kernels = proven_kernels(_KERNELS, flat, flat.dtype)
+        if kernels is not None:
+            return kernels.pack_within(flat, known)
+    return pack_bits(flat, 1) if test is None else pack_truths(flat, test)
 
 
 def positive_mask(tensor: Tensor) -> BitCode:
@@ -115,12 +163,12 @@ def positive_mask(tensor: Tensor) -> BitCode:
     NaN counts as above, as in torch's derivative of ReLU, so that nothing is hidden. Bytes: 1/32
     of float32.
     """
-    return bitmask(tensor, lambda elements: (elements <= 0).logical_not_())
+    return bitmask(tensor, Within(0))
 
 
 def sign_mask(tensor: Tensor) -> BitCode:
     """1 where a LeakyReLU's input is above zero, -1 elsewhere: all that its derivative needs."""
-    return bitmask(tensor, lambda elements: elements > 0, off=-1)
+    return bitmask(tensor, Within(0, nan=False), off=-1)
 
 
 def between(tensor: Tensor, low: float, high: float, inside: float, outside: float) -> BitCode:
@@ -137,11 +185,7 @@ def between(tensor: Tensor, low: float, high: float, inside: float, outside: flo
         outside: Any other, such as infinity.
     """
 
-    def test(elements: Tensor) -> Tensor:
-        elements = elements.to(torch.promote_types(elements.dtype, torch.float32))  # as torch does
-        return (elements <= low).logical_or_(elements >= high).logical_not_()
-
-    return bitmask(tensor, test, on=inside, off=outside)
+    return bitmask(tensor, Within(low, high), on=inside, off=outside)
 
 
 @torch.no_grad()
@@ -158,7 +202,7 @@ def two_valued(tensor: Tensor) -> BitCode | None:
     Bytes: ``numel / 8``. Cost: a sample of 1024 elements tells most other tensors; for the rest
     four passes.
     """
-    if tensor.dtype.itemsize not in _INTEGER_OF_SIZE or tensor.device.type != 'cpu':
+    if tensor.dtype.itemsize not in INTEGER_OF_SIZE or tensor.device.type != 'cpu':
         return None
     flat, order = in_memory_order(tensor)
     elements = _as_integers(flat)
@@ -230,4 +274,4 @@ def _wrapped(number: int, dtype: torch.dtype) -> int:
 
 def _as_integers(flat: Tensor) -> Tensor:
     """The elements' bits: equal integers are equal elements, NaN and signed zeros included."""
-    return flat.view(_INTEGER_OF_SIZE[flat.dtype.itemsize])
+    return flat.view(INTEGER_OF_SIZE[flat.dtype.itemsize])

@@ -24,7 +24,7 @@ __all__ = ['QuantizedCode', 'Quantizer', 'check_floating_point']
 
 # A part of a tensor at a time: one that stays in a CPU's cache; one that fills a GPU, and hardly
 # counts at the peak.
-_PART_NUMEL = {'cpu': 2**17}
+_PART_NUMEL = {'cpu': 2**18}
 _PART_NUMEL_ELSEWHERE = 2**20
 _KERNELS = 'memengine.techniques.codecs.kernels'
 _LARGEST_GROUP_OF_KERNELS = 2**13  # of which a GPU's multiprocessor holds several
@@ -40,15 +40,19 @@ def check_floating_point(tensor: Tensor) -> None:
 
 
 class _Part(NamedTuple):
-    """What is computed at once: full groups, or the last, shorter one."""
+    """What is computed at once: full groups, and in the last part a shorter one."""
 
     elements: slice
     groups: slice
     bytes: slice
-    group_size: int
 
-    def rows(self, elements: Tensor) -> Tensor:
-        return elements.view(-1, self.group_size)  # [groups, group_size]
+
+def _in_rows(flat: Tensor, group_size: int) -> Tensor:
+    """Elements as [groups, group_size]; the last one fills up a shorter group."""
+    missing = -flat.numel() % group_size
+    if missing:
+        flat = torch.cat([flat, flat[-1:].expand(missing)])
+    return flat.view(-1, group_size)
 
 
 @dataclass(frozen=True)
@@ -104,14 +108,28 @@ def quantize(
     Returns:
         The levels in bytes, and the extremes, [2, groups].
     """
+    numel = flat.numel()
     generator = private_generator(flat.device) if stochastic else None
-    packed = flat.new_empty(packed_numel(flat.numel(), bits), dtype=torch.uint8)
-    extremes = _extremes(flat, group_size)
-    dtype, grid = computing_dtype(flat.dtype), _grid(extremes, bits)
-    for part in _parts(flat.numel(), bits, group_size, part_numel):
-        rows = part.rows(flat[part.elements]).to(dtype)
-        levels = grid.of_ranges(part.groups).levels(rows, generator)
-        pack_bits(levels, bits, out=packed[part.bytes])
+    packed = flat.new_empty(packed_numel(numel, bits), dtype=torch.uint8)
+    extremes = flat.new_empty(2, -(-numel // group_size))
+    dtype, grid = computing_dtype(flat.dtype), None
+    if flat.device.type != 'cpu':  # each kernel costs a launch: all ranges are found at once
+        full = numel // group_size
+        head, rest = flat.split([full * group_size, numel % group_size])
+        _put_extremes(head.view(-1, group_size), extremes[:, :full])
+        if rest.numel():
+            _put_extremes(rest[None], extremes[:, full:])
+        grid = _grid(extremes, bits)
+    for part in _parts(numel, bits, group_size, part_numel):
+        elements = flat[part.elements]
+        rows = _in_rows(elements, group_size)
+        if grid is None:  # what is read for its extremes is in the cache then
+            _put_extremes(rows, extremes[:, part.groups])
+            ranges = _grid(extremes[:, part.groups], bits)
+        else:
+            ranges = grid.of_ranges(part.groups)
+        levels = ranges.levels(rows.to(dtype), generator).view(-1)
+        pack_bits(levels[: elements.numel()], bits, out=packed[part.bytes])
     return packed, extremes
 
 
@@ -122,12 +140,13 @@ def dequantize(
     flat = extremes.new_empty(numel)
     dtype, grid = computing_dtype(flat.dtype), _grid(extremes, bits)
     for part in _parts(numel, bits, group_size, part_numel):
-        target = part.rows(flat[part.elements])
-        levels = unpack_bits(packed[part.bytes], bits, target.numel())
-        room = target if target.dtype == dtype else None
-        values = grid.of_ranges(part.groups).values(part.rows(levels), room)
+        target, some = flat[part.elements], packed[part.bytes]
+        levels = some if bits == 8 else unpack_bits(some, bits, target.numel())
+        is_room = target.dtype == dtype and target.numel() % group_size == 0
+        room = target.view(-1, group_size) if is_room else None
+        values = grid.of_ranges(part.groups).values(_in_rows(levels, group_size), room)
         if room is None:
-            target.copy_(values)
+            target.copy_(values.view(-1)[: target.numel()])
     return flat
 
 
@@ -139,35 +158,20 @@ def _grid(extremes: Tensor, bits: int) -> UniformGrid:
 
 def _parts(numel: int, bits: int, group_size: int, part_numel: int) -> Iterator[_Part]:
     """What is computed at once, in turn."""
-
-    def part(start: int, stop: int, size: int) -> _Part:
-        first = start // group_size
-        return _Part(
+    length = max(part_numel - part_numel % group_size, group_size)
+    for start in range(0, numel, length):
+        stop = min(start + length, numel)
+        yield _Part(
             slice(start, stop),
-            slice(first, first + (stop - start) // size),
+            slice(start // group_size, -(-stop // group_size)),
             slice(start * bits // 8, packed_numel(stop, bits)),
-            size,
         )
 
-    full = numel - numel % group_size
-    length = max(part_numel - part_numel % group_size, group_size)
-    for start in range(0, full, length):
-        yield part(start, min(start + length, full), group_size)
-    if full < numel:
-        yield part(full, numel, numel - full)
 
-
-def _extremes(flat: Tensor, group_size: int) -> Tensor:
-    full = flat.numel() - flat.numel() % group_size
-    groups = [flat[:full].view(-1, group_size)]
-    if full < flat.numel():
-        groups.append(flat[None, full:])
-    return torch.stack(
-        [
-            torch.cat([group.amin(-1) for group in groups]),
-            torch.cat([group.amax(-1) for group in groups]),
-        ]
-    )
+def _put_extremes(rows: Tensor, extremes: Tensor) -> None:
+    """Write the lowest and highest of each row [groups, group_size] into [2, groups]."""
+    torch.amin(rows, -1, out=extremes[0])
+    torch.amax(rows, -1, out=extremes[1])
 
 
 @dataclass(frozen=True)
@@ -187,12 +191,12 @@ class Quantizer:
     Bytes: ``numel * bits / 8``, and two elements of the tensor's dtype for each group, which are
     its extremes, exactly. Of a float32 tensor, in groups of 256, 0.258, 0.133, 0.070 and 0.039 for
     8, 4, 2 and 1 bits; of one in half precision 0.508, 0.258, 0.133 and 0.070. While it runs, 10
-    bytes for each element of a part of the tensor: 1.3 MB on CPU, at most 11 MB elsewhere.
+    to 14 bytes for each element of a part of the tensor: at most 4 MB on CPU, 11 MB elsewhere.
 
-    Cost: two passes over the tensor for the extremes, nine over a part of it in the cache, and 8
-    random bits for each element; to decode, four passes. On a GPU one kernel each way, where
-    Triton compiles them and they agree with these passes there (:func:`proven_kernels`); groups
-    above 8,192 elements and float64 go without.
+    Cost: one pass over the tensor (on an accelerator three), ten over a part of it in the cache,
+    and 8 random bits for each element; to decode, two passes, four below 8 bits. On a GPU one
+    kernel each way, where Triton compiles them and they agree with these passes there
+    (:func:`proven_kernels`); groups above 8,192 elements and float64 go without.
 
     Error: less than a step of ``(max - min) / (2 ** bits - 1)`` of the group (half of it without
     `stochastic`). The mean is exact to ``2 ** -16`` of a step and the rounding of float32. In half

@@ -18,7 +18,7 @@ from torch.distributed.nn.functional import all_reduce
 from memengine._torch_private.modules import BatchNorm, own_buffers, own_parameters
 from memengine.technique import Handle, Settings, Technique, setting
 
-__all__ = ['SyncBNSettings', 'SyncBatchNorm', 'SyncedBatchNorm', 'convert_sync_batchnorm']
+__all__ = ['SyncBNSettings', 'SyncBatchNorm', 'SyncedBatchNorm']
 
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -71,24 +71,11 @@ class SyncBatchNorm(BatchNorm):
         self.running_var.lerp_(var.to(self.running_var.dtype), momentum)
 
 
-def convert_sync_batchnorm(model: nn.Module) -> int:
-    """Turn every BatchNorm below ``model`` into one over all ranks, in place.
-
-    Of a model on a GPU it is torch's own SyncBatchNorm, which runs only there, of one on a CPU
-    :class:`SyncBatchNorm`. Parameters and buffers are kept, so names and state do not change.
-
-    Returns:
-        How many layers were converted.
-    """
-    return len(SyncedBatchNorm(model).replaced)
-
-
 class SyncedBatchNorm(Handle):
-    """A model whose BatchNorm layers are over all ranks.
+    """A model whose BatchNorm layers are over all ranks, replaced in place.
 
-    Args:
-        model: The model.
-        kind: As in :class:`SyncBNSettings`.
+    On a GPU they are torch's own SyncBatchNorm, which runs only there, on a CPU
+    :class:`SyncBatchNorm`. Parameters and buffers are kept, so names and state do not change.
 
     Raises:
         ImportError: For ``'mmcv'`` where it is not installed.

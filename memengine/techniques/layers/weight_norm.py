@@ -132,9 +132,6 @@ def shared_weights(modules: Iterable[nn.Module]) -> Iterator[Any]:
     parameters (and their hooks, and DDP) in the backward passes after the yielded function has been
     called, which is to be before the last slice.
 
-    Args:
-        modules: Where to look for such layers; there need not be any.
-
     Yields:
         The function to call before the last slice.
 

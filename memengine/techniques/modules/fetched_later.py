@@ -11,11 +11,7 @@ __all__ = ['FetchedLater']
 
 
 class FetchedLater:
-    """A copy of a small tensor, made without waiting for the device; to be read a step later.
-
-    Args:
-        values: On any device. Later changes of it do not matter.
-    """
+    """A copy of a small tensor, made without waiting for the device; to be read a step later."""
 
     def __init__(self, values: Tensor) -> None:
         self._copied: torch.cuda.Event | None = None

@@ -158,9 +158,6 @@ class ModuleState:
     a tensor that is written to is named. Left out are statistics that a norm layer only counts,
     sharded parameters, which ``fully_shard`` swaps itself, and DDP's own books.
 
-    Args:
-        module: The module that is about to run.
-
     Cost: some 10 microseconds and 2 kB for each module inside.
     """
 
@@ -277,10 +274,7 @@ class RandomState:
     def state_dict(self) -> dict[str, Any]:
         """All but modules' own generators, as tensors, arrays and plain values to be saved."""
         return dict(
-            cpu=self._cpu,
-            accelerators=self._accelerators,
-            python=self._python,
-            numpy=self._numpy,
+            cpu=self._cpu, accelerators=self._accelerators, python=self._python, numpy=self._numpy
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

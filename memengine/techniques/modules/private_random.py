@@ -23,9 +23,6 @@ def private_generator(device: torch.device) -> torch.Generator:
     by its place in the run, so a resumed run draws what the uninterrupted one would have drawn. In
     a loop that seeds once, it simply goes on.
 
-    Args:
-        device: Where the numbers are drawn, as in ``tensor.device``.
-
     Returns:
         A generator for ``generator=`` of torch's random functions. Do not keep it: ask again.
 

@@ -36,11 +36,7 @@ class KeptAsIs:
         return version_of(self.content) != self._version
 
     def tensor(self) -> Tensor:
-        """The tensor.
-
-        Raises:
-            RuntimeError: When it was modified in place since.
-        """
+        """The tensor."""
         check_unmodified(self.content, self._version)
         return self.content
 

@@ -20,10 +20,6 @@ class WrappedForward:
 
     Names, parameters, hooks and state dict are untouched. It is an object and not a function, so
     that copies and pickles of the module are wrapped too, each around its own forward.
-
-    Args:
-        name: The module's name, for errors.
-        module: The module.
     """
 
     setting: ClassVar[str]  # what errors call it

@@ -13,7 +13,7 @@ from memengine._torch_private.ops import foreach_copy_
 from memengine.technique import Settings, Technique
 from memengine.techniques.sharding.clipping import local_part
 
-__all__ = ['AdamWBf16', 'stochastically_rounded']
+__all__ = ['AdamWBf16', 'rounded_by']
 
 _AVERAGES = ('exp_avg', 'exp_avg_sq')
 _LOW_BITS = 16  # of float32, which bfloat16 lacks
@@ -55,23 +55,11 @@ def _noise(numel: int, step: int, device: torch.device) -> Iterator[Tensor]:
     yield bits.bitwise_right_shift_(_LOW_BITS).bitwise_and_(lowest)
 
 
-def stochastically_rounded(value: Tensor, generator: torch.Generator) -> Tensor:
-    """Round to one of the two neighbours in bfloat16, the nearer one more often.
+def rounded_by(value: Tensor, noise: Tensor) -> Tensor:
+    """Round to one of the two neighbours in bfloat16, by int32 noise of 16 bits, written over.
 
     The mean over roundings is the value itself (of float32 numbers exactly).
-
-    Args:
-        value: Any floating-point tensor.
-        generator: Draws the noise, on the tensor's device.
     """
-    noise = torch.randint(
-        2**_LOW_BITS, value.shape, generator=generator, dtype=torch.int32, device=value.device
-    )
-    return _rounded_by(value, noise)
-
-
-def _rounded_by(value: Tensor, noise: Tensor) -> Tensor:
-    """What is rounded; the noise is written over."""
     bits = noise.add_(value.float().view(torch.int32)).bitwise_and_(-(2**_LOW_BITS))
     rounded = bits.view(torch.float32)
     return rounded.masked_fill_(value.isnan(), torch.nan).bfloat16()  # noise may carry out of NaN
@@ -86,10 +74,7 @@ class AdamWBf16(torch.optim.AdamW):
 
     Args:
         params: Parameters or groups, in float32 or float64.
-        lr: Learning rate.
-        betas: Decay of the two averages.
-        eps: Added to the root of the second average.
-        weight_decay: Decoupled weight decay.
+        lr, betas, eps, weight_decay: As of ``torch.optim.AdamW``.
 
     Raises:
         TypeError: For parameters in half precision, whose averages torch's AdamW keeps in it.
@@ -194,7 +179,7 @@ class AdamWBf16(torch.optim.AdamW):
         for tensors, together, drawn in zip(averages, exact, noise, strict=True):
             parts = [drawn[: part.numel()] for part in together.parts]
             ours = torch.cat(parts) if len(parts) > 1 else drawn
-            rounded = together.like(_rounded_by(together.flat, ours))
+            rounded = together.like(rounded_by(together.flat, ours))
             foreach_copy_(tensors, rounded.parts)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -26,11 +26,7 @@ _SIGNED_STATES = {'exp_avg': True, 'exp_avg_sq': False, 'max_exp_avg_sq': False}
 
 
 def _torchao(name: str) -> Any:
-    """Class ``name`` of torchao.
-
-    Raises:
-        ImportError: When torchao is not installed.
-    """
+    """Class ``name`` of torchao."""
     try:
         return getattr(importlib.import_module('torchao.optim'), name)
     except ImportError as error:
@@ -94,11 +90,7 @@ def AdamW8bit(  # noqa: N802 (what it makes is an object of a class of that name
     """torchao's AdamW with both averages in 8 bits, quantised in blocks.
 
     Args:
-        params: Parameters or groups.
-        lr: Learning rate.
-        betas: Decay of the two averages.
-        eps: Added to the root of the second average.
-        weight_decay: Decoupled weight decay.
+        params, lr, betas, eps, weight_decay: As of ``torch.optim.AdamW``.
         block_size: Numbers that share a scale.
 
     Raises:
@@ -133,10 +125,6 @@ def AdamW4bit(  # noqa: N802 (what it makes is an object of a class of that name
 
 
 # ------------------------------------------------------------------ host memory
-
-
-def _as_list(params: Any) -> list[Tensor]:
-    return [params] if isinstance(params, Tensor) else list(params)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,8 +216,10 @@ def cpu_offload_optimizer(
     other optimisers cannot load.
     """
     params = list(params)
-    groups = params if isinstance(params[0], dict) else [{'params': params}]
-    groups = [{**group, 'params': _as_list(group['params'])} for group in groups]
+    groups = [{**g} for g in params] if isinstance(params[0], dict) else [{'params': params}]
+    for group in groups:
+        one = isinstance(group['params'], Tensor)
+        group['params'] = [group['params']] if one else list(group['params'])
     trained = [p for group in groups for p in group['params'] if p.requires_grad]
     if {p.device.type for p in trained} - {'cuda', 'xpu'}:
         raise ValueError(

@@ -38,8 +38,7 @@ def additive_step(
             last slice's backward only; WeightNormLinear layers in them see to their weight once.
         weights: Factor of each slice's losses; None for 1. A loss that is the mean over a
             slice's samples needs ``len(slice) / len(batch)``.
-        context: Makes the context of forward, e.g. ``lambda: torch.autocast('cuda')``.
-        backward: Runs backward from a slice's loss, e.g. with a gradient scaler.
+        context, backward: As of ``sliced_step``.
 
     Returns:
         Sum of the (weighted) losses over the slices, without graph, in the form of ``loss_fn``.

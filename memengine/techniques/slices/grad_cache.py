@@ -38,22 +38,12 @@ def cached_step(
         loss_fn: Called with each tower's embeddings of the whole batch; returns the loss, or
             losses by name (those with ``loss`` in their name are summed). Its own parameters (a
             learnable temperature, a head) get their gradient in this one call.
-        keep_graph: Number of slices whose graph is kept from the first pass and not built again:
-            the last ones, counted over all towers that are trained. As many as there are (or
-            more) make the plain step.
-        context: Makes the context of each forward pass and of the loss, e.g.
-            ``lambda: torch.autocast('cuda', torch.float16)``.
-        backward: Runs backward from the loss, e.g. ``lambda loss: scaler.scale(loss).backward()``.
-            Cached gradients then carry the scale and are not scaled again.
+        keep_graph, context, backward: As of ``sliced_step``.
 
     Returns:
         What ``loss_fn`` returned, without graph.
 
-    Raises:
-        ValueError: As ``sliced_step``.
-        RuntimeError: As ``sliced_step``.
-
-    Cost, precision, randomness, BatchNorm, DDP, hooks: as ``sliced_step``. Exactly (trained
+    Errors, cost, precision, randomness, BatchNorm, DDP, hooks: as ``sliced_step``. Exactly (trained
     slices - ``keep_graph``) extra forwards.
 
     Example:
@@ -62,11 +52,7 @@ def cached_step(
         >>> optimizer.step()
     """
     return sliced_step(
-        towers,
-        loss_fn,
-        keep_graph=keep_graph,
-        context=context,
-        backward=backward,
+        towers, loss_fn, keep_graph=keep_graph, context=context, backward=backward
     ).coupled
 
 

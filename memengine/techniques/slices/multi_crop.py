@@ -142,8 +142,7 @@ def dino_step(
         epoch: Current epoch, from 0.
         micro_batch_size: Global crops per slice (see :func:`plan_slices`); None for B, which is
             one crop at a time.
-        context: Makes the context of forward, e.g. ``lambda: torch.autocast('cuda')``.
-        backward: Runs backward from a slice's loss, e.g. with a gradient scaler.
+        context, backward: As of :func:`~memengine.techniques.sliced_step`.
 
     Returns:
         The batch's loss, without graph.

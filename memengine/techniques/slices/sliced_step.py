@@ -179,11 +179,7 @@ class _Step:
         return done
 
     def _second_pass_of(
-        self,
-        run: TowerRun,
-        piece: Any,
-        replay: Replay | None,
-        zeros: list[tuple[Tensor, Tensor]],
+        self, run: TowerRun, piece: Any, replay: Replay | None, zeros: list[tuple[Tensor, Tensor]]
     ) -> Any:
         # A repeated slice counts once, in backward too where layers are checkpointed.
         with nullcontext() if replay is None else frozen_statistics(run.module):

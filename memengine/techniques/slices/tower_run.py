@@ -40,10 +40,6 @@ Replay: TypeAlias = Callable[[], AbstractContextManager[None]]
 class FirstForwards:
     """States before the graph-free forwards of a module, in their order.
 
-    Args:
-        module: What runs.
-        devices: Accelerators that it runs on.
-
     Attributes:
         replays: For each forward, in their order, the context of its second run: what modules kept
             before the first one, and its random numbers. Afterwards all is as the first forwards
@@ -64,9 +60,6 @@ class FirstForwards:
     @contextmanager
     def next(self, slices: int) -> Iterator[RandomState]:
         """Around a forward that will be run again, in so many slices.
-
-        Yields:
-            The random state that it starts from.
 
         Raises:
             RuntimeError: When it writes into a tensor that modules keep, as the forwards before it
@@ -127,17 +120,7 @@ class FirstForwards:
 
 
 class TowerRun:
-    """What one tower does in a step, and what it hands from the first pass to the second.
-
-    Args:
-        tower: The tower.
-        coupled: Whether the step has a coupled loss.
-        additive: Whether the step has an additive loss.
-        keep_graph: How many slices keep their graph from the first pass.
-
-    Raises:
-        ValueError: For what :func:`sliced_step` refuses of a tower.
-    """
+    """What one tower does in a step, and what it hands from the first pass to the second."""
 
     def __init__(self, tower: Tower, coupled: bool, additive: bool, keep_graph: int) -> None:
         if coupled:

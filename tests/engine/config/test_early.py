@@ -1,4 +1,4 @@
-"""A misspelt key is refused before torch and MMEngine are imported."""
+"""What is misspelt is refused before torch and MMEngine are imported."""
 
 import subprocess
 import sys
@@ -6,11 +6,14 @@ import sys
 import pytest
 
 from memengine.engine.config.check import check_config, known_keys
-from memengine.engine.config.early import KNOWN, check_top_keys
+from memengine.engine.config.early import KNOWN, check_names
 from memengine.engine.config.error import ConfigError
 from memengine.engine.config.file import load_config
 from tests.docs_pages import ROOT
+from tests.engine.config.mutations import REMOVED, mutations
 from tests.test_configs import CONFIGS
+
+BELOW = "model.head.nlayer: DINOHead takes no argument 'nlayer': did you mean 'nlayers'?"
 
 
 def write(tmp_path, text, name='config.py'):
@@ -19,13 +22,17 @@ def write(tmp_path, text, name='config.py'):
 
 
 @pytest.mark.parametrize(
-    'arguments',
-    [['typo.py'], ['fine.py', '--cfg-options', 'modl.type=1']],
+    ('said', 'arguments'),
+    [
+        ("unknown key 'modl': did you mean 'model'?", ['typo.py']),
+        ("unknown key 'modl': did you mean 'model'?", ['fine.py', '--cfg-options', 'modl.type=1']),
+        (BELOW, ['fine.py', '--cfg-options', 'model.head.nlayer=1']),
+    ],
 )
 @pytest.mark.parametrize('command', ['train', 'predict'])
-def test_a_misspelt_key_is_answered_without_torch(tmp_path, command, arguments):
+def test_what_is_misspelt_is_answered_without_torch(tmp_path, command, arguments, said):
     write(tmp_path, "modl = dict(type='DINO')", 'typo.py')
-    write(tmp_path, "model = dict(type='DINO')", 'fine.py')
+    write(tmp_path, "model = dict(type='DINO', head=dict(type='DINOHead'))", 'fine.py')
     code = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
@@ -36,8 +43,51 @@ print(status, [name for name in ('torch', 'mmengine', 'numpy') if name in sys.mo
     done = subprocess.run(
         [sys.executable, '-c', code], cwd=tmp_path, capture_output=True, text=True
     )
-    assert done.stderr == "memengine: error: unknown key 'modl': did you mean 'model'?\n"
+    assert done.stderr == f'memengine: error: {said}\n'
     assert done.stdout == '1 []\n'
+
+
+MISSPELT = {
+    'optim_wrapper': dict(optimzer=1),
+    'model': dict(backbon=1, head=dict(type='DINOHed'), teacher=dict(type='Nothing')),
+    'train_dataloader': dict(batchsize=2, dataset=dict(pipeline=[dict(type='MultiCrops')])),
+    'train_cfg': dict(max_epoch=3),
+    'custom_hooks': [dict(type='CollapsHook'), dict(type='CollapseHook', intervl=1)],
+    'dropit': dict(gama=0.5),
+}
+
+
+def test_below_the_top_as_the_whole_check_says_it(tmp_path):
+    text = ''.join(f'{key} = {value!r}\n' for key, value in MISSPELT.items())
+    file = write(tmp_path, f'_base_ = {str(ROOT / "configs/dino_vit.py")!r}\n{text}')
+    with pytest.raises(ConfigError) as early:
+        check_names(file, {'model.head.nlayer': 1})
+    config = load_config(file)
+    config.merge_from_dict({'model.head.nlayer': 1})
+    with pytest.raises(ConfigError) as whole:
+        check_config(config)
+    assert len(early.value.problems) == 9, early.value.problems
+    assert {*early.value.problems} <= {*whole.value.problems}
+
+
+def refused_early(count, seed):
+    """Misspelt keys and types of shipped configs, with what is said of them at once."""
+    for made in mutations(count, seed):
+        if made.kind in ('key', 'name') and made.value is not REMOVED:
+            try:
+                check_names(ROOT / made.config, dict(made.changes[:1]))
+            except ConfigError as error:
+                yield made, [problem.partition(': did')[0] for problem in error.problems]
+
+
+@pytest.mark.parametrize(('count', 'seed'), [(120, 1)])
+def test_what_is_refused_early_is_misspelt(count, seed):
+    found = list(refused_early(count, seed))
+    assert len(found) > count / 30
+    for made, said in found:
+        with pytest.raises(ConfigError) as whole:
+            made.check()
+        assert all(problem in str(whole.value) for problem in said), made
 
 
 def test_keys_are_those_of_the_whole_check():
@@ -47,12 +97,12 @@ def test_keys_are_those_of_the_whole_check():
 def test_no_key_that_means_something_is_refused(tmp_path):
     keys = sorted(known_keys({}))
     file = write(tmp_path, ''.join(f'{key} = dict()\n' for key in keys))
-    check_top_keys(file, {f'{key}.entry': 1 for key in keys})
+    check_names(file, {f'{key}.entry': 1 for key in keys})
 
 
 @pytest.mark.parametrize('name', CONFIGS)
 def test_configs_pass(name):
-    check_top_keys(ROOT / name, {'train_cfg.max_epochs': 1})
+    check_names(ROOT / name, {'train_cfg.max_epochs': 1})
 
 
 def test_all_is_said_at_once_and_as_the_whole_check_says_it(tmp_path):
@@ -62,7 +112,7 @@ def test_all_is_said_at_once_and_as_the_whole_check_says_it(tmp_path):
     )
     file = write(tmp_path, text)
     with pytest.raises(ConfigError) as early:
-        check_top_keys(file, {'lod_from': 'x'})
+        check_names(file, {'lod_from': 'x'})
     with pytest.raises(ConfigError) as whole:
         check_config(load_config(file))
     assert early.value.problems == [
@@ -81,14 +131,17 @@ def test_all_is_said_at_once_and_as_the_whole_check_says_it(tmp_path):
         "runner_type = 'Mine'\nmodl = dict()",
         'model = dict()\nmodl = dict()\nwork_dir = "x"',  # as a run writes it
         'modl = len([1])',
+        "default_scope = 'mine'\nmodel = dict(type='DINO', backbon=1)",
+        "model = dict(type='DINO', backbon=1)\nmodel.pop('backbon')",
+        "model = dict(type=str('DINO'), backbon=1)",
         'modl = (',
         'something = 3',
     ],
 )
 def test_what_the_text_does_not_tell_is_left_to_the_whole_check(tmp_path, text):
-    check_top_keys(write(tmp_path, text), {})
+    check_names(write(tmp_path, text), {})
 
 
 def test_other_files_are_left_to_the_whole_check(tmp_path):
-    check_top_keys(write(tmp_path, '{"modl": 1}', 'config.json'), {'modl': 1})
-    check_top_keys(tmp_path / 'nowhere.py', {'modl': 1})
+    check_names(write(tmp_path, '{"modl": 1}', 'config.json'), {'modl': 1})
+    check_names(tmp_path / 'nowhere.py', {'modl': 1})

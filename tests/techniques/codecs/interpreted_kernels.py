@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from memengine._torch_private import triton_kernels
+from memengine.techniques.codecs.kernels import bits as bit_kernels
 from memengine.techniques.codecs.kernels import quantizing
+from memengine.techniques.codecs.lossless import between, bitmask, positive_mask, sign_mask
 from memengine.techniques.codecs.quantized import Quantizer
 from memengine.techniques.modules.forward_state import PrivateRandomState
 from memengine.techniques.modules.private_random import restart_private_generators
@@ -148,3 +150,40 @@ def test_a_wrong_kernel_is_warned_of_once_and_not_used(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         Quantizer(4)(values.half()).decode()
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float64, torch.bool])
+def test_bits_agree_with_the_eager_form(monkeypatch, dtype):
+    values = torch.linspace(-3, 3, 1003)
+    values[:6] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0, -0.0, 1e-45])
+    if dtype == torch.bool:
+        codecs, values = [bitmask], values > 1
+    else:
+        codecs, values = [positive_mask, sign_mask, from_0_to_1], values.to(dtype)
+    for codec in codecs:
+        for tensor in (
+            values,
+            values[:5],
+            values[:0],
+            values[:1002].view(2, 3, -1).transpose(0, 2),
+        ):
+            monkeypatch.setattr(triton_kernels, '_can_be_read', lambda tensor: True)
+            code = codec(tensor)
+            decoded = code.decode()
+            monkeypatch.setattr(triton_kernels, '_can_be_read', lambda tensor: False)
+            assert torch.equal(code.packed, codec(tensor).packed)
+            assert torch.equal(decoded, code.decode())
+            assert decoded.stride() == tensor.stride() and decoded.dtype == dtype
+
+
+def from_0_to_1(tensor):
+    return between(tensor, 0, 1, 0.5, torch.inf)
+
+
+@pytest.mark.parametrize('form', ['pack_within', 'select'])
+def test_wrong_bits_are_seen(monkeypatch, form):
+    right = getattr(bit_kernels, form)
+    for wrong in (lambda x: x ^ 1, torch.zeros_like, lambda x: x.flip(0)):
+        monkeypatch.setattr(bit_kernels, form, lambda *a, wrong=wrong: wrong(right(*a)))
+        with pytest.raises(ArithmeticError):
+            bit_kernels.prove(torch.empty(0), torch.float32)

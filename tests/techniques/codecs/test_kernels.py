@@ -14,6 +14,7 @@ import torch
 
 from memengine._torch_private import triton_kernels
 from memengine._torch_private.triton_kernels import proven_kernels
+from memengine.techniques.codecs.lossless import positive_mask
 from memengine.techniques.codecs.quantized import Quantizer
 
 needs_triton = pytest.mark.skipif(
@@ -91,6 +92,22 @@ def test_nothing_is_asked_for_a_tensor_of_the_cpu():
     assert proven_kernels('a_module_that_is_missing', torch.ones(3)) is None
 
 
+def kernels_to_compile(dtype, bits):
+    """Each with the types of what it takes and the settings that it is compiled for."""
+    from memengine.techniques.codecs.kernels import bits as of_bits
+    from memengine.techniques.codecs.kernels import quantizing
+
+    flat = dict(flat=f'*{dtype}', packed='*u8', numel='i32')
+    groups = {**flat, 'extremes': f'*{dtype}', 'seed': 'i64'}
+    tile = quantizing._tile(bits, 256)
+    yield quantizing._quantize, groups, dict(stochastic=True, **tile)
+    yield quantizing._dequantize, groups, tile
+    bounds = dict(low='fp32', high='fp32')
+    yield of_bits._pack_within, {**flat, **bounds}, dict(bounded=True, nan=True, block=256)
+    values = dict(packed='*u8', chosen='*i16', numel='i64', off='i32', on='i32')
+    yield of_bits._select, values, dict(block=256)
+
+
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize(('dtype', 'bits', 'capability'), [('fp32', 8, 90), ('bf16', 1, 80)])
@@ -100,16 +117,9 @@ def test_they_compile_for_gpus(monkeypatch, tmp_path, dtype, bits, capability):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from memengine.techniques.codecs.kernels import quantizing
-
     monkeypatch.setenv('TRITON_CACHE_DIR', str(tmp_path))
-    types = dict(flat=f'*{dtype}', extremes=f'*{dtype}', packed='*u8', numel='i32', seed='i64')
     new = 'constexprs' in inspect.signature(ASTSource).parameters
-    tile = quantizing._tile(bits, 256)
-    for kernel, settings in [
-        (quantizing._quantize, dict(stochastic=True, **tile)),
-        (quantizing._dequantize, tile),
-    ]:
+    for kernel, types, settings in kernels_to_compile(dtype, bits):
         names = kernel.arg_names
         signature = {name: types[name] for name in names if name in types}
         if new:
@@ -126,8 +136,11 @@ def test_on_a_gpu_they_agree_and_are_used(dtype):
     if 'tests.simulated_gpu.device' in sys.modules:
         pytest.skip('Triton cannot compile for the simulated GPU')
     for bits in (8, 4, 2, 1):
+        values = torch.randn(100_003, device='cuda').to(dtype)
         with warnings.catch_warnings():
-            warnings.simplefilter('error')
-            code = Quantizer(bits)(torch.randn(100_003, device='cuda').to(dtype))
+            warnings.simplefilter('error')  # that none is used
+            code = Quantizer(bits)(values)
+            mask = positive_mask(values).decode()
         assert code.part_numel == code.group_size
         assert code.decode().isfinite().all()
+        assert torch.equal(mask, (values > 0).to(dtype))

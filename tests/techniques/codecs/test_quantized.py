@@ -98,7 +98,7 @@ def test_half_precision_adds_its_own_rounding_and_no_more(dtype):
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize('numel', [0, 1, 257, 2**17 + 300])
+@pytest.mark.parametrize('numel', [0, 1, 257, 2**18 + 300])
 @pytest.mark.parametrize('bits', BITS)
 def test_bytes_exactly(bits, numel, dtype):
     code = Quantizer(bits)(torch.randn(numel).to(dtype))

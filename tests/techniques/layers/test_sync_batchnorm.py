@@ -7,11 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from memengine.techniques.layers.sync_batchnorm import (
-    SyncBatchNorm,
-    SyncedBatchNorm,
-    convert_sync_batchnorm,
-)
+from memengine.techniques.layers.sync_batchnorm import SyncBatchNorm, SyncedBatchNorm
 from memengine.testing import relative_error, run_ranks
 
 CUTS = {2: [0, 3, 8], 4: [0, 1, 3, 6, 8]}  # uneven on purpose
@@ -61,7 +57,7 @@ def test_outputs_gradients_and_statistics(world_size, momentum):
 def test_conversion_keeps_state_and_counts():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Sequential(nn.BatchNorm1d(2)))
     state, weight = {k: v.clone() for k, v in model.state_dict().items()}, model[1].weight
-    assert convert_sync_batchnorm(model) == 2
+    assert len(SyncedBatchNorm(model).replaced) == 2
     assert model[1].weight is weight
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
     assert model.state_dict().keys() == state.keys()
@@ -70,7 +66,7 @@ def test_conversion_keeps_state_and_counts():
 @pytest.mark.usefixtures('beside_a_gpu')
 def test_a_model_on_the_cpu_takes_layers_that_run_there():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
-    convert_sync_batchnorm(model)
+    SyncedBatchNorm(model)
     assert type(model[1]) is SyncBatchNorm
 
 

@@ -8,16 +8,21 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from memengine.techniques.optimizer.adamw_bf16 import AdamWBf16, stochastically_rounded
+from memengine.techniques.optimizer.adamw_bf16 import AdamWBf16, rounded_by
 from memengine.techniques.optimizer.in_backward import step_in_backward
 from memengine.testing import assert_same_step, relative_error, run_ranks
 from tests.marks import NEEDS_SHARDING
 
 
-def test_rounding_goes_to_the_neighbours_with_the_value_as_mean():
+def rounded_at_random(value):
     generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(2**16, value.shape, generator=generator, dtype=torch.int32)
+    return rounded_by(value, noise).float()
+
+
+def test_rounding_goes_to_the_neighbours_with_the_value_as_mean():
     value = torch.tensor([1 + 2**-9, -(1 + 2**-9), 3.0, 0.0, 1e-30, float('inf'), float('nan')])
-    rounded = stochastically_rounded(value.repeat(20_000, 1), generator).float()
+    rounded = rounded_at_random(value.repeat(20_000, 1))
     assert {*rounded[:, 0].tolist()} == {1.0, 1 + 2**-7}
     assert {*rounded[:, 1].tolist()} == {-1.0, -(1 + 2**-7)}
     # a quarter goes up; three standard errors are a quarter of 3 * sqrt(3 / 20,000) of a gap
@@ -79,7 +84,7 @@ def moved(net):
 @pytest.mark.parametrize('bits', [0x7FFFFFFF, 0x7FC00000, -1, 0x7F800000])
 def test_what_is_not_finite_stays_so(bits):
     value = torch.full((1000,), bits, dtype=torch.int32).view(torch.float32)
-    rounded = stochastically_rounded(value, torch.Generator().manual_seed(0)).float()
+    rounded = rounded_at_random(value)
     torch.testing.assert_close(rounded, value, equal_nan=True)
 
 
@@ -104,7 +109,7 @@ def test_twenty_steps_stay_near_adamw():
 @pytest.mark.parametrize('stochastic', [True, False])
 def test_the_second_average_follows_only_when_rounded_stochastically(stochastic, monkeypatch):
     if not stochastic:
-        name = 'memengine.techniques.optimizer.adamw_bf16._rounded_by'
+        name = 'memengine.techniques.optimizer.adamw_bf16.rounded_by'
         monkeypatch.setattr(name, lambda value, noise: value.bfloat16())
     weight = nn.Parameter(torch.zeros(4096))
     optimizer = AdamWBf16([weight], lr=0.0)

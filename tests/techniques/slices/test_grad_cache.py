@@ -78,9 +78,9 @@ def peak(batch, chunk, keep_graph=0):
 def test_bytes_are_those_of_one_slice_whatever_the_batch():
     one = peak(16, 16)
     assert one >= 16 * 4 * 512 * 4  # four activations of 512
-    assert peak(16 * 64, 16) < 1.02 * one
-    assert peak(16 * 64, 8) < 0.52 * one
-    assert peak(16 * 64, 1) < 0.07 * one
+    assert peak(16 * 16, 16) < 1.02 * one
+    assert peak(16 * 16, 8) < 0.52 * one
+    assert peak(16 * 16, 1) < 0.07 * one
 
 
 def test_bytes_grow_with_the_graphs_that_are_kept():

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memengine.losses import NTXentLoss
-from memengine.techniques.layers.sync_batchnorm import convert_sync_batchnorm
+from memengine.techniques.layers.sync_batchnorm import SyncedBatchNorm
 from memengine.techniques.slices.grad_cache import Tower, cached_step
 from memengine.testing import assert_same_step, relative_error, run_ranks
 from tests.techniques.toy import Encoder
@@ -42,7 +42,7 @@ def one_process(ranks):
 
 def on_a_rank(rank, world_size, keep_graph):
     model = make()
-    assert convert_sync_batchnorm(model) == 1
+    assert len(SyncedBatchNorm(model).replaced) == 1
     ddp = DistributedDataParallel(model)
     cached_step(Tower(ddp, batch(world_size)[rank].split(CHUNK)), loss, keep_graph=keep_graph)
     want = one_process(world_size)
