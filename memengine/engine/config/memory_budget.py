@@ -33,7 +33,7 @@ PLAN_FILE = 'memory_plan.json'
 _OF_NO_MATTER = ('work_dir', 'resume', 'load_from', 'console', 'log_level', 'visualizer')
 _SIZES = ('micro_batch_size', 'chunk_size')
 _PLANNED_WITH_IT = ('keep_graph', 'forward_chunk_size')
-_OF_SLICES = ('slices', 'kept')
+_WHOLE = {'slices': 1, 'kept': 1.0}  # a batch in one slice
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,8 @@ def _planned(cfg: Config, asked: Config, setting: str, is_alone: bool) -> _Plann
             f'{budget or f"{room / 2**20:.1f} MiB"}: the smallest that would is {least:.1f} MiB '
             f'(predicted){see}'
         )
-    plan = {**({'slices': 1, 'kept': 1.0} if setting else {}), **found.chosen.plan}
+    of_slices = [knob.name for knob in planner.knobs if setting and knob.name in _WHOLE]
+    plan = {name: _WHOLE[name] for name in of_slices} | dict(found.chosen.plan)
     return _Planned(key, room, planner.options(plan))
 
 
@@ -196,7 +197,7 @@ def _leave_to_slices(planner: Planner, setting: str, only: bool) -> None:
     if not any(knob.name == 'slices' for knob in knobs):
         why = planner.left_out.get('slices', 'a batch of one image has no slices')
         raise ConfigError(f"{setting}='auto': {why}; give the number of images")
-    planner.knobs = [knob for knob in knobs if knob.name in _OF_SLICES] if only else knobs
+    planner.knobs = [knob for knob in knobs if knob.name in _WHOLE] if only else knobs
 
 
 def _file(cfg: Config) -> Path:

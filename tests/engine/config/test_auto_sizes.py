@@ -1,20 +1,16 @@
-"""Sizes of slices that are ``'auto'``: planned, remembered, agreed upon, and the same training."""
+"""Sizes of slices that are ``'auto'``: planned, remembered, agreed upon."""
 
 import math
-import os
 
 import pytest
-import torch
-from mmengine.config import Config
 
 from memengine.engine.config import memory_budget
 from memengine.engine.config.check import ConfigError, check_config
 from memengine.engine.config.file import load_config
 from memengine.engine.config.memory_budget import keep_budget
 from memengine.engine.config.planning import Planner
-from memengine.engine.runner import Runner
 from memengine.memory.planning import Cost
-from memengine.testing import assert_same_step, run_ranks
+from memengine.testing import run_ranks
 from tests.engine.config.test_planning import CLASSIFIER, DINO, SIMCLR, SMALL
 
 MIB = 2**20
@@ -59,7 +55,10 @@ def planned(folder, **options):
 
 def test_the_size_follows_the_memory_and_is_remembered(tmp_path, room, monkeypatch):
     room(20)
-    assert planned(tmp_path) == 16  # 2 % and half a mebibyte are left over
+    cfg = config(tmp_path, **AUTO)
+    assert keep_budget(cfg).startswith("micro_batch_size='auto': ")
+    number = {**AUTO, 'optim_wrapper.micro_batch_size': 16}  # 2 % and half a mebibyte are left over
+    assert cfg.to_dict() == config(tmp_path, **number).to_dict(), 'the training is the same'
     assert planned(tmp_path, memory_budget='40MiB') == 32  # it may grow ...
     room(12)
     assert planned(tmp_path) == 8  # ... and shrink
@@ -94,46 +93,21 @@ def test_what_is_refused(tmp_path, room, name, options, why):
         keep_budget(config(tmp_path, name, **options))
 
 
-# ------------------------------------------------------------------ training
-
-
-def train(folder, name, **options):
-    cfg = config(
-        folder / name,
-        experiment_name=f'{folder.name}_{name}_{os.environ.get("RANK", 0)}',
-        console='quiet',
-        train_cfg={'stop_at_iter': 2},
-        **options,
-    )
-    runner = Runner.from_cfg(Config(cfg))
-    runner.train()
-    size = runner.cfg.optim_wrapper.get('micro_batch_size')
-    return size, {key: value.clone() for key, value in runner.model.state_dict().items()}
-
-
-def train_on_rank(rank, world_size, folder):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    launched = {'launcher': 'pytorch'} if world_size > 1 else {}
+def plan_on_rank(rank, world_size, folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Planner, '_predict', predicted)
         patch.setattr(memory_budget, 'room_bytes', lambda device: (14 - 4 * rank) * MIB)
-        auto = train(folder, 'auto', **AUTO, **launched)
+        cfg = config(folder / 'both', launcher='pytorch', **AUTO)
+        keep_budget(cfg)
         patch.setattr(memory_budget, 'room_bytes', lambda device: (14 - 13 * rank) * MIB)
-        refused = ''
-        if world_size > 1:
-            with pytest.raises(ConfigError) as raised:  # by rank 1, and rank 0 does not wait
-                train(folder, 'refused', **AUTO, **launched)
-            refused = str(raised.value)
-    explicit = {**AUTO, 'optim_wrapper.micro_batch_size': auto[0]}
-    same = train(folder, 'same', **explicit, **launched)
-    plain = train(folder, 'plain', **launched)
-    return auto, same, plain, refused
+        with pytest.raises(ConfigError) as raised:  # by rank 1, and rank 0 does not wait
+            keep_budget(config(folder / 'one', launcher='pytorch', **AUTO))
+    return cfg, str(raised.value)
 
 
-@pytest.mark.parametrize(('world_size', 'size'), [(1, 11), (2, 6)])
-def test_the_training_is_that_of_the_number_on_all_ranks(tmp_path, world_size, size):
-    for auto, same, plain, refused in run_ranks(world_size, train_on_rank, tmp_path):
-        assert auto[0] == same[0] == size  # what the rank with the least room has planned
-        assert all(torch.equal(value, auto[1][key]) for key, value in same[1].items())
-        assert_same_step(auto[1], plain[1], tolerance=1e-4)  # in fp32: up to the order of sums
-        assert world_size == 1 or 'nothing fits 1.0 MiB' in refused
+def test_ranks_take_the_plan_of_the_one_with_the_least_room(tmp_path):
+    number = {**AUTO, 'optim_wrapper.micro_batch_size': 6}  # of 10 MiB, less DDP's buckets
+    expected = config(tmp_path / 'both', launcher='pytorch', **number)
+    for cfg, refused in run_ranks(2, plan_on_rank, tmp_path):
+        assert cfg.to_dict() == expected.to_dict(), 'the training is that of the number'
+        assert 'nothing fits 1.0 MiB' in refused
