@@ -8,7 +8,7 @@ from memengine.engine.config import memory_budget
 from memengine.engine.config.check import ConfigError, check_config
 from memengine.engine.config.file import load_config
 from memengine.engine.config.memory_budget import keep_budget
-from memengine.engine.config.planning import Planner
+from memengine.engine.config.planning import Planner, budget_for
 from memengine.memory.planning import Cost
 from memengine.testing import run_ranks
 from tests.engine.config.test_planning import CLASSIFIER, DINO, SIMCLR, SMALL
@@ -31,11 +31,11 @@ def predicted(planner, options):
 
 @pytest.fixture
 def room(monkeypatch):
-    """Sets how much memory there is."""
+    """Sets how many mebibytes a prediction may come to."""
     monkeypatch.setattr(Planner, '_predict', predicted)
 
     def there_is(mib):
-        monkeypatch.setattr(memory_budget, 'room_bytes', lambda device: int(mib * MIB))
+        monkeypatch.setattr(memory_budget, 'room_bytes', lambda device: budget_for(mib * MIB))
 
     return there_is
 
@@ -54,15 +54,15 @@ def planned(folder, **options):
 
 
 def test_the_size_follows_the_memory_and_is_remembered(tmp_path, room, monkeypatch):
-    room(20)
+    room(18)
     cfg = config(tmp_path, **AUTO)
     assert keep_budget(cfg).startswith("micro_batch_size='auto': ")
-    number = {**AUTO, 'optim_wrapper.micro_batch_size': 16}  # 2 % and half a mebibyte are left over
+    number = {**AUTO, 'optim_wrapper.micro_batch_size': 16}
     assert cfg.to_dict() == config(tmp_path, **number).to_dict(), 'the training is the same'
     assert planned(tmp_path, memory_budget='40MiB') == 32  # it may grow ...
-    room(12)
+    room(10)
     assert planned(tmp_path) == 8  # ... and shrink
-    room(20)  # a moment's figure, which would be another one at each start
+    room(18)  # a moment's figure, which would be another one at each start
     monkeypatch.setattr(memory_budget, 'Planner', None)
     assert planned(tmp_path, resume=True) == 8
     with pytest.raises(TypeError):  # of another batch it is asked again
@@ -96,17 +96,18 @@ def test_what_is_refused(tmp_path, room, name, options, why):
 def plan_on_rank(rank, world_size, folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Planner, '_predict', predicted)
-        patch.setattr(memory_budget, 'room_bytes', lambda device: (14 - 4 * rank) * MIB)
+        room = budget_for((10 - 2 * rank) * MIB) + MIB  # DDP's buckets are one
+        patch.setattr(memory_budget, 'room_bytes', lambda device: room)
         cfg = config(folder / 'both', launcher='pytorch', **AUTO)
         keep_budget(cfg)
-        patch.setattr(memory_budget, 'room_bytes', lambda device: (14 - 13 * rank) * MIB)
+        patch.setattr(memory_budget, 'room_bytes', lambda device: (20 - 19 * rank) * MIB)
         with pytest.raises(ConfigError) as raised:  # by rank 1, and rank 0 does not wait
             keep_budget(config(folder / 'one', launcher='pytorch', **AUTO))
     return cfg, str(raised.value)
 
 
 def test_ranks_take_the_plan_of_the_one_with_the_least_room(tmp_path):
-    number = {**AUTO, 'optim_wrapper.micro_batch_size': 6}  # of 10 MiB, less DDP's buckets
+    number = {**AUTO, 'optim_wrapper.micro_batch_size': 6}  # of 8 MiB
     expected = config(tmp_path / 'both', launcher='pytorch', **number)
     for cfg, refused in run_ranks(2, plan_on_rank, tmp_path):
         assert cfg.to_dict() == expected.to_dict(), 'the training is that of the number'
