@@ -20,6 +20,7 @@ def environment(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # commands have limits of their own
 @pytest.mark.parametrize('journey', JOURNEYS, ids=lambda it: it.stem)
 def test_it_arrives(journey, tmp_path, environment):
     if lacking := carry_out(journey, tmp_path, environment):

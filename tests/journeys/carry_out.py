@@ -51,7 +51,7 @@ def run(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=280,
+        timeout=1000,
     )
     return done.returncode, done.stdout
 
