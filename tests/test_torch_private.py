@@ -609,6 +609,11 @@ def test_sharding(group):
 
     if distributed.CAN_SHARD_ON_CPU:
         shard()
+        model.set_requires_gradient_sync(False)
+        model(leaf(2, 4)).sum().backward()
+        held = [holder.grad for holder in distributed.gradient_holders(model)]
+        kinds = [type(gradient).__name__ for gradient in held if gradient is not None]
+        assert sorted(kinds) == ['DTensor'] * 4 + ['Tensor'] * 4
     else:
         with pytest.raises(AttributeError):
             shard()
