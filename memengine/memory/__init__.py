@@ -1,6 +1,6 @@
 """What a step costs in memory; plain torch."""
 
-from memengine.memory.headroom import headroom_bytes
+from memengine.memory.headroom import headroom_bytes, room_bytes
 from memengine.memory.measuring import Measured, map_blocks_singly, measure, write_snapshot
 from memengine.memory.meter import SavedBytes, hidden_bytes, saved_bytes
 from memengine.memory.prediction import Prediction, UnpredictableError, predict
@@ -25,6 +25,7 @@ __all__ = [
     'measure',
     'peak_rss_mib',
     'predict',
+    'room_bytes',
     'rss_mib',
     'saved_bytes',
     'timeline',

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import torch
 
-__all__ = ['headroom_bytes']
+__all__ = ['headroom_bytes', 'room_bytes']
 
 _MEMINFO = Path('/proc/meminfo')
+# What is left over: an accelerator also holds workspaces and fragments, and the memory of the CPU
+# belongs to others as well.
+_SHARE = {'cuda': 0.8, 'cpu': 0.5}
 
 
 def headroom_bytes(device: torch.device) -> int | None:
@@ -33,3 +36,15 @@ def headroom_bytes(device: torch.device) -> int | None:
     fields = dict(line.split(':') for line in _MEMINFO.read_text().splitlines())
     available = int(fields['MemAvailable'].split()[0]) * 1024
     return available // int(os.environ.get('LOCAL_WORLD_SIZE', 1))
+
+
+def room_bytes(device: torch.device) -> int:
+    """Bytes of what is left that a training may plan with: 0.8 on a GPU, 0.5 elsewhere.
+
+    Args:
+        device: As of :func:`headroom_bytes`.
+
+    Returns:
+        Bytes; 0 where the system does not say.
+    """
+    return int(_SHARE.get(device.type, 0.5) * (headroom_bytes(device) or 0))

@@ -233,9 +233,7 @@ class FakeMemory:
 
     def __init__(self, monkeypatch, left):
         self.left = left
-        monkeypatch.setattr(
-            'memengine.engine.optim.kept_graphs.headroom_bytes', lambda device: self.left
-        )
+        monkeypatch.setattr('memengine.memory.headroom.headroom_bytes', lambda device: self.left)
 
 
 def forwards_of_three_steps(model, kind, wrapper):

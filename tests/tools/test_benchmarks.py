@@ -21,6 +21,7 @@ PAGES = {
     'dropit_selection': ROOT / 'docs/techniques/compressed_activations.md',
     'sharding_memory': ROOT / 'docs/techniques/fsdp.md',
     'memory_prediction': ROOT / 'docs/memory.md',
+    'meter_cost': ROOT / 'docs/memory.md',
     'batched_augmentation': ROOT / 'docs/data.md',
     'loss_precision': ROOT / 'docs/techniques/disco.md',
 }
@@ -200,6 +201,12 @@ def test_loss_precision(script, tmp_path):
             for form in ('memengine', 'memengine, in tiles'):
                 for key in ('embeddings', 'scalars'):
                     assert forms[form].get(key, 0) <= forms['eager'].get(key, 0), (form, key)
+
+
+def test_meter_cost(script, tmp_path):
+    script('meter_cost').run('--out', tmp_path, '--quick')
+    (row,) = results_of(tmp_path, 'meter_cost')['rows']
+    assert row['model'] == 'vit_tiny_patch16_224' and row['metered'] > 0 and row['off'] > 0
 
 
 @pytest.mark.parametrize('name', PAGES)

@@ -49,8 +49,11 @@ def read_config(args: argparse.Namespace) -> Config:
         _set_train_options(cfg, args)
     elif args.command == 'test':
         cfg.load_from, cfg.resume = args.checkpoint, False
-    if args.command != 'train':
+    if args.command != 'train':  # which alone plans; others take the whole batch
+        from memengine.engine.config.memory_budget import open_auto_sizes
+
         cfg.pop('memory_budget', None)
+        open_auto_sizes(cfg)
     check_config(cfg)
     done = 'test' if args.command == 'test' else 'train'
     if cfg.get(f'{done}_cfg') is None:

@@ -1,15 +1,18 @@
-"""``memory_budget`` in a config: a plan at start-up, remembered beside the run."""
+"""``memory_budget`` and ``'auto'`` sizes in a config: a plan at start-up, remembered by the run."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.logging import MMLogger
@@ -19,82 +22,194 @@ from memengine.engine.config.check import ConfigError
 from memengine.engine.config.file import merge_options
 from memengine.engine.config.planning import Planner, budget_for
 from memengine.engine.distributed.processes import cpu_group, init_process_group, together
+from memengine.memory import UnpredictableError, room_bytes
 from memengine.memory.planning import parse_bytes
 
-__all__ = ['PLAN_FILE', 'keep_budget']
+__all__ = ['PLAN_FILE', 'keep_budget', 'open_auto_sizes']
+
+T = TypeVar('T')
 
 PLAN_FILE = 'memory_plan.json'
 _OF_NO_MATTER = ('work_dir', 'resume', 'load_from', 'console', 'log_level', 'visualizer')
+_SIZES = ('micro_batch_size', 'chunk_size')
+_PLANNED_WITH_IT = ('keep_graph', 'forward_chunk_size')
+_WHOLE = {'slices': 1, 'kept': 1.0}  # a batch in one slice
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """What a rank has planned.
+
+    Attributes:
+        key: Of all that it depends on.
+        room_bytes: What the step may take.
+        options: What is set.
+    """
+
+    key: str
+    room_bytes: int
+    options: dict[str, Any]
+
+
+def open_auto_sizes(cfg: Config) -> str:
+    """Leave open in a config what ``'auto'`` leaves to a plan: its step is that of a whole batch.
+
+    Args:
+        cfg: Of training; changed in place.
+
+    Returns:
+        The setting that was ``'auto'``; empty where none was.
+
+    Raises:
+        ConfigError: For settings beside it that are planned with it.
+    """
+    wrapper = cfg.get('optim_wrapper') or {}
+    setting = next((name for name in _SIZES if wrapper.get(name) == 'auto'), '')
+    if not setting:
+        return ''
+    for name in _PLANNED_WITH_IT:
+        if wrapper.pop(name, 'auto') != 'auto':
+            raise ConfigError(
+                f"optim_wrapper.{name}: {setting}='auto' is planned with it; leave it out, or give "
+                f'the number of images of {setting}'
+            )
+    del wrapper[setting]
+    wrapper['type'] = 'OptimWrapper'
+    return setting
 
 
 def keep_budget(cfg: Config) -> str:
-    """Set in a config what keeps its training step within ``memory_budget``.
+    """Set in a config what keeps its training step within ``memory_budget``, or what is free.
 
     Args:
-        cfg: A config of training; changed in place. Without that key nothing is done.
+        cfg: A config of training; changed in place. Without that key and without a size of slices
+            that is ``'auto'`` nothing is done.
 
     Returns:
-        A sentence for the log; empty without the key.
+        A sentence for the log; empty when nothing was done.
 
     Raises:
-        ConfigError: When nothing fits, or the model is sharded; on several ranks also when they
-            planned differently, which on machines of one kind cannot be.
+        ConfigError: When nothing fits, the model is sharded, or a size is ``'auto'`` where slices
+            would be another training, or cannot be predicted. On several ranks on all of them.
     """
-    budget = cfg.get('memory_budget')
-    if budget is None or cfg.get('train_dataloader') is None:
+    if cfg.get('train_dataloader') is None:
         return ''
-    is_alone = cfg.get('launcher', 'none') == 'none'
-    wrapper = str((cfg.get('model_wrapper_cfg') or {}).get('type', ''))
-    if not is_alone and ('Shard' in wrapper or 'DisCo' in wrapper):
+    asked = copy.deepcopy(cfg)
+    wrapper = cfg.get('optim_wrapper') or {}
+    kind, setting = wrapper.get('type'), open_auto_sizes(asked)
+    budget = cfg.get('memory_budget')
+    if budget is None and not setting:
+        return ''
+    if budget is not None and wrapper.get('keep_graph') == 'auto' and not setting:
         raise ConfigError(
-            f'memory_budget: what a rank of {wrapper} takes is not predicted; leave it out, and '
+            "optim_wrapper.keep_graph='auto': with a memory_budget it is planned together with the "
+            "size of slices; set chunk_size='auto', too, or a number of graphs"
+        )
+    name = f'memory_budget={budget}' if budget else f"{setting}='auto'"
+    is_alone = cfg.get('launcher', 'none') == 'none'
+    of_model = str((cfg.get('model_wrapper_cfg') or {}).get('type', ''))
+    if not is_alone and ('Shard' in of_model or 'DisCo' in of_model):
+        raise ConfigError(
+            f'{name}: what a rank of {of_model} takes is not predicted; leave it out, and '
             'see what one takes with default_hooks.memory'
         )
-    # Each rank by itself and before they know of each other, so that none can wait for another.
-    options = _remembered(cfg, budget)
+    # Before ranks know of each other, as a step is predicted for one process; what came of it is
+    # told to all, so that none waits for one that cannot plan.
+    plan = _outcome(lambda: _planned(cfg, asked, setting, is_alone))
     if not is_alone:
         init_process_group(cfg.launcher, (cfg.get('env_cfg') or {}).get('dist_cfg') or {})
-        every = together(lambda: options, cpu_group('memory_budget'))
-        if any(other != options for other in every):
+    every = together(plan, None if is_alone else cpu_group('memory_budget'))
+    chosen = min(every, key=lambda one: one.room_bytes)  # which fits where there is more room, too
+    if is_alone or dist.get_rank() == 0:
+        path = _file(cfg)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(chosen), indent=2))
+    if setting:
+        if chosen.options['optim_wrapper.type'] != kind:
             raise ConfigError(
-                f'memory_budget: ranks planned differently ({every}); set one of these in the '
-                'config, and leave memory_budget out'
+                f'optim_wrapper.type={kind!r} is not for the loss of this model; use '
+                f'{chosen.options["optim_wrapper.type"]!r}'
             )
-    merge_options(cfg, options)
-    said = ' '.join(f'{key}={value}' for key, value in options.items())
-    return f'memory_budget={budget}: {said or "the step fits as it is"}'
+        cfg.optim_wrapper = asked.optim_wrapper
+    merge_options(cfg, chosen.options)
+    said = ' '.join(f'{key}={value}' for key, value in chosen.options.items())
+    return f'{name}: {said or "the step fits as it is"}'
 
 
-def _remembered(cfg: Config, budget: str) -> dict[str, Any]:
-    """The plan of this config and budget, from the work dir if it is there."""
-    key = _key(cfg)
-    path = Path(cfg.get('work_dir') or '.') / PLAN_FILE
+def _outcome(act: Callable[[], T]) -> Callable[[], T]:
+    """Act now; what came of it is returned, or raised, later."""
+    try:
+        result = act()
+    except Exception as error:
+        failure = error
+
+        def fail() -> T:
+            raise failure
+
+        return fail
+    return lambda: result
+
+
+def _planned(cfg: Config, asked: Config, setting: str, is_alone: bool) -> _Planned:
+    """The plan of this config, from the work dir if it is there.
+
+    Args:
+        cfg: As it was written.
+        asked: With what is planned left open.
+        setting: The size that is ``'auto'``, if one is.
+        is_alone: Whether there is one process only.
+    """
+    path, key = _file(cfg), _key(cfg)
     if path.is_file():
         known = json.loads(path.read_text())
         if known['key'] == key:
-            return known['options']
+            return _Planned(**known)
+    budget = cfg.get('memory_budget')
+    room = parse_bytes(budget) if budget else room_bytes(torch.device(get_device()))
     with _quiet():
-        planner = Planner(cfg)
-        of_ranks = 0
-        if cfg.get('launcher', 'none') != 'none':  # DDP's buckets hold all gradients again
-            of_ranks = planner.plain().by_category['parameters']
-        found = planner.find(parse_bytes(budget) - of_ranks)
+        try:
+            planner = Planner(asked)
+            if setting:
+                _leave_to_slices(planner, setting, budget is None)
+            # DDP's buckets hold all gradients again.
+            of_ranks = 0 if is_alone else planner.plain().by_category['parameters']
+            found = planner.find(room - of_ranks)
+        except UnpredictableError as error:
+            raise ConfigError(
+                f'{setting or "memory_budget"}: {error}; then give numbers'
+            ) from error
     if found.chosen is None:
         least = (budget_for(found.leanest.cost.peak_bytes) + of_ranks) / 2**20
+        see = f'; see memengine plan CONFIG --budget {budget}' if budget else ''
         raise ConfigError(
-            f'memory_budget: nothing fits {budget}: the smallest that would is {least:.1f} MiB '
-            f'(predicted); see memengine plan CONFIG --budget {budget}'
+            f'{"memory_budget" if budget else setting}: nothing fits '
+            f'{budget or f"{room / 2**20:.1f} MiB"}: the smallest that would is {least:.1f} MiB '
+            f'(predicted){see}'
         )
-    options = planner.options(found.chosen.plan)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({'key': key, 'budget': budget, 'options': options}, indent=2))
-    return options
+    of_slices = [knob.name for knob in planner.knobs if setting and knob.name in _WHOLE]
+    plan = {name: _WHOLE[name] for name in of_slices} | dict(found.chosen.plan)
+    return _Planned(key, room, planner.options(plan))
+
+
+def _leave_to_slices(planner: Planner, setting: str, only: bool) -> None:
+    """Leave out what would take the place of slices, and what else was not asked for."""
+    knobs = [knob for knob in planner.knobs if knob.name != 'optimizer_in_backward']
+    if not any(knob.name == 'slices' for knob in knobs):
+        why = planner.left_out.get('slices', 'a batch of one image has no slices')
+        raise ConfigError(f"{setting}='auto': {why}; give the number of images")
+    planner.knobs = [knob for knob in knobs if knob.name in _WHOLE] if only else knobs
+
+
+def _file(cfg: Config) -> Path:
+    return Path(cfg.get('work_dir') or '.') / PLAN_FILE
 
 
 def _key(cfg: Mapping[str, Any]) -> str:
-    """Of all that a plan depends on: the config, the versions, the device."""
+    """Of all that a plan depends on: the config, the versions, the device and how large it is."""
     stated = {name: value for name, value in cfg.items() if name not in _OF_NO_MATTER}
     depends = [stated, torch.__version__, memengine.__version__, get_device()]
+    if get_device() == 'cuda':
+        depends.append(torch.cuda.get_device_properties(0).total_memory)
     return hashlib.sha256(json.dumps(depends, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -219,7 +219,7 @@ class Planner:
             self._towers = Counter(piece.tower for piece in model.slices(inputs, samples, 1))
             self._rows = max(self._towers.values())
             levels = list({self._size(n): n for n in _SLICES if n <= self._rows}.values())
-            for size in map(self._size, levels):
+            for size in map(self._size, [1, *levels]):
                 pieces = model.slices(inputs, samples, size)
                 self._coupled[size] = sum(piece.coupled for piece in pieces)
             if levels:

@@ -11,13 +11,10 @@ from mmengine.logging import MMLogger
 from torch import nn
 
 from memengine.engine.distributed.processes import cpu_group
-from memengine.memory import SavedBytes, headroom_bytes
+from memengine.memory import SavedBytes, room_bytes
 
 __all__ = ['KeptGraphs']
 
-# What is left over: an accelerator also holds workspaces and fragments, and the memory of the CPU
-# belongs to others as well.
-_SHARE = {'cuda': 0.8, 'cpu': 0.5}
 _MIB = 2**20
 
 
@@ -79,10 +76,8 @@ class KeptGraphs:
 def _graphs_that_fit(slice_bytes: int, model: nn.Module) -> int:
     """Graphs of ``slice_bytes`` that fit on every rank, besides the gradients to come."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    device = trained[0].device
-    headroom = headroom_bytes(device) or 0
     gradients = sum(p.numel() * p.element_size() for p in trained if p.grad is None)
-    room = _SHARE.get(device.type, 0.5) * headroom - gradients
+    room = room_bytes(trained[0].device) - gradients
     number = torch.tensor(max(int(room // max(slice_bytes, 1)), 0), device='cpu')
     group = cpu_group('running out of memory')
     if group is not None:

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from mmengine.logging import MMLogger
 from torch import Tensor, nn
@@ -34,6 +34,11 @@ Size: TypeAlias = float | Mapping[str, int]
 
 
 def _check_size(setting: str, size: Any) -> None:
+    if size == 'auto':
+        raise ValueError(
+            f"{setting}='auto' is planned when memengine's Runner is built from a config, before "
+            'its OptimWrapper is; here give the number of images'
+        )
     sizes = size.values() if isinstance(size, Mapping) else [size]
     for number in sizes:
         if not isinstance(number, (int, float)) or isinstance(number, bool) or number < 1:
@@ -72,14 +77,15 @@ class _SlicedOptimWrapper(OptimWrapper):
         self,
         optimizer: Optimizer,
         setting: str,
-        size: Size,
+        size: Any,
         keep_graph: int | str = 0,
         forward_chunk_size: int | None = None,
         **kwargs: Any,
     ) -> None:
         _check_size(setting, size)
         super().__init__(optimizer, **kwargs)
-        self.setting, self.size = setting, size
+        self.setting = setting
+        self.size: Size = size
         self.kept_graphs = KeptGraphs(keep_graph)
         self.forward_chunk_size = forward_chunk_size
         self._is_first_step = True
@@ -202,7 +208,8 @@ class AccumulationOptimWrapper(_SlicedOptimWrapper):
         micro_batch_size: Most images in a slice; for multi-crop, most crops of the largest size,
             or as many smaller ones as have no more pixels (there 1.5 makes room for more of the
             smaller ones). Halved when a step runs out of memory;
-            see :func:`memengine.techniques.slices.out_of_memory.run_until_it_fits`.
+            see :func:`memengine.techniques.slices.out_of_memory.run_until_it_fits`. In a config
+            also ``'auto'``, which is planned when training starts.
         **kwargs: As :class:`OptimWrapper`'s; ``accumulative_counts`` goes on meaning iterations.
 
     Raises:
@@ -214,7 +221,9 @@ class AccumulationOptimWrapper(_SlicedOptimWrapper):
     :func:`memengine.techniques.additive_step`.
     """
 
-    def __init__(self, optimizer: Optimizer, micro_batch_size: float, **kwargs: Any) -> None:
+    def __init__(
+        self, optimizer: Optimizer, micro_batch_size: float | Literal['auto'], **kwargs: Any
+    ) -> None:
         super().__init__(optimizer, 'micro_batch_size', micro_batch_size, **kwargs)
 
     def _check(self, module: SlicedModel) -> None:
@@ -237,7 +246,8 @@ class GradCacheOptimWrapper(_SlicedOptimWrapper):
     Args:
         optimizer: The optimiser.
         chunk_size: Most images in a slice; for models with several towers also a dict by tower,
-            for multi-crop as ``micro_batch_size`` of :class:`AccumulationOptimWrapper`.
+            for multi-crop as ``micro_batch_size`` of :class:`AccumulationOptimWrapper`; in a config
+            also ``'auto'``, as there, with which ``keep_graph`` is planned, too.
             Halved when a step runs out of memory; see
             :func:`memengine.techniques.slices.out_of_memory.run_until_it_fits`.
         keep_graph: Slices whose graph is kept from the first pass and not computed again;
@@ -258,7 +268,7 @@ class GradCacheOptimWrapper(_SlicedOptimWrapper):
     def __init__(
         self,
         optimizer: Optimizer,
-        chunk_size: Size,
+        chunk_size: Size | Literal['auto'],
         keep_graph: int | str = 0,
         forward_chunk_size: int | None = None,
         **kwargs: Any,
@@ -269,7 +279,7 @@ class GradCacheOptimWrapper(_SlicedOptimWrapper):
         if forward_chunk_size is None:
             return
         _check_size('forward_chunk_size', forward_chunk_size)
-        sizes = chunk_size.values() if isinstance(chunk_size, Mapping) else [chunk_size]
+        sizes = self.size.values() if isinstance(self.size, Mapping) else [self.size]
         smallest, largest = min(sizes), max(sizes)
         if forward_chunk_size < largest:
             raise ValueError(

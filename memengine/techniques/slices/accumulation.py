@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -72,7 +72,7 @@ def additive_step(
 class AccumulationSettings(Settings):
     """Settings of accumulation within an iteration, as ``optim_wrapper`` takes them."""
 
-    micro_batch_size: float = setting(
+    micro_batch_size: float | Literal['auto'] = setting(
         help='most images in a slice, or most crops of the largest size', unit='images', low=1
     )
 

@@ -60,7 +60,7 @@ def cached_step(
 class GradCacheSettings(Settings):
     """Settings of the gradient cache, as ``optim_wrapper`` takes them."""
 
-    chunk_size: float | Mapping[str, float] = setting(
+    chunk_size: float | Mapping[str, float] | Literal['auto'] = setting(
         help='most samples in a slice, or a dict of it by tower', unit='samples', low=1
     )
     keep_graph: int | Literal['auto'] = setting(

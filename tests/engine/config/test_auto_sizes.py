@@ -1,0 +1,114 @@
+"""Sizes of slices that are ``'auto'``: planned, remembered, agreed upon."""
+
+import math
+
+import pytest
+
+from memengine.engine.config import memory_budget
+from memengine.engine.config.check import ConfigError, check_config
+from memengine.engine.config.file import load_config
+from memengine.engine.config.memory_budget import keep_budget
+from memengine.engine.config.planning import Planner, budget_for
+from memengine.memory.planning import Cost
+from memengine.testing import run_ranks
+from tests.engine.config.test_planning import CLASSIFIER, DINO, SIMCLR, SMALL
+
+MIB = 2**20
+AUTO = {
+    'optim_wrapper.type': 'AccumulationOptimWrapper',
+    'optim_wrapper.micro_batch_size': 'auto',
+}
+CACHE = {'optim_wrapper.type': 'GradCacheOptimWrapper', 'optim_wrapper.chunk_size': 'auto'}
+
+
+def predicted(planner, options):
+    """In place of a prediction: a mebibyte for each image of a slice, on two that stay."""
+    batch = options.get('train_dataloader.batch_size', 32)
+    size = options.get('optim_wrapper.micro_batch_size', batch)
+    flops = int(1e9 * (1 + 0.01 * math.ceil(batch / size)))
+    return Cost((2 + size) * MIB, flops, 0, 100, {'parameters': MIB})
+
+
+@pytest.fixture
+def room(monkeypatch):
+    """Sets how many mebibytes a prediction may come to."""
+    monkeypatch.setattr(Planner, '_predict', predicted)
+
+    def there_is(mib):
+        monkeypatch.setattr(memory_budget, 'room_bytes', lambda device: budget_for(mib * MIB))
+
+    return there_is
+
+
+def config(folder, name=CLASSIFIER, **options):
+    options = {**SMALL, 'train_dataloader.batch_size': 32, 'work_dir': str(folder), **options}
+    cfg = load_config(name, options)
+    check_config(cfg)
+    return cfg
+
+
+def planned(folder, **options):
+    cfg = config(folder, **{**AUTO, **options})
+    assert keep_budget(cfg)
+    return cfg.optim_wrapper.micro_batch_size
+
+
+def test_the_size_follows_the_memory_and_is_remembered(tmp_path, room, monkeypatch):
+    room(18)
+    cfg = config(tmp_path, **AUTO)
+    assert keep_budget(cfg).startswith("micro_batch_size='auto': ")
+    number = {**AUTO, 'optim_wrapper.micro_batch_size': 16}
+    assert cfg.to_dict() == config(tmp_path, **number).to_dict(), 'the training is the same'
+    assert planned(tmp_path, memory_budget='40MiB') == 32  # it may grow ...
+    room(10)
+    assert planned(tmp_path) == 8  # ... and shrink
+    room(18)  # a moment's figure, which would be another one at each start
+    monkeypatch.setattr(memory_budget, 'Planner', None)
+    assert planned(tmp_path, resume=True) == 8
+    with pytest.raises(TypeError):  # of another batch it is asked again
+        planned(tmp_path, **{'train_dataloader.batch_size': 16})
+
+
+@pytest.mark.parametrize(
+    ('name', 'options', 'why'),
+    [
+        (DINO, AUTO, 'BatchNorm'),
+        (SIMCLR, {**CACHE, 'optim_wrapper.keep_graph': 2}, 'keep_graph: .* is planned with it'),
+        (CLASSIFIER, CACHE, "use 'AccumulationOptimWrapper'"),
+        (
+            SIMCLR,
+            {
+                **CACHE,
+                'optim_wrapper.chunk_size': 8,
+                'optim_wrapper.keep_graph': 'auto',
+                'memory_budget': '1GiB',
+            },
+            "set chunk_size='auto', too",
+        ),
+    ],
+)
+def test_what_is_refused(tmp_path, room, name, options, why):
+    room(100)
+    with pytest.raises(ConfigError, match=why):
+        keep_budget(config(tmp_path, name, **options))
+
+
+def plan_on_rank(rank, world_size, folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Planner, '_predict', predicted)
+        room = budget_for((10 - 2 * rank) * MIB) + MIB  # DDP's buckets are one
+        patch.setattr(memory_budget, 'room_bytes', lambda device: room)
+        cfg = config(folder / 'both', launcher='pytorch', **AUTO)
+        keep_budget(cfg)
+        patch.setattr(memory_budget, 'room_bytes', lambda device: (20 - 19 * rank) * MIB)
+        with pytest.raises(ConfigError) as raised:  # by rank 1, and rank 0 does not wait
+            keep_budget(config(folder / 'one', launcher='pytorch', **AUTO))
+    return cfg, str(raised.value)
+
+
+def test_ranks_take_the_plan_of_the_one_with_the_least_room(tmp_path):
+    number = {**AUTO, 'optim_wrapper.micro_batch_size': 6}  # of 8 MiB
+    expected = config(tmp_path / 'both', launcher='pytorch', **number)
+    for cfg, refused in run_ranks(2, plan_on_rank, tmp_path):
+        assert cfg.to_dict() == expected.to_dict(), 'the training is that of the number'
+        assert 'nothing fits 1.0 MiB' in refused
