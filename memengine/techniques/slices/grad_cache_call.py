@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -133,7 +134,7 @@ class GradCache:
             The loss, without graph.
 
         Raises:
-            TypeError: For another number of inputs.
+            TypeError: For another number of inputs, or a loss that takes others than it is given.
             ValueError: For labels that the loss type does not take or lacks, images that are not
                 two views, models on several ranks without DDP, and what ``cached_step`` refuses.
         """
@@ -210,12 +211,30 @@ class GradCache:
         if self.loss_type == 'SupCon' and labels is None and loss_kwargs.get('mask') is None:
             raise ValueError("GradCache: loss_type='SupCon' needs labels (or mask=); else 'SimCLR'")
         stack = _stack_outputs if self.loss_type == 'SelfCon' else _stack_halves
+        given = () if labels is None else (labels,)  # as criterion(features), criterion(f, y)
+        self._check_loss_takes(*given, **loss_kwargs)
 
         def loss_fn(outputs: Any) -> Any:
-            given = () if labels is None else (labels,)  # as criterion(features), criterion(f, y)
             return self.loss_fn(stack(outputs), *given, **loss_kwargs)
 
         return (model_input,), loss_fn
+
+    def _check_loss_takes(self, *labels: Tensor, **loss_kwargs: Any) -> None:
+        loss_fn = self.loss_fn
+        try:
+            called = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
+            signature = inspect.signature(called)
+        except ValueError:  # of a function in C, which says itself what it does not take
+            return
+        try:
+            signature.bind(None, *labels, **loss_kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f'GradCache: loss_type={self.loss_type!r} calls loss_fn with features [B, V, D]'
+                f'{" and labels" if labels else ""}, which {type(loss_fn).__name__} does not take '
+                f'({error}); give a loss of two views [B, D] each as '
+                'loss_fn=lambda features: loss(*features.unbind(1))'
+            ) from None
 
 
 def _stack_halves(features: Any) -> Tensor:

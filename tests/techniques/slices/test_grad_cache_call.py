@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from memengine import GradCache
-from memengine.losses import ClipLoss, ConLoss, SupConLoss
+from memengine.losses import ClipLoss, ConLoss, NTXentLoss, SupConLoss
 from memengine.testing import assert_same_step, relative_error
 from tests.techniques.toy import Encoder, SelfConEncoder, gradients
 
@@ -24,7 +24,7 @@ README = {
     'SupCon': (
         """
 from memengine import GradCache
-from memengine.losses import SupConLoss
+from memengine.losses import NTXentLoss, SupConLoss
 loss_fn = SupConLoss()
 gc = GradCache(
   model=model,
@@ -51,7 +51,7 @@ optimizer.step()
     'SimCLR': (
         """
 from memengine import GradCache
-from memengine.losses import SupConLoss
+from memengine.losses import NTXentLoss, SupConLoss
 loss_fn = SupConLoss()
 gc = GradCache(
   model=model,
@@ -481,11 +481,23 @@ def test_errors_of_the_constructor(arguments, error, message):
             ValueError,
             'same samples in dimension 0',
         ),
+        (
+            {'model': MODEL, 'loss_type': 'SimCLR', 'loss_fn': NTXentLoss()},
+            lambda gc: gc(torch.randn(4, 12)),
+            TypeError,
+            r'features \[B, V, D\], which NTXentLoss does not take .*view2.*features.unbind\(1\)',
+        ),
+        (
+            {'model': MODEL, 'loss_fn': NTXentLoss()},
+            lambda gc: gc(torch.randn(4, 12), torch.arange(2), weight=1),
+            TypeError,
+            r'features \[B, V, D\] and labels, which NTXentLoss does not take .*weight',
+        ),
     ],
 )
 def test_errors_of_the_call(arguments, call, error, message):
     with pytest.raises(error, match=message):
-        call(GradCache(chunk_size=2, loss_fn=LOSS, **arguments))
+        call(GradCache(**{'chunk_size': 2, 'loss_fn': LOSS, **arguments}))
 
 
 def test_somebody_elses_backward_is_called_for_each_chunk():
