@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memengine._torch_private.autograd import storage_key
+from memengine._torch_private.modules import own_buffers, own_parameters
 from memengine._torch_private.ops import parts_of_sparse
 
 __all__ = ['Block', 'Ledger', 'blocks_of', 'owned_by', 'tensors_in']
@@ -90,15 +91,16 @@ def owned_by(owners: Iterable[nn.Module | Tensor]) -> dict[int, Any]:
 
 def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
     """Parameters and buffers, in a fifth of the time that their names take."""
-    modules = {module: None}
+    seen = {module}
     pending = [module]
     while pending:
         one = pending.pop()
-        yield from (p for p in one._parameters.values() if p is not None)
-        yield from (b for b in one._buffers.values() if b is not None)
-        new = [m for m in one._modules.values() if m is not None and m not in modules]
-        modules.update(dict.fromkeys(new))
-        pending += new
+        yield from (p for p in own_parameters(one).values() if p is not None)
+        yield from (b for b in own_buffers(one).values() if b is not None)
+        for child in one.children():
+            if child not in seen:
+                seen.add(child)
+                pending.append(child)
 
 
 class Ledger:

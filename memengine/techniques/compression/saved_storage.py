@@ -276,6 +276,8 @@ def _base_for(view: Tensor, views: list[Tensor]) -> Tensor:
 def _coded_part(codec: Codec, base: Tensor) -> _CodedPart:
     with torch.no_grad():
         code = codec(base)
+    if isinstance(code, RecomputedCode):
+        return _CodedPart(code, base, 0)  # nothing is kept, and nothing to be looked for in it
     nbytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(code))
     if is_offloading() and nbytes:
         code = _OffloadedCode(code)
