@@ -25,7 +25,7 @@ from memengine._torch_private.autograd import (
 )
 from memengine.memory.ledger import Block, Ledger, blocks_of, owned_by, tensors_in
 
-__all__ = ['SavedBytes', 'count_kept', 'hidden_bytes', 'saved_bytes']
+__all__ = ['SavedBytes', 'count_kept', 'hidden_bytes', 'is_counting', 'saved_bytes']
 
 
 def _owned_blocks(tensor: Tensor, ledgers: Iterable[Ledger]) -> list[Block]:
@@ -181,7 +181,8 @@ class SavedBytes:
         self._exclude = exclude
         self._ledger = ledger or Ledger()
         self._entered: list[saved_tensors_hooks] = []
-        owned_by(exclude)  # complains here, where the mistake is
+        # Complains here, where the mistake is; what modules own is looked for when it is entered.
+        owned_by(owner for owner in exclude if not isinstance(owner, nn.Module))
 
     @property
     def live_bytes(self) -> int:
@@ -222,6 +223,11 @@ class SavedBytes:
         """As the function ``hidden_bytes``, without what this meter has counted or excludes."""
         known = self._ledger.known_keys() | set(owned_by(self._exclude))
         return _hidden_bytes(outputs, known)
+
+
+def is_counting() -> bool:
+    """Whether a meter is entered, in any thread."""
+    return _meters > 0
 
 
 def count_kept(value: Any) -> None:
