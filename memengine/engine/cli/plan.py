@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
-from collections.abc import Iterator, Mapping
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mmengine.config import Config
@@ -15,8 +20,9 @@ from mmengine.logging import MMLogger
 
 from memengine.engine.config.check import ConfigError
 from memengine.engine.config.file import merge_options
-from memengine.engine.config.planning import Planner, budget_for
-from memengine.memory.planning import Found, Tried, parse_bytes, rates_of
+from memengine.engine.config.planning import Planner, budget_for, usable_bytes
+from memengine.memory import UnpredictableError
+from memengine.memory.planning import Found, Tried, parse_bytes, parse_fit, rates_of
 
 __all__ = ['plan_step']
 
@@ -31,24 +37,103 @@ def plan_step(cfg: Config, args: argparse.Namespace) -> str:
     """
     MMLogger.get_current_instance().setLevel('ERROR')  # a prediction says what a run says once
     try:
-        budget = parse_bytes(args.budget)
-    except ValueError as error:
-        raise ConfigError(f'--budget: {error}') from error
-    if args.batch is not None:
-        merge_options(cfg, {'train_dataloader.batch_size': args.batch})
-    planner = Planner(cfg, args.allow)
-    found = planner.find(budget)
+        planner, found = _found(cfg, args)
+    except UnpredictableError as error:
+        return _as_measured(cfg, args, error)
+    if args.plot is not None:
+        _draw(planner, found, args.plot)
     if found.chosen is None:
         raise ConfigError(nothing_fits(planner, found, args.budget))
     options = planner.options(found.chosen.plan)
-    if args.batch is not None:
-        options = {'train_dataloader.batch_size': args.batch, **options}
+    if args.batch is not None or args.max_batch:
+        size = planner.cfg.train_dataloader.batch_size
+        options = {'train_dataloader.batch_size': size, **options}
     if args.write is not None:
         merge_options(cfg, options)
         cfg.dump(args.write)
     if args.json:
         return json.dumps({'options': options, 'limit_bytes': found.limit_bytes} | _figures(found))
     return '\n'.join(_report(planner, found, options, args))
+
+
+def _found(cfg: Config, args: argparse.Namespace) -> tuple[Planner, Found]:
+    """What is asked for."""
+    option = '--budget' if args.budget is not None else '--fit'
+    try:
+        asked = parse_fit(args.fit) if args.budget is None else parse_bytes(args.budget)
+    except ValueError as error:
+        raise ConfigError(f'{option}: {error}') from error
+    if args.batch is not None:
+        merge_options(cfg, {'train_dataloader.batch_size': args.batch})
+    planner = Planner(cfg, args.allow)
+    if args.budget is None:
+        if args.max_batch:
+            raise ConfigError('--max-batch: the largest batch is that of a --budget, not of --fit')
+        return planner, planner.fitting(asked)
+    if args.max_batch:
+        planner = planner.largest(int(asked))
+    return planner, planner.find(int(asked))
+
+
+def _as_measured(cfg: Config, args: argparse.Namespace, error: UnpredictableError) -> str:
+    """Whether a step that cannot be predicted fits as it is: real ones are measured.
+
+    Raises:
+        ConfigError: When it does not fit, or what is asked for takes predictions.
+    """
+    for option, value in (
+        ('--fit', args.fit),
+        ('--max-batch', args.max_batch),
+        ('--plot', args.plot),
+    ):
+        if value not in (None, False):
+            raise ConfigError(f'{option} takes predictions, and {error}')
+    budget = parse_bytes(args.budget)
+    limit, peak = usable_bytes(budget), measured_bytes(cfg)
+    figures = f'{_mib(peak).strip()} at the peak, measured in a process on this machine'
+    if peak > limit:
+        needed = _mib(budget_for(peak) + _MIB // 10).strip()
+        raise ConfigError(
+            f'{args.budget} is too little: {figures}; the smallest budget for that is {needed}. '
+            'Nothing was tried to make it smaller, as the step cannot be predicted; switch on what '
+            '"memengine techniques" offers, and plan again'
+        )
+    options = {} if args.batch is None else {'train_dataloader.batch_size': args.batch}
+    if args.write is not None:
+        cfg.dump(args.write)
+    if args.json:
+        return json.dumps({'options': options, 'limit_bytes': limit, 'measured_bytes': peak})
+    why = str(error).partition('; measure')[0]
+    return (
+        f'{figures}: {peak / budget:.1%} of {args.budget}\n\n{_command(args, options)}\n\n'
+        f'the step fits as it is; it was measured because {why}'
+    )
+
+
+def measured_bytes(cfg: Config) -> int:
+    """The peak of a config's training step, by ``memengine measure`` in a process of its own."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / 'config.py'
+        cfg.dump(file)
+        command = [sys.executable, '-m', 'memengine', 'measure', str(file), '--json']
+        paths = os.pathsep.join(path for path in sys.path if path)  # also the config's own modules
+        ran = subprocess.run(
+            command, env=os.environ | {'PYTHONPATH': paths}, capture_output=True, text=True
+        )
+    if ran.returncode:
+        raise ConfigError(f'the step could not be measured: {ran.stderr.strip()}')
+    return json.loads(ran.stdout.splitlines()[-1])['peak_bytes']
+
+
+def _draw(planner: Planner, found: Found, path: str) -> None:
+    from memengine.visualization.memory import draw_plans
+
+    def labelled(some: Iterable[Tried]) -> Iterator[tuple[float, int, str]]:
+        for one in some:
+            label = ' '.join(f'{name}={level}' for name, level in one.plan.items())
+            yield one.seconds / found.plain.seconds, one.cost.peak_bytes, label or 'as it is'
+
+    draw_plans([*labelled(found.tried)], [*labelled(found.front)], found.limit_bytes, path)
 
 
 def _figures(found: Found) -> dict[str, Any]:
@@ -65,14 +150,22 @@ def _report(
     chosen, plain, rates = found.chosen, found.plain, rates_of(get_device())
     assert chosen is not None
     cost = chosen.cost
-    share = cost.peak_bytes / parse_bytes(args.budget)
-    yield (
-        f'{_mib(cost.peak_bytes)} at the peak, {cost.how}: {share:.1%} of {args.budget}, of which '
-        f'{_mib(found.limit_bytes).strip()} may be planned for'
-    )
+    size = planner.cfg.train_dataloader.batch_size
+    if args.budget is not None:
+        share = cost.peak_bytes / parse_bytes(args.budget)
+        what_for = (
+            f'{share:.1%} of {args.budget}, of which {_mib(found.limit_bytes).strip()} may be '
+            'planned for'
+        )
+    else:
+        what_for = (
+            f'--fit {args.fit}; as it is, the step takes {_mib(plain.cost.peak_bytes).strip()}'
+        )
+    yield f'{_mib(cost.peak_bytes)} at the peak, {cost.how}: {what_for}'
+    if args.max_batch:
+        yield f'{size:9}     images or pairs in a batch: the largest that fits, to a thirty-second'
     yield ''
-    line = said(options)
-    yield f'memengine train {args.config}{f" --cfg-options {line}" if line else ""}'
+    yield _command(args, options)
     yield ''
     yield from (f'{_mib(nbytes)}  {name}' for name, nbytes in cost.by_category.items())
     yield ''
@@ -89,6 +182,12 @@ def _report(
         yield from _others(planner, found)
     for name, why in planner.left_out.items():
         yield f'left out: {name}: {why}'
+
+
+def _command(args: argparse.Namespace, options: Mapping[str, Any]) -> str:
+    """What trains with a plan, and with what the command line has set beside it."""
+    line = said({**(args.cfg_options or {}), **options})
+    return f'memengine train {args.config}{f" --cfg-options {line}" if line else ""}'
 
 
 def _others(planner: Planner, found: Found) -> Iterator[str]:
