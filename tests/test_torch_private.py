@@ -392,6 +392,14 @@ def test_flops():
     assert flops == sdpa_flop_count(query.shape, key.shape, value.shape) == 2 * 2 * 6 * 5 * 7 * 8
     for packet in ('mm', 'addmm', 'bmm', 'baddbmm', 'convolution'):
         assert getattr(torch.ops.aten, packet) in ops.FLOPS_OF, packet
+    image, weight = torch.randn(2, 6, 5, 5), torch.randn(6, 1, 3, 3, requires_grad=True)
+    with Seen() as seen:
+        F.conv2d(image, weight, padding=1, groups=6).sum().backward()
+    priced = [call for call in seen.calls if 'convolution' in str(call[0])]
+    for op, args, kwargs in priced:  # only the weight wants a gradient
+        flops = ops.FLOPS_OF[op.overloadpacket](*args, **kwargs, out_val=op(*args, **kwargs))
+        assert flops == 2 * 2 * 6 * 5 * 5 * 3 * 3
+    assert len(priced) == 2
     mine = ops._attention_flops(query, key, value[..., :4], is_causal=True)
     assert mine == sdpa_flop_count(query.shape, key.shape, value[..., :4].shape)
 
@@ -609,6 +617,11 @@ def test_sharding(group):
 
     if distributed.CAN_SHARD_ON_CPU:
         shard()
+        model.set_requires_gradient_sync(False)
+        model(leaf(2, 4)).sum().backward()
+        held = [holder.grad for holder in distributed.gradient_holders(model)]
+        kinds = [type(gradient).__name__ for gradient in held if gradient is not None]
+        assert sorted(kinds) == ['DTensor'] * 4 + ['Tensor'] * 4
     else:
         with pytest.raises(AttributeError):
             shard()

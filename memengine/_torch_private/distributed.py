@@ -10,19 +10,26 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
     'CAN_SHARD_ON_CPU',
+    'FORGETS_SHARDED_STEPS',
     'METADATA_RECORDS',
     'around_collectives',
     'forget_reduction',
     'gather_on_compute_stream',
+    'gradient_holders',
     'mark_as_root',
     'process_group_of',
 ]
 
 CAN_SHARD_ON_CPU = hasattr(torch.cpu.Stream, 'record_event')
 """Whether ``fully_shard`` runs on CPUs: it records events on streams, as those of 2.6 cannot."""
+
+FORGETS_SHARDED_STEPS = hasattr(FSDPModule, 'reset_iter_state')
+"""Whether ``fully_shard`` can begin anew after a step that was broken off, as since 2.14."""
 
 METADATA_RECORDS = frozenset(
     (
@@ -73,6 +80,40 @@ def gather_on_compute_stream(model: Any) -> None:
     """Have ``fully_shard`` gather on the stream that computes, so that it can free what it gathered
     from at once."""
     model._set_unshard_async_op(True)
+
+
+class _AccumulatedGradient:
+    """What torch 2.14 holds beside a parameter, in the type that ranks reduce gradients in."""
+
+    def __init__(self, held: Any) -> None:
+        self._held = held
+
+    @property
+    def grad(self) -> Any:
+        return self._held.unsharded_accumulated_grad
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        self._held.unsharded_accumulated_grad = value
+
+
+def gradient_holders(module: nn.Module) -> list[Any]:
+    """What has a ``grad`` between the backwards of a module that ``fully_shard`` was applied to.
+
+    That are shards, whole parameters whose gradient waits until the ranks reduce it, whichever of
+    both the module shows at present, and what is not sharded.
+    """
+    shards, wholes, others = [], [], []
+    for part in module.modules():
+        group = part._get_fsdp_state()._fsdp_param_group if isinstance(part, FSDPModule) else None
+        for held in group.fsdp_params if group is not None else ():
+            shards.append(held.sharded_param)
+            if '_unsharded_param' in vars(held):  # since it was first gathered
+                wholes.append(held._unsharded_param)
+            if 'unsharded_accumulated_grad' in vars(held):
+                others.append(_AccumulatedGradient(held))
+    known = {id(parameter) for parameter in shards + wholes}
+    return [*shards, *wholes, *others, *(p for p in module.parameters() if id(p) not in known)]
 
 
 def forget_reduction(module: Any) -> None:

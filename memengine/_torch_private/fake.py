@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import (
 __all__ = [
     'ASKS_FOR_THE_DEVICE',
     'FAKE_REFUSES',
+    'SHAPE_OF_VALUES',
     'READS_A_NUMBER',
     'FakeTensorMode',
     'is_fake',
@@ -28,6 +29,9 @@ FAKE_REFUSES = (
     UnsupportedFakeTensorException,
 )
 """What fake tensors raise where shape or control flow depends on values."""
+
+SHAPE_OF_VALUES = DynamicOutputShapeException
+"""Of these what is raised by an operator whose result is as large as values say: ``unique``."""
 
 READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default
 """The operator under ``tensor.item()``."""

@@ -123,10 +123,23 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: A
     return 2 * pairs * (width + value.shape[-1])
 
 
+def _convolution_backward_flops(
+    gradient: Tensor, image: Tensor, weight: Tensor, _: Any, *how: Any, out_val: Any
+) -> int:
+    """Each of its two gradients costs what the convolution does."""
+    of_forward = flop_registry[torch.ops.aten.convolution]
+    once = int(of_forward(image, weight, None, *how[:-1], out_val=gradient))
+    return once * sum(how[-1][:2])  # which of the gradients are wanted
+
+
 FLOPS_OF: Mapping[OpOverloadPacket, Callable[..., int]] = ChainMap(
-    flop_registry, {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+    {torch.ops.aten.convolution_backward: _convolution_backward_flops},
+    flop_registry,
+    {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops},
 )
 """What products of matrices, convolutions and attentions cost: ``FLOPS_OF[op](*args, out_val=x)``.
 
 torch's own figures, to which those of attention on CPUs are added, that torch lacks before 2.15.
+Those of a convolution's backward are our own: torch's take the weight's gradient as if there were
+no groups, for a depthwise one so many times too much as it has channels.
 """

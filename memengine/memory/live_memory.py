@@ -27,6 +27,7 @@ from memengine._torch_private.autograd import (
 from memengine._torch_private.fake import (
     ASKS_FOR_THE_DEVICE,
     READS_A_NUMBER,
+    SHAPE_OF_VALUES,
     is_fake,
     unset_fake_temporarily,
 )
@@ -226,7 +227,14 @@ class LiveMemory(TorchDispatchMode):
         self._place = self._find_place()
         inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         there = {storage_key(t.untyped_storage()) for t in inputs if t.layout == torch.strided}
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except SHAPE_OF_VALUES:
+            with unset_fake_temporarily():
+                if any(self._value_of(tensor) is None for tensor in inputs):
+                    raise
+                values = func(*self._with_values(args), **self._with_values(kwargs))
+            out = pytree.tree_map_only(Tensor, torch.empty_like, values)
         made = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
         fresh = [t for t in made if storage_key(t.untyped_storage()) not in there]
         for tensor in fresh:

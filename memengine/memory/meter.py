@@ -181,7 +181,8 @@ class SavedBytes:
         self._exclude = exclude
         self._ledger = ledger or Ledger()
         self._entered: list[saved_tensors_hooks] = []
-        owned_by(exclude)  # complains here, where the mistake is
+        # Complains here, where the mistake is; what modules own is looked for when it is entered.
+        owned_by(owner for owner in exclude if not isinstance(owner, nn.Module))
 
     @property
     def live_bytes(self) -> int:

@@ -63,10 +63,20 @@ class Prediction:
 
 @contextmanager
 def on_fake_tensors() -> Iterator[LiveMemory]:
-    """Within, tensors know their shape only; what becomes of them is noted."""
+    """Within, tensors know their shape only; what becomes of them is noted.
+
+    Raises:
+        UnpredictableError: For what depends on values, or leaves torch.
+    """
     memory = LiveMemory()
-    with FakeTensorMode(allow_non_fake_inputs=True), memory:
-        yield memory
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), memory:
+            yield memory
+    except (*FAKE_REFUSES, RuntimeError, TypeError) as error:  # also what leaves torch
+        raise UnpredictableError(
+            'the step cannot be carried out on tensors without values, as a prediction does '
+            f'({error}); measure it instead: memengine measure'
+        ) from error
 
 
 def predict(build: Callable[[], TrainingStep]) -> Prediction:
@@ -97,28 +107,22 @@ def predict(build: Callable[[], TrainingStep]) -> Prediction:
 
 def carried_out(build: Callable[[], TrainingStep]) -> LiveMemory:
     """All that becomes of memory in a step, for :func:`predict`."""
-    try:
-        with on_fake_tensors() as memory:
-            step = build()
+    with on_fake_tensors() as memory:
+        step = build()
+        _assign(memory, step)
+        with memory.named(step.model), _gradients_noted(memory, step.model):
+            memory.start_again()
+            step.run()
             _assign(memory, step)
-            with memory.named(step.model), _gradients_noted(memory, step.model):
+            left = memory.left()
+            state_only = all(p.category == OPTIMIZER or p.nbytes <= _LITTLE for p in left)
+            # With its state there from the start, this step is as those that follow.
+            if step.is_settled and state_only:
+                memory.as_if_there(p for p in left if p.category == OPTIMIZER)
+            else:
                 memory.start_again()
                 step.run()
-                _assign(memory, step)
-                left = memory.left()
-                state_only = all(p.category == OPTIMIZER or p.nbytes <= _LITTLE for p in left)
-                # With its state there from the start, this step is as those that follow.
-                if step.is_settled and state_only:
-                    memory.as_if_there(p for p in left if p.category == OPTIMIZER)
-                else:
-                    memory.start_again()
-                    step.run()
-                memory.end()
-    except (*FAKE_REFUSES, RuntimeError, TypeError) as error:  # also what leaves torch
-        raise UnpredictableError(
-            'the step cannot be carried out on tensors without values, as a prediction does '
-            f'({error}); measure it instead: memengine measure'
-        ) from error
+            memory.end()
     return memory
 
 

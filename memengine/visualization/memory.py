@@ -7,7 +7,7 @@ from pathlib import Path
 
 from memengine.visualization.figures import figure_of, save_figure
 
-__all__ = ['draw_memory']
+__all__ = ['draw_memory', 'draw_plans']
 
 _MIB = 2**20
 _COLUMNS = 1000  # of the picture; what lies in one is drawn at its highest moment
@@ -64,6 +64,48 @@ def draw_memory(live: Mapping[str, Sequence[int]], peak: int, label: str, path: 
     )
     handles, names = axis.get_legend_handles_labels()
     figure.legend(handles[::-1], names[::-1], loc='outside right center', fontsize=8, frameon=False)
+    axis.spines[['top', 'right']].set_visible(False)
+    save_figure(figure, path)
+
+
+def draw_plans(
+    tried: Sequence[tuple[float, int, str]],
+    front: Sequence[tuple[float, int, str]],
+    limit_bytes: int,
+    path: str | Path,
+) -> None:
+    """Draw plans by time and bytes: all of them as dots, those that no other beats as steps.
+
+    Args:
+        tried: Times as shares of the plain step's, bytes at the peak, and what is switched on.
+        front: The same of those that no other beats in both, the fastest first.
+        limit_bytes: What the peak may be at most.
+        path: The PNG.
+    """
+    figure, [[axis]] = figure_of(1, 1, width=8, height=5)
+    axis.scatter(
+        [nbytes / _MIB for _, nbytes, _ in tried],
+        [times for times, _, _ in tried],
+        s=12,
+        color='0.7',
+        label='tried',
+    )
+    # Less memory than a plan's takes the time of the next leaner one.
+    axis.step(
+        [nbytes / _MIB for _, nbytes, _ in front],
+        [times for times, _, _ in front],
+        where='pre',
+        marker='o',
+        color='#1d3557',
+        label='none is both leaner and faster',
+    )
+    for times, nbytes, label in front:
+        axis.annotate(
+            label, (nbytes / _MIB, times), xytext=(4, 4), textcoords='offset points', fontsize=6
+        )
+    axis.axvline(limit_bytes / _MIB, color='#b56576', linestyle='--', label='limit')
+    axis.set(xlabel='MiB at the peak, predicted', ylabel='time, the step as it is = 1')
+    axis.legend(frameon=False, fontsize=8)
     axis.spines[['top', 'right']].set_visible(False)
     save_figure(figure, path)
 

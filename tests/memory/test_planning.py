@@ -2,7 +2,16 @@
 
 import pytest
 
-from memengine.memory.planning import Cost, Knob, parse_bytes, rates_of, search
+from memengine.memory.planning import (
+    Cost,
+    Knob,
+    largest,
+    leanest,
+    parse_bytes,
+    parse_fit,
+    rates_of,
+    search,
+)
 
 RATES = rates_of('cpu')
 SLICES = Knob('slices', (2, 3, 4, 5, 6, 8, 12, 16))
@@ -114,3 +123,46 @@ def test_sizes():
 def test_other_sizes_are_refused(text):
     with pytest.raises(ValueError, match='GiB'):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize('start', [1, 32, 5000])
+@pytest.mark.parametrize('limit', [99, 140, 10_000, 123_456])
+def test_the_largest_size_that_fits(limit, start):
+    asked = []
+
+    def bytes_of(size):
+        assert size not in asked
+        asked.append(size)
+        return 100 + 3 * size + size * size // 1000
+
+    size = largest(bytes_of, limit, start)
+    fitting = max((one for one in range(40_000) if bytes_of_all(one) <= limit), default=0)
+    assert fitting * 31 / 32 - 1 < size <= fitting
+    assert len(asked) <= 24
+    assert largest(bytes_of_all, limit, start, most=7) == min(size, 7)
+
+
+def bytes_of_all(size):
+    return 100 + 3 * size + size * size // 1000 if size else 0
+
+
+def test_the_leanest_plan_has_what_makes_it_smaller():
+    useless = Knob('useless', (1,))
+    assert leanest((SLICES, KEPT, useless, DEPTH), Step()) == {
+        'slices': 16,
+        'kept': 0.0,
+        'checkpointing': 0.0,
+    }
+
+
+def test_the_dial():
+    assert [parse_fit(one) for one in ('least', 'balanced', 'fastest', '0.3', 1)] == [
+        0,
+        0.5,
+        1,
+        0.3,
+        1,
+    ]
+    for wrong in ('fast', -0.1, 1.1, True, [0.5], 'nan'):
+        with pytest.raises(ValueError, match='least, balanced, fastest'):
+            parse_fit(wrong)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,41 +26,60 @@ from memengine.engine.config.check import check_config
 from memengine.engine.config.file import load_config
 from memengine.engine.config.planning import Planner, budget_for
 
-MSN = 'hidden_size=128,num_hidden_layers=3,num_attention_heads=4,intermediate_size=256'
+DEIT = "type='TimmBackbone',model_name='deit_tiny_patch16_224',img_size=112,in_chans=1,depth=4"
+CONVNEXT = "type='TimmBackbone',model_name='convnextv2_atto',in_chans=1,depths=[1,1,3,1]"
+MSN = (
+    "type='TransformersImage',model_name='vit_msn',pretrained=False,config=dict(num_channels=1,"
+    'image_size=112,hidden_size=192,num_hidden_layers=4,num_attention_heads=3,intermediate_size=768)'
+)
+CROP = 'train_dataloader.dataset.pipeline.0'
+RGB = (  # a pipeline, for models that want three channels
+    "[dict(type='torchvision/RandomResizedCrop',size=112),"
+    "dict(type='torchvision/Grayscale',num_output_channels=3),dict(type='torchvision/PILToTensor'),"
+    "dict(type='torchvision/ToDtype',dtype='float32',scale=True),dict(type='PackInputs')]"
+)
+TEXT = ('model.text.width=256', 'model.text.depth=4')
 
 
-def _on(backbone: str) -> tuple[str, ...]:
-    return (f'model.backbone=dict(_delete_=True,{backbone})',)
+def _step(
+    config: str, size: int, batch: int, backbone: str, *options: str
+) -> tuple[str, tuple[str, ...]]:
+    """A shipped config with another backbone, on its digits enlarged to ``size`` pixels."""
+    place = 'image' if config in ('clip_vit', 'siglip_vit') else 'backbone'
+    views = '.views.0.pipeline.0' if config in ('simclr_vit', 'dino_vit') else ''
+    return config, (
+        f'model.{place}=dict(_delete_=True,{backbone})',
+        f'{CROP}{views}.size={size}',
+        f'train_dataloader.batch_size={batch}',
+        *options,
+    )
 
 
 STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
-    'classifier': ('classify_vit', ()),
-    'SimCLR': ('simclr_vit', ()),
-    'CLIP': ('clip_vit', ()),
-    'DINO': ('dino_vit', ()),
-    'SigLIP': ('siglip_vit', ()),
-    'DINO, photographs': ('dino_vit_photographs', ()),
-    'timm': (
+    'classifier, ViT': _step('classify_vit', 112, 64, DEIT),
+    'CLIP, two towers': _step('clip_vit', 112, 64, DEIT, *TEXT),
+    'SimCLR, ConvNet': _step('simclr_vit', 64, 32, CONVNEXT),
+    'DINO, ViT': _step('dino_vit', 112, 32, DEIT, 'model.head.use_bn=False'),
+    'classifier, of transformers': _step('classify_vit', 112, 64, MSN),
+    'classifier, of torchvision': _step(
         'classify_vit',
-        _on("type='TimmBackbone',model_name='repghostnet_050',in_chans=1"),
+        112,
+        16,
+        "type='TorchvisionBackbone',model_name='mnasnet1_0'",
+        f'train_dataloader.dataset.pipeline={RGB}',
     ),
-    'transformers': (
-        'classify_vit',
-        _on(
-            "type='TransformersImage',model_name='vit_msn',pretrained=False,"
-            f'config=dict(num_channels=1,image_size=16,patch_size=4,{MSN})'
-        ),
+    'classifier, of timm': _step(
+        'classify_vit', 64, 64, "type='TimmBackbone',model_name='regnetx_002',in_chans=1"
     ),
-    'SimCLR, ConvNet': (
-        'simclr_vit',
-        _on("type='TimmBackbone',model_name='convnextv2_atto',in_chans=1"),
-    ),
+    'SimCLR, ViT': _step('simclr_vit', 112, 32, DEIT),
+    'SigLIP, ConvNet and text': _step('siglip_vit', 64, 64, CONVNEXT, *TEXT),
+    'DINO, ViT and BatchNorm': _step('dino_vit', 112, 32, DEIT),
 }
 SHARES = (0.9, 0.6, 0.4)
 
 
-def plans(name: str) -> Iterator[dict[str, Any]]:
-    """Predicted and measured, of the plans of one config."""
+def plans(name: str, shares: Sequence[float]) -> Iterator[dict[str, Any]]:
+    """Predicted and measured, of the plans of one config for shares of what it takes as it is."""
     config, options = STEPS[name]
     file = f'configs/{config}.py'
     args = make_parser().parse_args(['predict', file, *_options(options)])
@@ -69,7 +88,7 @@ def plans(name: str) -> Iterator[dict[str, Any]]:
     check_config(cfg)
     planner = Planner(cfg)
     whole = planner.plain().peak_bytes
-    for share in SHARES:
+    for share in shares:
         budget = int(share * budget_for(whole))
         found = planner.find(budget)
         row: dict[str, Any] = {'name': name, 'config': config, 'share': share, 'budget': budget}
@@ -124,11 +143,12 @@ def main() -> None:
     file = args.out / 'plans.json'
     rows = json.loads(file.read_text())['rows'] if file.is_file() else []
     for name in args.only:
-        if any(row['name'] == name for row in rows):
-            continue
-        rows += plans(name)
-        results = {'run': measuring.where(torch.device('cpu')), 'rows': rows}
-        measuring.publish(results, 'plans', tables, args.out, args.page)
+        done = [row['share'] for row in rows if row['name'] == name]
+        open_shares = [share for share in SHARES if share not in done]
+        for row in plans(name, open_shares) if open_shares else ():
+            rows.append(row)
+            results = {'run': measuring.where(torch.device('cpu')), 'rows': rows}
+            measuring.publish(results, 'plans', tables, args.out, args.page)
 
 
 if __name__ == '__main__':

@@ -52,7 +52,8 @@ def read_config(args: argparse.Namespace) -> Config:
     if args.command != 'train':  # which alone plans; others take the whole batch
         from memengine.engine.config.memory_budget import open_auto_sizes
 
-        cfg.pop('memory_budget', None)
+        for key in ('memory', 'memory_budget'):
+            cfg.pop(key, None)
         open_auto_sizes(cfg)
     check_config(cfg)
     done = 'test' if args.command == 'test' else 'train'

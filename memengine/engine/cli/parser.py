@@ -56,6 +56,8 @@ PLAN_EXAMPLES = """\
 examples:
   memengine plan configs/simclr_vit.py --budget 40MiB
   memengine plan configs/simclr_vit.py --budget 40MiB --batch 512 --write simclr_40mib.py
+  memengine plan configs/simclr_vit.py --budget 40MiB --max-batch
+  memengine plan configs/simclr_vit.py --fit balanced --plot plans.png
 """
 REPLAY_EXAMPLES = """\
 examples:
@@ -204,16 +206,26 @@ def _add_memory_commands(commands: Any) -> None:
         commands, 'plan', 'say what to switch on so that training fits a budget', PLAN_EXAMPLES
     )
     _add_config(plan)
-    plan.add_argument(
-        '--budget', required=True, metavar='SIZE', help='what a training step may take, as 24GiB'
+    room = plan.add_mutually_exclusive_group(required=True)
+    room.add_argument('--budget', metavar='SIZE', help='what a training step may take, as 24GiB')
+    room.add_argument(
+        '--fit',
+        metavar='SHARE',
+        help='of the bytes between the leanest plan (0 or least) and the step as it is (1 or '
+        'fastest); 0.5 is balanced',
     )
-    plan.add_argument('--batch', type=int, metavar='N', help='train_dataloader.batch_size')
+    batch = plan.add_mutually_exclusive_group()
+    batch.add_argument('--batch', type=int, metavar='N', help='train_dataloader.batch_size')
+    batch.add_argument(
+        '--max-batch', action='store_true', help='plan for the largest batch that fits the budget'
+    )
     plan.add_argument(
         '--allow',
         choices=['exact', 'rounding'],
         default='exact',
         help='techniques that leave what is learned as it is (exact), or other precisions, too',
     )
+    plan.add_argument('--plot', metavar='FILE', help='draw the plans that no other beats, as a PNG')
     plan.add_argument('--write', metavar='FILE', help='write the config with the plan in it')
     plan.add_argument('--json', action='store_true', help='print figures in bytes')
     _add_options(plan)

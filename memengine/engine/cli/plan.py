@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -16,7 +16,7 @@ from mmengine.logging import MMLogger
 from memengine.engine.config.check import ConfigError
 from memengine.engine.config.file import merge_options
 from memengine.engine.config.planning import Planner, budget_for
-from memengine.memory.planning import Found, Tried, parse_bytes, rates_of
+from memengine.memory.planning import Found, Tried, parse_bytes, parse_fit, rates_of
 
 __all__ = ['plan_step']
 
@@ -30,25 +30,51 @@ def plan_step(cfg: Config, args: argparse.Namespace) -> str:
         ConfigError: When nothing fits, with what would.
     """
     MMLogger.get_current_instance().setLevel('ERROR')  # a prediction says what a run says once
-    try:
-        budget = parse_bytes(args.budget)
-    except ValueError as error:
-        raise ConfigError(f'--budget: {error}') from error
-    if args.batch is not None:
-        merge_options(cfg, {'train_dataloader.batch_size': args.batch})
-    planner = Planner(cfg, args.allow)
-    found = planner.find(budget)
+    planner, found = _found(cfg, args)
+    if args.plot is not None:
+        _draw(planner, found, args.plot)
     if found.chosen is None:
         raise ConfigError(nothing_fits(planner, found, args.budget))
     options = planner.options(found.chosen.plan)
-    if args.batch is not None:
-        options = {'train_dataloader.batch_size': args.batch, **options}
+    if args.batch is not None or args.max_batch:
+        size = planner.cfg.train_dataloader.batch_size
+        options = {'train_dataloader.batch_size': size, **options}
     if args.write is not None:
         merge_options(cfg, options)
         cfg.dump(args.write)
     if args.json:
         return json.dumps({'options': options, 'limit_bytes': found.limit_bytes} | _figures(found))
     return '\n'.join(_report(planner, found, options, args))
+
+
+def _found(cfg: Config, args: argparse.Namespace) -> tuple[Planner, Found]:
+    """What is asked for."""
+    option = '--budget' if args.budget is not None else '--fit'
+    try:
+        asked = parse_fit(args.fit) if args.budget is None else parse_bytes(args.budget)
+    except ValueError as error:
+        raise ConfigError(f'{option}: {error}') from error
+    if args.batch is not None:
+        merge_options(cfg, {'train_dataloader.batch_size': args.batch})
+    planner = Planner(cfg, args.allow)
+    if args.budget is None:
+        if args.max_batch:
+            raise ConfigError('--max-batch: the largest batch is that of a --budget, not of --fit')
+        return planner, planner.fitting(asked)
+    if args.max_batch:
+        planner = planner.largest(int(asked))
+    return planner, planner.find(int(asked))
+
+
+def _draw(planner: Planner, found: Found, path: str) -> None:
+    from memengine.visualization.memory import draw_plans
+
+    def labelled(some: Iterable[Tried]) -> Iterator[tuple[float, int, str]]:
+        for one in some:
+            label = ' '.join(f'{name}={level}' for name, level in one.plan.items())
+            yield one.seconds / found.plain.seconds, one.cost.peak_bytes, label or 'as it is'
+
+    draw_plans([*labelled(found.tried)], [*labelled(found.front)], found.limit_bytes, path)
 
 
 def _figures(found: Found) -> dict[str, Any]:
@@ -65,11 +91,20 @@ def _report(
     chosen, plain, rates = found.chosen, found.plain, rates_of(get_device())
     assert chosen is not None
     cost = chosen.cost
-    share = cost.peak_bytes / parse_bytes(args.budget)
-    yield (
-        f'{_mib(cost.peak_bytes)} at the peak, {cost.how}: {share:.1%} of {args.budget}, of which '
-        f'{_mib(found.limit_bytes).strip()} may be planned for'
-    )
+    size = planner.cfg.train_dataloader.batch_size
+    if args.budget is not None:
+        share = cost.peak_bytes / parse_bytes(args.budget)
+        what_for = (
+            f'{share:.1%} of {args.budget}, of which {_mib(found.limit_bytes).strip()} may be '
+            'planned for'
+        )
+    else:
+        what_for = (
+            f'--fit {args.fit}; as it is, the step takes {_mib(plain.cost.peak_bytes).strip()}'
+        )
+    yield f'{_mib(cost.peak_bytes)} at the peak, {cost.how}: {what_for}'
+    if args.max_batch:
+        yield f'{size:9}     images or pairs in a batch: the largest that fits, to a thirty-second'
     yield ''
     line = said(options)
     yield f'memengine train {args.config}{f" --cfg-options {line}" if line else ""}'

@@ -1,4 +1,4 @@
-"""``memory_budget`` and ``'auto'`` sizes in a config: a plan at start-up, remembered by the run."""
+"""``memory_budget``, ``memory`` and ``'auto'`` sizes in a config: a plan that a run remembers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from memengine.engine.config.file import merge_options
 from memengine.engine.config.planning import Planner, budget_for
 from memengine.engine.distributed.processes import cpu_group, init_process_group, together
 from memengine.memory import UnpredictableError, room_bytes
-from memengine.memory.planning import parse_bytes
+from memengine.memory.planning import parse_bytes, parse_fit
 
 __all__ = ['PLAN_FILE', 'keep_budget', 'open_auto_sizes']
 
@@ -81,31 +81,39 @@ def open_auto_sizes(cfg: Config) -> str:
 def keep_budget(cfg: Config) -> str:
     """Set in a config what keeps its training step within ``memory_budget``, or what is free.
 
+    ``memory`` plans for a share of the bytes between the leanest plan and the step as it is.
+
     Args:
-        cfg: A config of training; changed in place. Without that key and without a size of slices
-            that is ``'auto'`` nothing is done.
+        cfg: A config of training; changed in place. Without one of these keys and without a size of
+            slices that is ``'auto'`` nothing is done.
 
     Returns:
         A sentence for the log; empty when nothing was done.
 
     Raises:
-        ConfigError: When nothing fits, the model is sharded, or a size is ``'auto'`` where slices
-            would be another training, or cannot be predicted. On several ranks on all of them.
+        ConfigError: When nothing fits, both keys are set, the model is sharded, or a size is
+            ``'auto'`` where slices would be another training, or cannot be predicted. On several
+            ranks on all of them.
     """
     if cfg.get('train_dataloader') is None:
         return ''
     asked = copy.deepcopy(cfg)
     wrapper = cfg.get('optim_wrapper') or {}
     kind, setting = wrapper.get('type'), open_auto_sizes(asked)
-    budget = cfg.get('memory_budget')
-    if budget is None and not setting:
-        return ''
-    if budget is not None and wrapper.get('keep_graph') == 'auto' and not setting:
+    keys = [key for key in ('memory_budget', 'memory') if cfg.get(key) is not None]
+    if len(keys) > 1:
         raise ConfigError(
-            "optim_wrapper.keep_graph='auto': with a memory_budget it is planned together with the "
+            f'memory={cfg.memory!r} and memory_budget={cfg.memory_budget!r} both say what a step '
+            'may take; leave one out'
+        )
+    if not keys and not setting:
+        return ''
+    if keys and wrapper.get('keep_graph') == 'auto' and not setting:
+        raise ConfigError(
+            f"optim_wrapper.keep_graph='auto': with {keys[0]} it is planned together with the "
             "size of slices; set chunk_size='auto', too, or a number of graphs"
         )
-    name = f'memory_budget={budget}' if budget else f"{setting}='auto'"
+    name = f'{keys[0]}={cfg[keys[0]]}' if keys else f"{setting}='auto'"
     is_alone = cfg.get('launcher', 'none') == 'none'
     of_model = str((cfg.get('model_wrapper_cfg') or {}).get('type', ''))
     if not is_alone and ('Shard' in of_model or 'DisCo' in of_model):
@@ -164,20 +172,22 @@ def _planned(cfg: Config, asked: Config, setting: str, is_alone: bool) -> _Plann
         known = json.loads(path.read_text())
         if known['key'] == key:
             return _Planned(**known)
-    budget = cfg.get('memory_budget')
+    budget, fit = cfg.get('memory_budget'), cfg.get('memory')
     room = parse_bytes(budget) if budget else room_bytes(torch.device(get_device()))
     with _quiet():
         try:
             planner = Planner(asked)
             if setting:
-                _leave_to_slices(planner, setting, budget is None)
+                _leave_to_slices(planner, setting, budget is None and fit is None)
             # DDP's buckets hold all gradients again.
             of_ranks = 0 if is_alone else planner.plain().by_category['parameters']
-            found = planner.find(room - of_ranks)
+            if fit is not None:
+                found = planner.fitting(parse_fit(fit))
+            else:
+                found = planner.find(room - of_ranks)
         except UnpredictableError as error:
-            raise ConfigError(
-                f'{setting or "memory_budget"}: {error}; then give numbers'
-            ) from error
+            key = setting or ('memory' if budget is None else 'memory_budget')
+            raise ConfigError(f'{key}: {error}; then give numbers') from error
     if found.chosen is None:
         least = (budget_for(found.leanest.cost.peak_bytes) + of_ranks) / 2**20
         see = f'; see memengine plan CONFIG --budget {budget}' if budget else ''

@@ -5,23 +5,33 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import count, cycle, islice
 from typing import Any
 
+import torch
 from mmengine.config import Config
 from mmengine.device import get_device
-from torch import nn
-from torch.utils.data import IterableDataset
+from torch import Tensor, nn
 
+from memengine._torch_private.fake import unset_fake_temporarily
+from memengine._torch_private.ops import pytree
 from memengine.engine.config.check import check_config
 from memengine.engine.config.file import merge_options
-from memengine.engine.config.training_step import loader_of, step_of
+from memengine.engine.config.training_step import FewSamples, step_of
 from memengine.engine.config.types import arguments_of, find_type
 from memengine.engine.step import SlicedModel
 from memengine.memory import TrainingStep, UnpredictableError, predict
-from memengine.memory.planning import Cost, Found, Knob, Plan, rates_of, search
+from memengine.memory.planning import (
+    Cost,
+    Found,
+    Knob,
+    Plan,
+    largest,
+    leanest,
+    rates_of,
+    search,
+)
 from memengine.memory.prediction import on_fake_tensors
 from memengine.techniques.modules.blocks import find_blocks
 from memengine.techniques.modules.running_statistics import layers_with_batch_statistics
@@ -33,8 +43,8 @@ _LEFT_OVER = {'cpu': (0.02, 2**21), 'cuda': (0.1, 0)}
 CHECKPOINTING = 'activation_checkpointing'
 
 _MOST_TRACED = 4  # slices; what more of them cost follows from two and four
-_FEW = 4  # samples that are really loaded; a batch repeats them
-_SLICES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+_SLICES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
+_MOST_WHOLE = 16  # slices of a step that is predicted whole to see that what followed is right
 _KEPT = tuple(eighth / 8 for eighth in range(8, -1, -1))
 _BUDGETS = tuple(tenth / 10 for tenth in range(9, -1, -1))
 _SIZE = {'Accumulation': 'micro_batch_size', 'GradCache': 'chunk_size'}
@@ -73,35 +83,76 @@ class Planner:
         cfg: A checked config of training. What it sets itself stays as it is.
         allow: ``'exact'`` for techniques that change nothing of what is learned; ``'rounding'`` for
             other precisions, too.
+        like: A planner of the same config for another batch, whose samples and predictions it uses.
 
     Attributes:
         knobs: For :func:`memengine.memory.planning.search`.
         left_out: Why a technique is not among them, by its key.
     """
 
-    def __init__(self, cfg: Config, allow: str = 'exact') -> None:
-        self.cfg = cfg
-        self.left_out: dict[str, str] = {}
-        self._batch, self._samples = _batches(cfg), cfg.train_dataloader.batch_size
-        self._known: dict[tuple[tuple[str, Any], ...], Cost | None] = {}  # predictions, by options
+    def __init__(self, cfg: Config, allow: str = 'exact', like: Planner | None = None) -> None:
+        self.cfg, self._allow = cfg, allow
+        self.left_out: dict[str, str] = dict(like.left_out) if like else {}
+        self._batch: FewSamples = like._batch if like else FewSamples(cfg)
+        self._samples = cfg.train_dataloader.batch_size
+        # Predictions, by batch and options.
+        self._known: dict[tuple[tuple[str, Any], ...], Cost | None] = like._known if like else {}
         self._wrapper, self._rows = '', 0
         self._towers: Counter[str | None] = Counter()
         self._coupled: dict[int, int] = {}  # slices that the coupled loss reads, by their size
         with on_fake_tensors():
             step = step_of(cfg, self._batch(cfg))()
-            self.knobs = [*self._slices(step), *self._checkpointing(step.model)]
+            whole = self._cut_batch(step)
+        self.knobs = [*self._slices(step.model, whole), *self._checkpointing(step.model)]
         self.knobs += [*self._tiles(), *self._of_optim_wrapper(allow)]
 
     def find(self, budget_bytes: int) -> Found:
         """The fastest plan within what is usable of a budget."""
-        limit = usable_bytes(budget_bytes)
+        return self._within(usable_bytes(budget_bytes))
+
+    def fitting(self, fit: float) -> Found:
+        """The fastest plan between the leanest there is (0) and the step as it is (1).
+
+        Args:
+            fit: The share of the bytes between these two that a plan may take.
+        """
+        least = self._whole(leanest(self.knobs, self.cost)).peak_bytes
+        return self._within(least + int(fit * (self.plain().peak_bytes - least)))
+
+    def _within(self, limit_bytes: int) -> Found:
         while True:
-            found = search(self.knobs, self.cost, limit, rates_of(get_device()))
-            if found.chosen is None:
+            found = search(self.knobs, self.cost, limit_bytes, rates_of(get_device()))
+            if found.chosen is None or self._whole(found.chosen.plan) == found.chosen.cost:
                 return found
-            # What followed from shorter steps is predicted whole before it is promised.
-            if self._predicted(self.options(found.chosen.plan)) == found.chosen.cost:
-                return found
+
+    def _whole(self, plan: Plan) -> Cost:
+        """What followed from shorter steps is predicted whole before it is promised."""
+        is_short = plan.get('slices', 0) <= _MOST_WHOLE
+        cost = self._predicted(self.options(plan)) if is_short else self.cost(plan)
+        assert cost is not None, 'a plan that is refused is none'
+        return cost
+
+    def at(self, batch_size: int) -> Planner:
+        """A planner of the same config for another batch, which knows what this one knows."""
+        other = copy.deepcopy(self.cfg)
+        other.train_dataloader.batch_size = batch_size
+        return Planner(other, self._allow, like=self)
+
+    def largest(self, budget_bytes: int) -> Planner:
+        """A planner for the largest batch that fits a budget, by any plan; the first for none.
+
+        The techniques are those that make the step of the batch that the config states smallest.
+        """
+        names = leanest(self.knobs, self.cost)
+        planners: dict[int, Planner] = {}
+
+        def peak_of(size: int) -> int:
+            planner = planners[size] = self.at(size)
+            plan = {knob.name: knob.levels[-1] for knob in planner.knobs if knob.name in names}
+            return planner._whole(plan).peak_bytes
+
+        size = largest(peak_of, usable_bytes(budget_bytes), self._samples, self._batch.most)
+        return planners.get(size, self)
 
     def plain(self) -> Cost:
         """What the step takes as it is."""
@@ -136,7 +187,7 @@ class Planner:
             return None  # each is an OptimWrapper
         options, slices = self.options(plan), plan.get('slices', 0)
         is_even = len(self._towers) == 1 or not plan.get('kept')  # towers' slices differ
-        if _key(options) in self._known or slices <= _MOST_TRACED or not is_even:
+        if self._key(options) in self._known or slices <= _MOST_TRACED or not is_even:
             return self._predicted(options)
         size, kept = self._size(slices), options.pop('optim_wrapper.keep_graph', 0)
 
@@ -172,10 +223,13 @@ class Planner:
         return self._predicted({**few, 'optim_wrapper.chunk_size': self._size(2)})
 
     def _predicted(self, options: Mapping[str, Any]) -> Cost | None:
-        key = _key(options)
+        key = self._key(options)
         if key not in self._known:
             self._known[key] = self._predict(options)
         return self._known[key]
+
+    def _key(self, options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+        return tuple(sorted({'train_dataloader.batch_size': self._samples, **options}.items()))
 
     def _predict(self, options: Mapping[str, Any]) -> Cost | None:
         cfg = copy.deepcopy(self.cfg)
@@ -200,7 +254,8 @@ class Planner:
         kind = self.cfg.optim_wrapper.get('type', 'OptimWrapper')
         return kind in _PLAIN_WRAPPERS
 
-    def _slices(self, step: TrainingStep) -> Iterator[Knob]:
+    def _cut_batch(self, step: TrainingStep) -> Mapping[str, Any] | None:
+        """The batch as it is cut, each of its tensors one number; None of a step without slices."""
         model = step.model
         if not self._is_plain():
             self.left_out['slices'] = 'optim_wrapper.type is set by the config'
@@ -212,20 +267,35 @@ class Planner:
                 'which has a part in what is learned'
             )
         else:
-            self._wrapper = 'GradCache' if model.coupled else 'Accumulation'
             preprocessor: Any = model.data_preprocessor
             batch = preprocessor(step.batch, True)
-            inputs, samples = batch['inputs'], batch.get('data_samples')
-            self._towers = Counter(piece.tower for piece in model.slices(inputs, samples, 1))
-            self._rows = max(self._towers.values())
-            levels = list({self._size(n): n for n in _SLICES if n <= self._rows}.values())
-            for size in map(self._size, [1, *levels]):
-                pieces = model.slices(inputs, samples, size)
-                self._coupled[size] = sum(piece.coupled for piece in pieces)
-            if levels:
-                yield Knob('slices', levels)
-            if levels and model.coupled:
-                yield Knob('kept', _KEPT, of='slices')
+            with unset_fake_temporarily():  # a cut is a hundred times as fast there
+                return pytree.tree_map(
+                    lambda leaf: (
+                        torch.zeros((), dtype=leaf.dtype).expand(leaf.shape)
+                        if isinstance(leaf, Tensor)
+                        else leaf
+                    ),
+                    dict(batch),
+                )
+        return None
+
+    def _slices(self, model: nn.Module, batch: Mapping[str, Any] | None) -> Iterator[Knob]:
+        if batch is None:
+            return
+        assert isinstance(model, SlicedModel)
+        self._wrapper = 'GradCache' if model.coupled else 'Accumulation'
+        inputs, samples = batch['inputs'], batch.get('data_samples')
+        self._towers = Counter(piece.tower for piece in model.slices(inputs, samples, 1))
+        self._rows = max(self._towers.values())
+        levels = list({self._size(n): n for n in _SLICES if n <= self._rows}.values())
+        for size in map(self._size, [1, *levels]):
+            pieces = model.slices(inputs, samples, size)
+            self._coupled[size] = sum(piece.coupled for piece in pieces)
+        if levels:
+            yield Knob('slices', levels)
+        if levels and model.coupled:
+            yield Knob('kept', _KEPT, of='slices')
 
     def _checkpointing(self, model: nn.Module) -> Iterator[Knob]:
         if self.cfg.get(CHECKPOINTING):
@@ -251,26 +321,3 @@ class Planner:
             yield Knob('adamw_bf16', ('AdamWBf16',))
         if allow != 'exact' and self._is_plain() and not wrapper.get('precision'):
             yield Knob('mixed_precision', ('bf16',))
-
-
-def _key(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted(options.items()))
-
-
-def _batches(cfg: Config) -> Callable[[Config], Any]:
-    """What gives a config's batch from a few samples, each many times.
-
-    So a batch of any size can be predicted, without its memory, and without loading it.
-    """
-    loader = loader_of(cfg)
-    dataset: Any = loader.dataset
-    several = (
-        iter(dataset) if isinstance(dataset, IterableDataset) else map(dataset.__getitem__, count())
-    )
-    samples = list(islice(several, min(_FEW, cfg.train_dataloader.batch_size)))
-
-    def batch(cfg: Config) -> Any:
-        assert loader.collate_fn is not None
-        return loader.collate_fn(list(islice(cycle(samples), cfg.train_dataloader.batch_size)))
-
-    return batch

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,7 @@ from memengine.engine.config.schema import (
     one_of,
 )
 from memengine.engine.config.types import arguments_of
-from memengine.memory.planning import parse_bytes
+from memengine.memory.planning import FITS, parse_bytes, parse_fit
 from memengine.technique import is_of
 
 __all__ = [
@@ -284,11 +284,14 @@ def _names_weights(value: Any) -> bool:
     )
 
 
-def _is_size(value: Any) -> bool:
-    try:
-        return value is None or bool(parse_bytes(value))
-    except ValueError:
-        return False
+def _parses(parse: Callable[[Any], Any]) -> Callable[[Any], bool]:
+    def allows(value: Any) -> bool:
+        try:
+            return value is None or parse(value) is not None
+        except ValueError:
+            return False
+
+    return allows
 
 
 # The loops of commands that are run after training, by command, which is their key in a config.
@@ -375,7 +378,11 @@ TOP_CONSTRAINTS: Mapping[str, Constraint] = {
         'a path, or dict(path=..., part=..., into=..., strict=True or False)', _names_weights
     ),
     'find_unused_parameters': BOOL,
-    'memory_budget': Constraint("a size such as '20GiB', or None", _is_size),
+    'memory': Constraint(
+        f'a number from 0 (least memory) to 1 (fastest), {", ".join(map(repr, FITS))} or None',
+        _parses(parse_fit),
+    ),
+    'memory_budget': Constraint("a size such as '20GiB', or None", _parses(parse_bytes)),
     'verify_exactness': Constraint(
         'True, False or dict(every=..., samples=..., tolerance=...)',
         lambda value: value is None or isinstance(value, (bool, Mapping)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from itertools import cycle, islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from mmengine.logging import MMLogger
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DefaultScope
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from memengine._torch_private.ops import pytree
 from memengine.engine.apply import apply_before_wrapping, apply_to_model, hooks_of_keys, refuse
@@ -23,7 +24,9 @@ from memengine.engine.step import run_step
 from memengine.memory import TrainingStep
 from memengine.registry import HOOKS, MODELS
 
-__all__ = ['first_batch', 'loader_of', 'step_of']
+__all__ = ['FewSamples', 'first_batch', 'loader_of', 'step_of']
+
+_FEW = 4  # samples that are really loaded; a batch repeats them
 
 
 def first_batch(cfg: Config) -> Any:
@@ -40,6 +43,30 @@ def loader_of(cfg: Config) -> DataLoader:
         loader.pop(option, None)
     with _scope(cfg):
         return Runner.build_dataloader(loader, seed=0)
+
+
+class FewSamples:
+    """A config's batch of any size from a few samples, each many times.
+
+    So it can be predicted without its memory, and without loading it.
+
+    Attributes:
+        most: Samples that there are; None where that is not known before.
+    """
+
+    def __init__(self, cfg: Config) -> None:
+        loader = loader_of(cfg)
+        assert loader.collate_fn is not None
+        self._collate = loader.collate_fn
+        dataset: Any = loader.dataset
+        is_stream = isinstance(dataset, IterableDataset)
+        self.most = None if is_stream else len(dataset)
+        several = iter(dataset) if is_stream else map(dataset.__getitem__, range(len(dataset)))
+        self._samples = list(islice(several, min(_FEW, cfg.train_dataloader.batch_size)))
+
+    def __call__(self, cfg: Config) -> Any:
+        """A batch as large as this config's, which differs in nothing else of the data."""
+        return self._collate(list(islice(cycle(self._samples), cfg.train_dataloader.batch_size)))
 
 
 def step_of(cfg: Config, batch: Any) -> Callable[[], TrainingStep]:

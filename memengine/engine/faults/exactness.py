@@ -20,10 +20,9 @@ from memengine.engine.distributed.processes import cpu_group
 from memengine.engine.optim.optim_wrapper import OptimWrapper
 from memengine.engine.step import SlicedModel, plain_step
 from memengine.technique import Handle
-from memengine.techniques.modules.forward_state import ModuleState, PrivateRandomState, RandomState
+from memengine.techniques.modules.forward_state import ModuleState, RandomState
 from memengine.techniques.modules.running_statistics import layers_with_batch_statistics
-from memengine.techniques.modules.saved_tensors import is_plain
-from memengine.techniques.slices.out_of_memory import run_until_it_fits
+from memengine.techniques.slices.out_of_memory import StepStart, run_until_it_fits
 
 __all__ = ['Difference', 'PlainStep', 'difference', 'first_samples']
 
@@ -247,25 +246,18 @@ def left_as_it_is(module: nn.Module) -> Iterator[RandomState]:
 
     Cost: a copy of parameters, buffers and other tensors that modules hold, for the block.
     """
-    random, state = RandomState.of(module), ModuleState(module)
-    private = PrivateRandomState()
-    held = {id(t): t for t in (*module.buffers(), *state.tensors()) if is_plain(t)}
-    kept = [(tensor, tensor.detach().clone()) for tensor in held.values()]
+    state = ModuleState(module)
     gradients = [(p, p.grad) for p in module.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
+    start = StepStart(module, state.tensors())
     try:
         with state.restored():
-            yield random
+            yield start.random
     finally:
-        with torch.no_grad():
-            for tensor, value in kept:
-                if not torch.equal(tensor, value):
-                    tensor.copy_(value)
+        start.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        random.restore()
-        private.restore()
 
 
 def first_samples(data: Any, count: int, size: int) -> Any:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from memengine.memory.prediction import Prediction
 
-__all__ = ['Cost', 'Rates', 'parse_bytes', 'rates_of']
+__all__ = ['FITS', 'Cost', 'Rates', 'parse_bytes', 'parse_fit', 'rates_of']
+
+FITS = {'least': 0.0, 'balanced': 0.5, 'fastest': 1.0}
 
 _UNITS = {
     **{f'{letter}iB': 1024**power for power, letter in enumerate('KMGT', 1)},
@@ -131,3 +134,21 @@ def parse_bytes(text: str) -> int:
             f'{text!r}'
         )
     return nbytes
+
+
+def parse_fit(value: Any) -> float:
+    """Where between the leanest plan (0) and the fastest (1), of a number or one of ``FITS``.
+
+    Raises:
+        ValueError: For another word, or a number that is not from 0 to 1.
+    """
+    try:
+        fit = FITS[value] if value in FITS else float(value)
+    except (TypeError, ValueError):
+        fit = -1
+    if isinstance(value, bool) or not 0 <= fit <= 1:
+        raise ValueError(
+            f'it is a number from 0 (least memory) to 1 (fastest), or one of {", ".join(FITS)}; '
+            f'got {value!r}'
+        )
+    return fit

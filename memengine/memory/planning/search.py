@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from memengine.memory.planning.cost import Cost, Rates
 
-__all__ = ['Found', 'Knob', 'Plan', 'Tried', 'search']
+__all__ = ['Found', 'Knob', 'Plan', 'Tried', 'leanest', 'search']
 
 _LEANER = (0, 2, 4)  # levels that a knob is set leaner than it need be, for its part's sake
 
@@ -111,6 +111,25 @@ def search(
     return _Search(knobs, cost_of, limit_bytes, rates).run()
 
 
+def leanest(knobs: Sequence[Knob], cost_of: Callable[[Plan], Cost | None]) -> Plan:
+    """The knobs that make the step smaller, one after another, each at its leanest level.
+
+    Args:
+        knobs: As of :func:`search`.
+        cost_of: As of :func:`search`.
+    """
+    plan: Plan = {}
+    cost = cost_of(plan)
+    for knob in knobs:
+        if knob.of:
+            continue
+        some = {one.name: one.levels[-1] for one in knobs if knob.name in (one.name, one.of)}
+        beside = cost_of({**plan, **some})
+        if cost and beside and beside.peak_bytes < cost.peak_bytes:
+            plan, cost = {**plan, **some}, beside
+    return plan
+
+
 class _Search:
     def __init__(
         self,
@@ -190,10 +209,10 @@ class _Search:
         """
         order = self.with_parts(some)
         plan = {knob.name: knob.levels[-1] for knob in order}
+        if not self.fits(self.tried(plan)):
+            return None
         for knob in order:
             level = self.fastest_level(knob, plan)
-            if level is None:
-                return None
             if leaner and knob.name in self.parts:
                 index = min(knob.levels.index(level) + leaner, len(knob.levels) - 1)
                 level = knob.levels[index]
@@ -206,15 +225,13 @@ class _Search:
         ]
 
     def fastest_level(self, knob: Knob, plan: Plan) -> Any:
-        """The first level that fits, by doubling the step and then halving it."""
+        """The first level that fits, as the last does: by doubling the step, then halving it."""
 
         def fits(index: int) -> bool:
             return self.fits(self.tried({**plan, knob.name: knob.levels[index]}))
 
         last, below, index = len(knob.levels) - 1, -1, 0
-        while not fits(index):
-            if index == last:
-                return None
+        while index < last and not fits(index):
             below, index = index, min(2 * index + 1, last)
         while index - below > 1:
             middle = (below + index) // 2

@@ -16,7 +16,7 @@ from memengine.techniques.codecs.bit_packing import (
     packed_numel,
     unpack_bits,
 )
-from memengine.techniques.codecs.grids import UniformGrid, computing_dtype
+from memengine.techniques.codecs.grids import Room, UniformGrid, computing_dtype
 from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_order
 from memengine.techniques.modules.private_random import private_generator
 
@@ -45,6 +45,10 @@ class _Part(NamedTuple):
     elements: slice
     groups: slice
     bytes: slice
+
+    @property
+    def numel(self) -> int:
+        return int(self.elements.stop - self.elements.start)
 
 
 def _in_rows(flat: Tensor, group_size: int) -> Tensor:
@@ -112,24 +116,19 @@ def quantize(
     generator = private_generator(flat.device) if stochastic else None
     packed = flat.new_empty(packed_numel(numel, bits), dtype=torch.uint8)
     extremes = flat.new_empty(2, -(-numel // group_size))
-    dtype, grid = computing_dtype(flat.dtype), None
-    if flat.device.type != 'cpu':  # each kernel costs a launch: all ranges are found at once
-        full = numel // group_size
-        head, rest = flat.split([full * group_size, numel % group_size])
-        _put_extremes(head.view(-1, group_size), extremes[:, :full])
-        if rest.numel():
-            _put_extremes(rest[None], extremes[:, full:])
-        grid = _grid(extremes, bits)
+    full = numel // group_size
+    head, rest = flat.split([full * group_size, numel % group_size])
+    _put_extremes(head.view(-1, group_size), extremes[:, :full])
+    if rest.numel():
+        _put_extremes(rest[None], extremes[:, full:])
+    dtype, grid = computing_dtype(flat.dtype), _grid(extremes, bits)
+    most_rows = min(_groups_of_a_part(group_size, part_numel), extremes.shape[1])
+    room = Room.like((most_rows, group_size), grid.low)
     for part in _parts(numel, bits, group_size, part_numel):
-        elements = flat[part.elements]
-        rows = _in_rows(elements, group_size)
-        if grid is None:  # what is read for its extremes is in the cache then
-            _put_extremes(rows, extremes[:, part.groups])
-            ranges = _grid(extremes[:, part.groups], bits)
-        else:
-            ranges = grid.of_ranges(part.groups)
-        levels = ranges.levels(rows.to(dtype), generator).view(-1)
-        pack_bits(levels[: elements.numel()], bits, out=packed[part.bytes])
+        rows = _in_rows(flat[part.elements], group_size).to(dtype)
+        ranges = grid.of_ranges(part.groups)
+        levels = ranges.levels(rows, generator, room.for_rows(len(rows))).view(-1)
+        pack_bits(levels[: part.numel], bits, out=packed[part.bytes])
     return packed, extremes
 
 
@@ -158,7 +157,7 @@ def _grid(extremes: Tensor, bits: int) -> UniformGrid:
 
 def _parts(numel: int, bits: int, group_size: int, part_numel: int) -> Iterator[_Part]:
     """What is computed at once, in turn."""
-    length = max(part_numel - part_numel % group_size, group_size)
+    length = _groups_of_a_part(group_size, part_numel) * group_size
     for start in range(0, numel, length):
         stop = min(start + length, numel)
         yield _Part(
@@ -166,6 +165,10 @@ def _parts(numel: int, bits: int, group_size: int, part_numel: int) -> Iterator[
             slice(start // group_size, -(-stop // group_size)),
             slice(start * bits // 8, packed_numel(stop, bits)),
         )
+
+
+def _groups_of_a_part(group_size: int, part_numel: int) -> int:
+    return max(part_numel // group_size, 1)
 
 
 def _put_extremes(rows: Tensor, extremes: Tensor) -> None:
@@ -190,20 +193,21 @@ class Quantizer:
 
     Bytes: ``numel * bits / 8``, and two elements of the tensor's dtype for each group, which are
     its extremes, exactly. Of a float32 tensor, in groups of 256, 0.258, 0.133, 0.070 and 0.039 for
-    8, 4, 2 and 1 bits; of one in half precision 0.508, 0.258, 0.133 and 0.070. While it runs, 10
+    8, 4, 2 and 1 bits; of one in half precision 0.508, 0.258, 0.133 and 0.070. While it runs, 9
     to 14 bytes for each element of a part of the tensor: at most 4 MB on CPU, 11 MB elsewhere.
 
-    Cost: one pass over the tensor (on an accelerator three), ten over a part of it in the cache,
-    and 8 random bits for each element; to decode, two passes, four below 8 bits. On a GPU one
+    Cost: three passes over the tensor, six over a part of it in the cache, and random bits for
+    each group and each place in a group; to decode, three passes, five below 8 bits. On a GPU one
     kernel each way, where Triton compiles them and they agree with these passes there
     (:func:`proven_kernels`); groups above 8,192 elements and float64 go without.
 
     Error: less than a step of ``(max - min) / (2 ** bits - 1)`` of the group (half of it without
-    `stochastic`). The mean is exact to ``2 ** -16`` of a step and the rounding of float32. In half
-    precision, what is decoded is rounded to the nearest besides, by at most half a unit in the
-    last place, and not at random. A group's minimum and a group of equal values come back exactly,
-    so the zeros of a ReLU do. A group that holds a NaN or an infinity comes back as NaN and
-    infinities throughout: an attention mask of ``-inf`` has to be kept as it is.
+    `stochastic`), and independent for any two elements. The mean is exact to ``2 ** -16`` of a
+    step and the rounding of float32. In half precision, what is decoded is rounded to the nearest
+    besides, by at most half a unit in the last place, and not at random. A group's minimum and a
+    group of equal values come back exactly, so the zeros of a ReLU do. A group that holds a NaN or
+    an infinity comes back as NaN and infinities throughout: an attention mask of ``-inf`` has to be
+    kept as it is.
 
     Shape, dtype, device and strides come back (see ``in_memory_order``). float64 is computed in
     float64, every other dtype in float32.

@@ -89,7 +89,7 @@ def quantize_activations(
         ValueError: For settings out of range, names that the model lacks, a model that is
             quantised already or that is compiled.
 
-    Cost: ``bits / 8`` bytes for each element, and two extremes for each group; some ten passes
+    Cost: ``bits / 8`` bytes for each element, and two extremes for each group; some nine passes
     over each saved tensor, half in the forward, half in backward. Random numbers come from a
     generator of their own, so dropout draws what it would have drawn. BatchNorm, autocast, DDP,
     FSDP, slices, the gradient cache and gradient scaling compose. Inside activation

@@ -243,6 +243,7 @@ class ShardedModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; its backward reduces gradients unless in :meth:`no_sync`."""
+        self._is_reduction_queued = False  # by a backward that was broken off
         outputs = self.model(*args, **kwargs)
         if self._scalars and torch.is_grad_enabled():
             for output in pytree.tree_leaves(outputs):

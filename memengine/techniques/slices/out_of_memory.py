@@ -8,24 +8,31 @@ one that smaller slices would have given from the start.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
-from memengine._torch_private.distributed import around_collectives, forget_reduction
+from memengine._torch_private.distributed import (
+    FORGETS_SHARDED_STEPS,
+    around_collectives,
+    forget_reduction,
+    gradient_holders,
+)
 from memengine.techniques.modules.forward_state import (
     PrivateRandomState,
     RandomState,
     accelerators_of,
 )
+from memengine.techniques.modules.saved_tensors import is_plain
 
-__all__ = ['is_out_of_memory', 'run_until_it_fits']
+__all__ = ['StepStart', 'is_out_of_memory', 'run_until_it_fits']
 
 T = TypeVar('T')
 
@@ -63,9 +70,9 @@ def run_until_it_fits(
         What ``step`` returned.
 
     Raises:
-        torch.OutOfMemoryError: On every rank, when the smallest slices do not fit either. On the
-            rank that ran out, in what cannot be repeated: a collective itself, and any step of a
-            module that FSDP shards.
+        torch.OutOfMemoryError: On every rank, when the smallest slices do not fit either, or the
+            module is one that FSDP shards and torch is older than 2.14, which cannot forget a step
+            of it. On the rank that ran out, where a collective itself did.
 
     Several ranks: before each collective they tell each other whether all have come so far. One
     that has run out of memory says so there, wherever it was, so that none waits for it: all shrink
@@ -75,22 +82,30 @@ def run_until_it_fits(
     host where the device has no room for it. On several ranks 4 bytes over gloo before each
     collective and at the end of the step; the device is not waited for.
     """
-    several = group if group is not None and group.size() > 1 else None
-    ranks = None if several is None or _is_sharded(module) else _Ranks(several)
-    before = _StepStart(module)
+    ranks = None if group is None or group.size() == 1 else _Ranks(group)
+    sharded = _sharded_roots(module)
+    before = StepStart(module)
+    is_repeated = False
     while True:
         try:
             with nullcontext() if ranks is None else ranks.together():
+                for root in sharded if is_repeated else ():
+                    root.unshard()
                 return step()
         except (RuntimeError, MemoryError) as error:
             on_this_rank = not isinstance(error, _OtherRankError)
-            lost = ranks.in_collective if ranks else several is not None
+            lost = ranks is not None and ranks.in_collective
             if on_this_rank and (lost or not is_out_of_memory(error)):
                 raise
             words = str(error)
         # Here the error is gone, and with it the tensors that its traceback held.
         if ranks and on_this_rank:
             ranks.any(True)
+        if sharded and not FORGETS_SHARDED_STEPS:
+            raise torch.OutOfMemoryError(
+                f'{words}; torch {torch.__version__} cannot repeat a step of a model that FSDP '
+                'shards: set smaller slices (micro_batch_size or chunk_size), or install 2.14'
+            )
         for device in accelerators_of(module):
             torch.get_device_module(device).empty_cache()
         is_smaller = shrink()
@@ -99,38 +114,60 @@ def run_until_it_fits(
         for part in module.modules():
             if isinstance(part, DistributedDataParallel):
                 forget_reduction(part)
+        for root in sharded:
+            root.reset_iter_state()
         before.restore()
+        is_repeated = True
 
 
-def _is_sharded(module: nn.Module) -> bool:
-    """Whether what a forward gathers stays behind when it is broken off."""
-    return any(isinstance(part, FSDPModule) for part in module.modules())
+def _sharded_roots(module: nn.Module) -> list[Any]:
+    """The outermost modules that ``fully_shard`` was applied to."""
+    if isinstance(module, FSDPModule):
+        return [module]
+    return [root for child in module.children() for root in _sharded_roots(child)]
 
 
-class _StepStart:
-    """What a step changes before the update: generators, buffers and gradients."""
+class StepStart:
+    """What a step changes before the update: generators, buffers and gradients, to be put back.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._random = RandomState.of(module)
+    Args:
+        module: What the step runs.
+        tensors: More of what it may write to.
+
+    Attributes:
+        random: The global generators, and those of the module's own.
+
+    Cost: a copy of the buffers, of ``tensors``, and of the gradients that are there; on the host
+    where the device has no room for it.
+    """
+
+    def __init__(self, module: nn.Module, tensors: Iterable[Tensor] = ()) -> None:
+        self.random = RandomState.of(module)
         self._private_random = PrivateRandomState()
-        self._buffers = [(buffer, _copy(buffer)) for buffer in module.buffers()]
+        held = {id(t): t for t in (*module.buffers(), *tensors) if not is_lazy(t)}
+        self._tensors = [(tensor, _copy(tensor)) for tensor in held.values()]
+        is_sharded = bool(_sharded_roots(module))
         self._gradients = [
-            (parameter, None if parameter.grad is None else _copy(parameter.grad))
-            for parameter in module.parameters()
+            (holder, None if holder.grad is None else (_copy(holder.grad), holder.grad.device))
+            for holder in (gradient_holders(module) if is_sharded else module.parameters())
         ]
 
     @torch.no_grad()
     def restore(self) -> None:
-        self._random.restore()
+        """Put all of it back; what was not written to is left alone."""
+        self.random.restore()
         self._private_random.restore()
-        for buffer, value in self._buffers:
-            buffer.copy_(value)
-        for parameter, gradient in self._gradients:
-            if gradient is None:
-                parameter.grad = None
+        for tensor, value in self._tensors:
+            is_known = is_plain(tensor) and tensor.device == value.device
+            if not (is_known and torch.equal(tensor, value)):
+                tensor.copy_(value)
+        for holder, kept in self._gradients:
+            if kept is None:
+                holder.grad = None
+            elif holder.grad is None:  # a shard's
+                holder.grad = kept[0].to(kept[1]).clone()
             else:
-                assert parameter.grad is not None
-                parameter.grad.copy_(gradient)
+                holder.grad.copy_(kept[0])
 
 
 def _copy(tensor: Tensor) -> Tensor:

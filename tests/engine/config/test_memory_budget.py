@@ -60,3 +60,10 @@ def test_what_cannot_be_kept_is_refused(tmp_path):
         keep_budget(config(tmp_path, memory_budget='1GiB', **sharded))
     with pytest.raises(ConfigError, match="a size such as '20GiB'"):
         config(tmp_path, memory_budget=20)
+    with pytest.raises(ConfigError, match="'least', 'balanced', 'fastest'"):
+        config(tmp_path, memory=2)
+    with pytest.raises(ConfigError, match='leave one out'):
+        keep_budget(config(tmp_path, memory_budget='1GiB', memory='least'))
+    assert (
+        keep_budget(config(tmp_path, memory='fastest')) == 'memory=fastest: the step fits as it is'
+    )

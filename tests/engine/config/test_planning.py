@@ -6,6 +6,7 @@ import pytest
 from mmengine.logging import MMLogger
 
 from memengine.engine.cli.main import main
+from memengine.engine.cli.plan import _draw
 from memengine.engine.config.check import check_config
 from memengine.engine.config.file import load_config
 from memengine.engine.config.planning import Planner, budget_for
@@ -105,3 +106,42 @@ def test_nothing_fits(capsys):
 def test_a_size_without_unit_is_refused(capsys):
     assert main(['plan', DINO, '--budget', '24']) == 1
     assert 'GiB' in capsys.readouterr().err
+
+
+def test_a_dial_goes_without_a_largest_batch(capsys):
+    assert main(['plan', DINO, '--fit', 'leanest']) == 1
+    assert 'least, balanced, fastest' in capsys.readouterr().err
+    assert main(['plan', DINO, '--fit', '0.5', '--max-batch']) == 1
+    assert '--budget' in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_largest_batch(capsys):
+    settled = {
+        'optim_wrapper.type': 'AccumulationOptimWrapper',
+        'optim_wrapper.micro_batch_size': 4096,
+        'activation_checkpointing': ['blocks'],
+    }
+    options = [f'{key}={value}' for key, value in settled.items()]
+    command = ['plan', CLASSIFIER, '--budget', '8MiB', '--max-batch', '--json', '--cfg-options']
+    assert main([*command, *OPTIONS, *options]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    size = figures['options']['train_dataloader.batch_size']
+    for batch_size, fits in ((size, True), (size + size // 16, False)):
+        peak = planner(CLASSIFIER, batch_size, **settled).plain().peak_bytes
+        assert (peak <= figures['limit_bytes']) is fits
+
+
+@pytest.mark.slow
+def test_between_the_leanest_plan_and_the_fastest(tmp_path):
+    some = planner(DINO)
+    found = [some.fitting(fit) for fit in (0, 0.5, 1)]
+    peaks = [one.chosen.cost.peak_bytes for one in found]
+    assert peaks == sorted(peaks) and peaks[0] < peaks[2]
+    assert peaks[0] == min(one.cost.peak_bytes for one in found[0].tried)
+    assert [bool(one.chosen.plan) for one in found] == [True, True, False]
+    times = [one.chosen.seconds for one in found]
+    assert times == sorted(times, reverse=True)
+    picture = tmp_path / 'plans.png'
+    _draw(some, found[1], str(picture))
+    assert picture.read_bytes().startswith(b'\x89PNG')
