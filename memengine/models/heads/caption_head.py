@@ -25,7 +25,7 @@ class CaptionHead(nn.Module):
         width: Width W of the layers.
         depth: Number of layers.
         num_heads: Attention heads.
-        pad_id: Token that fills a text up; the first one is its end, and the last that is predicted.
+        pad_id: Token that fills a text up; the first one is its end, and is predicted, too.
 
     Raises:
         ValueError: When ``num_heads`` does not divide ``width``; for longer texts.
