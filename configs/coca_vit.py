@@ -1,6 +1,9 @@
 """CoCa: CLIP's quick start, which also learns to say the captions.
 
-_RESULT_
+Zero-shot top-1 on 540 held-out digits, with sentences that training did not use: 97.2 % (untrained
+6.5 %, guessing 10 %); a right image comes first for 100 % of the captions. 65.3 MiB saved for
+backward at the peak, 208 s of processor time (torch 2.15, 2026-11-23). ``model.captions(images)``
+gives the likeliest words.
 
     python tools/train.py configs/coca_vit.py
 
