@@ -20,6 +20,7 @@ from memengine.datasets.sources import (
     Split,
     UnlabelledFolder,
 )
+from memengine.datasets.streamed import HuggingFaceStream, ShardStream, StreamedImageDataset
 from memengine.datasets.text import TextBlocks
 from memengine.datasets.tokenizers import OpenClipTokenizer, TransformersTokenizer, WordTokenizer
 from memengine.datasets.transforms import (
@@ -42,6 +43,7 @@ __all__ = [
     'CocoDetection',
     'Digits',
     'HuggingFace',
+    'HuggingFaceStream',
     'ImageDataset',
     'ImageFolder',
     'ImageNet',
@@ -53,8 +55,10 @@ __all__ = [
     'Photographs',
     'Pipeline',
     'RepeatedAugmentation',
+    'ShardStream',
     'Shards',
     'Split',
+    'StreamedImageDataset',
     'TextBlocks',
     'TimmRandAugment',
     'Tokenize',
