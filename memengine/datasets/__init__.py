@@ -1,7 +1,7 @@
 """Datasets: sources of images, the pipelines on them, and the batches that come out."""
 
 from memengine.datasets.bank import BankAndQueries
-from memengine.datasets.batched import BatchedImageDataset
+from memengine.datasets.batched import BatchedImageDataset, BatchedViews, PlainImageDataset
 from memengine.datasets.coco import CocoDetection, list_samples
 from memengine.datasets.collate import stack_views
 from memengine.datasets.image_dataset import ImageDataset
@@ -38,6 +38,7 @@ __all__ = [
     'CIFAR100',
     'BankAndQueries',
     'BatchedImageDataset',
+    'BatchedViews',
     'ChooseCaption',
     'CocoCaptions',
     'CocoDetection',
@@ -54,6 +55,7 @@ __all__ = [
     'PackInputs',
     'Photographs',
     'Pipeline',
+    'PlainImageDataset',
     'RepeatedAugmentation',
     'ShardStream',
     'Shards',

@@ -3,7 +3,7 @@
 
 loaders='train_dataloader.num_workers=0 train_dataloader.persistent_workers=False'
 unmeasured='val_dataloader=None val_cfg=None val_evaluator=None custom_hooks=[]'
-few="$loaders $unmeasured train_dataloader.batch_size=16 default_hooks.logger.interval=1"
+few="$loaders $unmeasured train_dataloader.batch_size=16 default_hooks.report=None default_hooks.logger.interval=1"
 
 memengine train dino_vit --cfg-options $few &
 run=$!

@@ -2,7 +2,7 @@
 # option; and a training of the same losses in a third of the bytes.
 
 few='train_dataloader.num_workers=0 train_dataloader.persistent_workers=False val_dataloader=None
-    val_cfg=None val_evaluator=None custom_hooks=[] default_hooks.logger.interval=1
+    val_cfg=None val_evaluator=None custom_hooks=[] default_hooks.report=None default_hooks.logger.interval=1
     train_dataloader.batch_size=32'
 cache='optim_wrapper.type=GradCacheOptimWrapper optim_wrapper.chunk_size=8'
 

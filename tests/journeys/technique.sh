@@ -10,7 +10,7 @@ export PYTHONPATH=$PWD/site:${PYTHONPATH:-} # where pip would have put it
 memengine techniques | grep keep_in_bf16
 memengine techniques keep_in_bf16 | grep 'smaller tensors stay as they are'
 few='train_dataloader.num_workers=0 train_dataloader.persistent_workers=False val_dataloader=None
-    val_cfg=None val_evaluator=None custom_hooks=[] train_dataloader.batch_size=16'
+    val_cfg=None val_evaluator=None custom_hooks=[] default_hooks.report=None train_dataloader.batch_size=16'
 memengine train dino_vit --max-iters 2 --cfg-options keep_in_bf16=64 $few | grep 'MiB are kept'
 if memengine train dino_vit --cfg-options keep_in_bf16.min_numl=64 $few 2> wrong.txt; then exit 1; fi
 grep "did you mean 'min_numel'" wrong.txt

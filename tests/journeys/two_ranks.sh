@@ -2,7 +2,7 @@
 # begun, one goes on with.
 
 few='train_dataloader.num_workers=0 train_dataloader.persistent_workers=False val_dataloader=None
-    val_cfg=None val_evaluator=None custom_hooks=[] default_hooks.logger.interval=1'
+    val_cfg=None val_evaluator=None custom_hooks=[] default_hooks.report=None default_hooks.logger.interval=1'
 half=train_dataloader.batch_size=32
 
 memengine train dino_vit --work-dir one --max-iters 4 --cfg-options $few
