@@ -22,7 +22,7 @@ INLINE = re.compile(r'(?<!`)`([^`\n]+)`(?!`)')
 # Options of other programs that prose may name.
 OTHER_OPTIONS = {'--nproc_per_node', '--torch-backend', '--help'}
 OTHER_OPTIONS |= {'--kills-only', '--minutes', '--seed', '--iterations', '--steps'}  # of tools
-OTHER_OPTIONS |= {'--batch-size', '--rounds'}
+OTHER_OPTIONS |= {'--batch-size', '--rounds', '--fresh'}
 
 
 def anchor(heading):
@@ -49,6 +49,14 @@ def test_pages_of_techniques_open_with_four_answers():
     for page in pages - {ROOT / f'docs/techniques/{name}.md' for name in ('index', 'composition')}:
         opening = page.read_text().split('\n\n')[1]
         assert tuple(re.findall(r'^- \*\*(.*?)\*\* \S', opening, re.M)) == questions, page.name
+
+
+def test_what_others_have_is_here_with_a_page_or_a_reason():
+    rows = re.findall(r'^\|.*\| (.+) \|$', (ROOT / 'docs/compared.md').read_text(), re.M)
+    cells = [cell for cell in rows if cell != 'memengine' and not re.fullmatch('-+', cell)]
+    assert len(cells) > 20
+    for cell in cells:
+        assert re.fullmatch(r'yes\b.*: \[\]\(.+\)|yes\b.* \(\[\]\(.+\)\)|no: .{30,}', cell), cell
 
 
 @parametrize_pages(ALL)

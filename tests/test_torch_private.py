@@ -111,6 +111,19 @@ def test_functorch():
     assert seen == [(False, False), (True, True)]
 
 
+@relies_on('tells tensors of other devices, layouts and kinds by their dispatch keys')
+def test_dispatch_keys():
+    plain = torch.zeros(2, 2)
+    same = (torch.ones(3), plain.t(), nn.Parameter(plain)[0].mul(2), plain.to(torch.int8))
+    of_graph = {autograd.dispatch_keys(tensor) for tensor in (plain, *same)}
+    numbers = torch.zeros(2, dtype=torch.complex64)
+    others = [plain.to('meta'), plain.to_sparse(), plain.to_sparse_csr()]
+    others += [numbers.conj(), numbers.conj().imag]
+    torch.func.vmap(lambda row: others.append(row) or row)(plain)
+    keys = {autograd.dispatch_keys(tensor) for tensor in others}
+    assert len(of_graph) == 1 and len(keys) == len(others) and not keys & of_graph
+
+
 # --- autograd: nodes ---
 
 

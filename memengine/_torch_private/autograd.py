@@ -20,6 +20,7 @@ __all__ = [
     'checkpointed_pass',
     'current_backward',
     'current_node',
+    'dispatch_keys',
     'gradient_hooks_of',
     'has_saved',
     'input_metadata_of',
@@ -61,6 +62,15 @@ storage_key: Callable[[torch.UntypedStorage], int] = attrgetter('_cdata')
 
 gradient_hooks_of: Callable[[Tensor], Any] = attrgetter('_backward_hooks')
 """A tensor's own hooks, None without any: whoever has put one there asks for its gradient."""
+
+
+def dispatch_keys(tensor: Tensor) -> int:
+    """Which of torch's kernels a tensor takes: device, layout, what is lazy, wrapped or quantised.
+
+    A number to compare, for what else takes half a dozen questions.
+    """
+    return torch._C._dispatch_keys(tensor).raw_repr()
+
 
 is_functorch_tensor: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 """Whether ``torch.func`` has wrapped the tensor, so that its storage is not its memory."""

@@ -1,7 +1,7 @@
 """Datasets: sources of images, the pipelines on them, and the batches that come out."""
 
 from memengine.datasets.bank import BankAndQueries
-from memengine.datasets.batched import BatchedImageDataset
+from memengine.datasets.batched import BatchedImageDataset, BatchedViews, PlainImageDataset
 from memengine.datasets.coco import CocoDetection, list_samples
 from memengine.datasets.collate import stack_views
 from memengine.datasets.image_dataset import ImageDataset
@@ -20,6 +20,7 @@ from memengine.datasets.sources import (
     Split,
     UnlabelledFolder,
 )
+from memengine.datasets.streamed import HuggingFaceStream, ShardStream, StreamedImageDataset
 from memengine.datasets.text import TextBlocks
 from memengine.datasets.tokenizers import OpenClipTokenizer, TransformersTokenizer, WordTokenizer
 from memengine.datasets.transforms import (
@@ -37,11 +38,13 @@ __all__ = [
     'CIFAR100',
     'BankAndQueries',
     'BatchedImageDataset',
+    'BatchedViews',
     'ChooseCaption',
     'CocoCaptions',
     'CocoDetection',
     'Digits',
     'HuggingFace',
+    'HuggingFaceStream',
     'ImageDataset',
     'ImageFolder',
     'ImageNet',
@@ -52,9 +55,12 @@ __all__ = [
     'PackInputs',
     'Photographs',
     'Pipeline',
+    'PlainImageDataset',
     'RepeatedAugmentation',
+    'ShardStream',
     'Shards',
     'Split',
+    'StreamedImageDataset',
     'TextBlocks',
     'TimmRandAugment',
     'Tokenize',

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from mmengine.logging import print_log
 from PIL import Image
 from torch.utils.data import Dataset
 
 from memengine.datasets.build import build, one_line
+from memengine.datasets.sources.broken import BrokenSamples, OnError
 from memengine.datasets.sources.protocols import HasCaptions, HasLabels, HasPaths
 from memengine.datasets.transforms.pipeline import Pipeline
 from memengine.registry import DATASETS, DatasetConfig, TransformConfig
 
-__all__ = ['ImageDataset', 'positions']
+__all__ = ['ImageDataset', 'make_item', 'positions']
 
 
 @DATASETS.register_module()
@@ -48,14 +48,10 @@ class ImageDataset(Dataset):
         source: DatasetConfig,
         pipeline: Sequence[TransformConfig],
         indices: int | Sequence[int] | None = None,
-        on_error: Literal['stop', 'raise', 'skip'] = 'stop',
+        on_error: OnError = 'stop',
         max_skipped: float = 0.1,
         metainfo: Mapping[str, Any] | None = None,
     ) -> None:
-        if on_error not in ('stop', 'raise', 'skip'):
-            raise ValueError(f"on_error must be 'stop' or 'skip', got {on_error!r}")
-        if isinstance(max_skipped, bool) or not 0 <= max_skipped <= 1:
-            raise ValueError(f'max_skipped must be a share between 0 and 1, got {max_skipped!r}')
         self.source = build(DATASETS, source, 'source')
         self._path = self.source.path if isinstance(self.source, HasPaths) else None
         has_captions = isinstance(self.source, HasCaptions)
@@ -64,17 +60,10 @@ class ImageDataset(Dataset):
         self.indices = positions(indices, len(self.source))
         if isinstance(indices, int) and isinstance(self.source, HasLabels):
             _warn_of_lost_classes(indices, self.indices, self.source.labels)
-        self.on_error = on_error
-        self.max_skipped = max_skipped
         self.metainfo: dict[str, Any] = {'classes': list(self.source.classes), **(metainfo or {})}
         if len(self) == 0:
             raise ValueError('the dataset is empty: its source or its indices hold no sample')
-        # One flag a sample, in memory that the workers share: what they skip is counted here too.
-        self._unreadable = (
-            torch.zeros(len(self), dtype=torch.uint8).share_memory_()
-            if on_error == 'skip'
-            else None
-        )
+        self._broken = BrokenSamples(on_error, max_skipped, len(self))
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -86,7 +75,7 @@ class ImageDataset(Dataset):
     @property
     def skipped(self) -> int:
         """How many different samples could not be read so far, in this process and its workers."""
-        return 0 if self._unreadable is None else int(self._unreadable.sum())
+        return self._broken.count
 
     @property
     def _source_name(self) -> str:
@@ -118,33 +107,24 @@ class ImageDataset(Dataset):
         try:
             return self.source[self.indices[index]]
         except OSError as error:
-            problem = f'cannot read {self.sample_name(index)}: {one_line(error)}'
-            if self._unreadable is None:
-                raise ValueError(
-                    f"{problem}; mend or remove it, or set the dataset's on_error='skip'"
-                ) from error
-            if not self._unreadable[index]:
-                self._unreadable[index] = 1
-                if self.skipped > self.max_skipped * len(self):
-                    raise ValueError(
-                        f'{problem}; that makes {self.skipped} of {len(self)} samples, more than '
-                        f'max_skipped={self.max_skipped} allows'
-                    ) from error
-                print_log(f'{problem}; skipped', logger='current', level=logging.WARNING)
+            self._broken.note(index, self.sample_name(index), error)
             return None
 
     def _item(self, results: dict[str, Any]) -> dict[str, Any]:
-        index = results['index']
-        try:
-            item = self.pipeline(results)
-        except ValueError as error:
-            raise ValueError(f'{self.sample_name(index)}: {one_line(error)}') from error
-        if 'inputs' not in item or 'data_samples' not in item:
-            raise ValueError(
-                f'{self.sample_name(index)}: the pipeline must end with PackInputs, '
-                f'but returned the keys {sorted(item)}'
-            )
-        return item
+        return make_item(self.pipeline, results, self.sample_name(results['index']))
+
+
+def make_item(pipeline: Pipeline, results: dict[str, Any], name: str) -> dict[str, Any]:
+    """What a pipeline makes of a sample; ValueError names the sample where it fails."""
+    try:
+        item = pipeline(results)
+    except ValueError as error:
+        raise ValueError(f'{name}: {one_line(error)}') from error
+    if 'inputs' not in item or 'data_samples' not in item:
+        raise ValueError(
+            f'{name}: the pipeline must end with PackInputs, but returned the keys {sorted(item)}'
+        )
+    return item
 
 
 def _warn_of_lost_classes(indices: int, chosen: Sequence[int], labels: Sequence[int]) -> None:

@@ -17,8 +17,8 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
-from mmengine.dataset import DefaultSampler
-from mmengine.dist import get_world_size
+from mmengine.dataset import DefaultSampler, InfiniteSampler
+from mmengine.dist import get_rank, get_world_size
 from mmengine.registry import DATA_SAMPLERS, DATASETS
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
@@ -27,6 +27,7 @@ from memengine.engine.faults.workers import SamplesInHand
 __all__ = [
     'DrawnIndex',
     'NamesSamples',
+    'ReadsStreams',
     'ResumableSampler',
     'SeededDataset',
     'TakesSeeds',
@@ -134,6 +135,17 @@ class TakesSeeds(Protocol):
         """The items at ``indices``, which are read one after the other."""
 
 
+@runtime_checkable
+class ReadsStreams(Protocol):
+    """A data set that is read forward only, in parts: by each worker of each rank its own."""
+
+    def read_by(self, seed: int, ranks: int, workers: int, batch_size: int) -> None:
+        """Say who will read: batch after batch goes to the next worker of its rank."""
+
+    def read(self, index: int, epoch: int) -> Any:
+        """The item at a place of an epoch."""
+
+
 class SeededDataset(Dataset[Any]):
     """Any data set, with the random generators seeded for each sample.
 
@@ -153,6 +165,7 @@ class SeededDataset(Dataset[Any]):
 
     def __init__(self, dataset: Any, seed: int, size: int | None = None, workers: int = 0) -> None:
         self.dataset = dataset
+        self._stream = dataset if isinstance(dataset, ReadsStreams) else None
         self.seed = seed
         self.in_hand = SamplesInHand(workers)
         self.size = len(dataset) if size is None else min(size, len(dataset))
@@ -160,7 +173,10 @@ class SeededDataset(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         seed_generators(self._seed_of(index))
         self.in_hand.note(int(index))
-        item = self.dataset[int(index)]
+        if self._stream is None:
+            item = self.dataset[int(index)]
+        else:
+            item = self._stream.read(int(index), getattr(index, 'epoch', 0))
         self.in_hand.note(-1)
         return item
 
@@ -227,6 +243,15 @@ def reproducible(dataloader: dict[str, Any], seed: int, diff_rank_seed: bool) ->
     if isinstance(sampler, dict):
         sampler_seed = None if diff_rank_seed else seed
         sampler = DATA_SAMPLERS.build(sampler, default_args=dict(dataset=seeded, seed=sampler_seed))
+    if isinstance(dataset, ReadsStreams):
+        if not isinstance(sampler, (DefaultSampler, InfiniteSampler)) or sampler.shuffle:
+            raise ValueError(
+                'sampler: a stream is read in its own order, and shuffled as it is read; set '
+                "sampler=dict(type='DefaultSampler', shuffle=False)"
+            )
+        seed = seed - get_rank() if diff_rank_seed else seed  # MMEngine adds the rank
+        workers = max(config.get('num_workers', 0), 1)
+        dataset.read_by(seed, get_world_size(), workers, config['batch_size'])
     return {**config, 'dataset': seeded, 'sampler': ResumableSampler(sampler, max(size, 1))}
 
 

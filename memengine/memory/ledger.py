@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from memengine._torch_private.autograd import storage_key
+from memengine._torch_private.modules import own_buffers, own_parameters
 from memengine._torch_private.ops import parts_of_sparse
 
 __all__ = ['Block', 'Ledger', 'blocks_of', 'owned_by', 'tensors_in']
@@ -77,7 +78,7 @@ def owned_by(owners: Iterable[nn.Module | Tensor]) -> dict[int, Any]:
     tensors: list[Tensor] = []
     for owner in owners:
         if isinstance(owner, nn.Module):
-            tensors += [*owner.parameters(), *owner.buffers()]
+            tensors += _tensors_of(owner)
         elif isinstance(owner, Tensor):
             tensors.append(owner)
         else:
@@ -86,6 +87,20 @@ def owned_by(owners: Iterable[nn.Module | Tensor]) -> dict[int, Any]:
                 'pass the model whose parameters are not to be counted'
             )
     return {block.key: block.owner for tensor in tensors for block in blocks_of(tensor)}
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers, without their names, which take longer than they do."""
+    seen = {module}
+    pending = [module]
+    while pending:
+        one = pending.pop()
+        yield from (p for p in own_parameters(one).values() if p is not None)
+        yield from (b for b in own_buffers(one).values() if b is not None)
+        for child in one.children():
+            if child not in seen:
+                seen.add(child)
+                pending.append(child)
 
 
 class Ledger:

@@ -25,7 +25,7 @@ from memengine._torch_private.autograd import (
 )
 from memengine.memory.ledger import Block, Ledger, blocks_of, owned_by, tensors_in
 
-__all__ = ['SavedBytes', 'count_kept', 'hidden_bytes', 'saved_bytes']
+__all__ = ['SavedBytes', 'count_kept', 'hidden_bytes', 'is_counting', 'saved_bytes']
 
 
 def _owned_blocks(tensor: Tensor, ledgers: Iterable[Ledger]) -> list[Block]:
@@ -223,6 +223,11 @@ class SavedBytes:
         """As the function ``hidden_bytes``, without what this meter has counted or excludes."""
         known = self._ledger.known_keys() | set(owned_by(self._exclude))
         return _hidden_bytes(outputs, known)
+
+
+def is_counting() -> bool:
+    """Whether a meter is entered, in any thread."""
+    return _meters > 0
 
 
 def count_kept(value: Any) -> None:

@@ -43,6 +43,7 @@ _KEPT = set(
     '_has_same_storage_numel copy_ native_dropout _fused_rms_norm_backward '
     '_fused_sdp_choice'.split()
 )
+_WITH_KERNELS_INSIDE = ['ldexp.Tensor', 'ldexp.out']  # of no device, but what they call is
 _WITHOUT_CPU_KERNELS = (
     *('sparse', 'nested', 'cudnn', 'miopen', '_cufft', '_flash', '_efficient', 'quantized'),
     *('mkldnn', '_cslt'),
@@ -60,7 +61,7 @@ def _install() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # that each overrides one
         kernels.install(
-            ['convolution', 'convolution_backward']
+            ['convolution', 'convolution_backward', *_WITH_KERNELS_INSIDE]
             + [
                 name
                 for name in names

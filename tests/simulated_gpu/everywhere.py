@@ -1,16 +1,81 @@
 """Tests of what names no device, with all of it on the simulated one.
 
-``python -m pytest -p tests.simulated_gpu.everywhere tests/techniques``
+``python -m pytest -p tests.simulated_gpu.everywhere tests/techniques/codecs``; which folders
+``make gpu-sim`` runs stands there. What means the CPU in them is skipped, and says why.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.simulated_gpu.device import REASON, torch
 
 pytest_plugins = ['tests.simulated_gpu.device']
 _DRAWING = (torch.rand, torch.randn, torch.randint, torch.randperm)
+
+_TECHNIQUES = 'tests/techniques/'
+MEANS_THE_CPU = {
+    'two values are a bit, and what is worth it is looked at, on CPU only': [
+        'codecs/test_in_parts.py::test_a_third_value_in_a_later_part_is_found',
+        'codecs/test_lossless.py::test_dropouts_noise_in_one_bit',
+        'codecs/test_lossless.py::test_dropout_on_cpu_end_to_end',
+        'codecs/test_lossless.py::test_any_two_values_bit_for_bit',
+        'codecs/test_lossless.py::test_codes_are_apart_from_the_tensor',
+        'codecs/test_lossless.py::test_on_an_accelerator_the_known_bound_counts',
+        'compression/test_recomputed_activations.py::test_a_step_is_the_plain_one_bit_for_bit'
+        '[layer norm, masked dropout-float32-bf16]',
+    ],
+    'is about the statistics of random numbers, which are others than a GPU draws': [
+        'codecs/test_quantized.py::test_rounding_is_unbiased',
+        'codecs/test_quantized.py::test_biased_roundings_fail_that_test',
+        'codecs/test_quantized.py::test_errors_of_neighbours_are_independent',
+        'codecs/test_running_range.py::test_the_mean_is_the_clipped_tensor',
+        'codecs/test_sparse.py::test_random_is_uniform_and_exact',
+        'compression/test_quantized_activations.py::test_the_mean_of_the_gradient_is_the_plain_one',
+    ],
+    'code that Inductor makes is for the CPU here': [
+        'slices/test_frozen_part.py::test_a_compiled_part_runs_once',
+        'slices/test_grad_cache_corners.py::test_compiled_encoders',
+    ],
+    'NumPy looks at the values, or they are drawn on the CPU': [
+        'codecs/test_quantized.py::test_top_level_never_spills',
+        'codecs/test_top_k.py::test_positions_are_those_of_nonzero',
+    ],
+    'counts bytes or ties of the form that the CPU has': [
+        'codecs/test_sparse.py::test_zeros_need_no_bytes',
+        'codecs/test_sparse.py::test_bytes[',
+        'codecs/test_sparse.py::test_above_a_third_it_never_costs_more',
+        'codecs/test_sparse.py::test_values_in_few_bits',
+        'codecs/test_sparse.py::test_cast[',
+        'codecs/test_top_k.py::test_largest_leaves_out_zeros_and_as_many_ties_as_it_must',
+    ],
+    'is about operations that have other names on a device': [
+        'compression/test_quantized_activations.py::'
+        'test_layers_inputs_may_be_dropped_and_the_rest_quantised',
+        'compression/test_quantized_activations.py::test_what_is_needed_at_once_is_decoded_once',
+        'compression/test_recomputed_activations.py::'
+        'test_the_norm_that_is_not_a_librarys_is_compared_each_time',
+        'compression/test_recomputed_activations.py::'
+        'test_one_that_no_version_counts_is_an_error_when_it_is_compared',
+    ],
+    'autocast and scaling of the CPU': [
+        'slices/test_grad_cache_precision.py::',
+        'slices/test_slicing.py::test_precision_and_scaler_are_the_callers',
+    ],
+    'reads the warning of another error': [
+        'codecs/test_kernels.py::test_after_an_error_they_are_given_up_with_one_warning',
+    ],
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for reason, tests in MEANS_THE_CPU.items():
+        for test in tests:
+            for item in items:
+                if item.nodeid.startswith(_TECHNIQUES + test):
+                    item.add_marker(pytest.mark.skip(reason=f'means the CPU: {reason}'))
 
 
 class _Drawn(torch.overrides.TorchFunctionMode):

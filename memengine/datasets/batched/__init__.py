@@ -2,6 +2,14 @@
 
 from memengine.datasets.batched.dataset import BatchedImageDataset
 from memengine.datasets.batched.draws import Draws
+from memengine.datasets.batched.on_device import BatchedViews, PlainImageDataset
 from memengine.datasets.batched.pipeline import BatchedPipeline, augment
 
-__all__ = ['BatchedImageDataset', 'BatchedPipeline', 'Draws', 'augment']
+__all__ = [
+    'BatchedImageDataset',
+    'BatchedPipeline',
+    'BatchedViews',
+    'Draws',
+    'PlainImageDataset',
+    'augment',
+]

@@ -134,6 +134,10 @@ class BatchedPipeline(Pipeline):
         """Refused: a batch needs the samples' seeds."""
         raise TypeError('a batched pipeline is carried out by BatchedPipeline.on_batch')
 
+    def views(self, images: Tensor, draws: Draws) -> Tensor | list[Tensor]:
+        """The views of images [B, C, H, W], 0 to 1: [B, C, h, w], or a list with ``MultiCrop``."""
+        return _carry_out(self.steps[:-1], images, draws)
+
     def on_batch(
         self, images: Tensor, samples: Sequence[dict[str, Any]], draws: Draws
     ) -> list[dict[str, Any]]:
@@ -144,7 +148,7 @@ class BatchedPipeline(Pipeline):
             samples: What is known of each, beside its image.
             draws: Those of the B samples.
         """
-        views, packed = _carry_out(self.steps[:-1], images, draws), self.steps[-1][1]
+        views, packed = self.views(images, draws), self.steps[-1][1]
         if isinstance(views, Tensor):
             return [
                 packed({**sample, 'img': image})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from memengine.datasets.sources.protocols import NO_LABEL
 from memengine.registry import DATASETS
 from memengine.suggest import did_you_mean, import_optional
 
-__all__ = ['HuggingFace']
+__all__ = ['HuggingFace', 'check_columns', 'texts_of']
 
 
 @DATASETS.register_module()
@@ -34,7 +35,7 @@ class HuggingFace:
         ImportError: When ``datasets`` is missing.
         ValueError: When there is no such split or column, or labels are no whole numbers.
 
-    Streams (``IterableDataset``) are not read: they have no rows to shuffle whole and to resume at.
+    Streams, which have no rows to shuffle whole, are read by ``HuggingFaceStream``.
     """
 
     def __init__(
@@ -57,11 +58,7 @@ class HuggingFace:
                 rows = rows[split]
         else:
             rows = datasets.load_dataset(path, name, split=split)
-        for setting, column in (('image', image), ('label', label), ('caption', caption)):
-            if column is not None and column not in rows.column_names:
-                known = ', '.join(rows.column_names)
-                hint = did_you_mean(column, rows.column_names, after=';')
-                raise ValueError(f'{setting}: there is no column {column!r}{hint} (known: {known})')
+        check_columns(rows.column_names, image=image, label=label, caption=caption)
         # Undecoded, so that images are read, and refused, as those of other sources.
         self._rows = rows.cast_column(image, datasets.Image(decode=False))
         self._image, self._caption, self._max_pixels = image, caption, max_pixels
@@ -83,8 +80,22 @@ class HuggingFace:
         """The texts of sample ``index``; none without a column of captions."""
         if self._caption is None:
             return []
-        texts = self._rows[index][self._caption]
-        return [texts] if isinstance(texts, str) else list(texts)
+        return texts_of(self._rows[index][self._caption])
+
+
+def check_columns(known: Sequence[str], **settings: str | None) -> None:
+    """Raise ValueError for a setting that names a column that is not there."""
+    for setting, column in settings.items():
+        if column is not None and column not in known:
+            hint = did_you_mean(column, known, after=';')
+            raise ValueError(
+                f'{setting}: there is no column {column!r}{hint} (known: {", ".join(known)})'
+            )
+
+
+def texts_of(value: str | Sequence[str]) -> list[str]:
+    """The captions that a row's field holds, one or several."""
+    return [value] if isinstance(value, str) else list(value)
 
 
 def _labels(values: list[Any], feature: Any, column: str) -> tuple[list[int], list[str]]:

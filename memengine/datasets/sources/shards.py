@@ -16,7 +16,30 @@ from memengine.datasets.sources.folders import MOST_PIXELS, SUFFIXES, load_rgb
 from memengine.datasets.sources.protocols import NO_LABEL
 from memengine.registry import DATASETS
 
-__all__ = ['Shards']
+__all__ = ['Head', 'Shards', 'files_of', 'key_and_suffix', 'lines_of', 'named_by', 'number_of']
+
+
+class Head(tarfile.TarInfo):
+    """A file's head in a tar file that is whole: one that is cut off would else just be shorter."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Head:
+        """As tarfile's, which takes whatever is no head for the end, as long as one came before."""
+        try:
+            return super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as error:
+            if len(buf) == tarfile.BLOCKSIZE and not any(buf):
+                raise  # the mark at the end
+            raise tarfile.ReadError(f'it is cut off, or no tar file: {error}') from error
+
+
+def key_and_suffix(member: tarfile.TarInfo) -> tuple[str, str] | None:
+    """Which sample a file belongs to, and as what; None for what belongs to none."""
+    folder, _, name = member.name.rpartition('/')
+    stem, _, suffix = name.partition('.')
+    if not (member.isfile() and stem and suffix):
+        return None
+    return f'{folder}/{stem}' if folder else stem, suffix.lower()
 
 
 class _Part(NamedTuple):
@@ -60,7 +83,7 @@ class Shards:
         max_pixels: int = MOST_PIXELS,
     ) -> None:
         patterns = [shards] if isinstance(shards, str) else list(shards)
-        files = [file for pattern in patterns for file in _files_of(pattern)]
+        files = [file for pattern in patterns for file in files_of(pattern)]
         self._max_pixels = max_pixels
         self._samples = [sample for file in files for sample in _samples_of(file)]
         if not self._samples:
@@ -91,32 +114,48 @@ class Shards:
     def captions(self, index: int) -> list[str]:
         """The lines of its ``.txt``; none where it has none."""
         sample = self._samples[index]
-        if 'txt' not in sample.parts:
-            return []
-        lines = _read(sample, 'txt').decode('utf-8', 'replace').splitlines()
-        return [line.strip() for line in lines if line.strip()]
+        return lines_of(_read(sample, 'txt')) if 'txt' in sample.parts else []
 
     @staticmethod
     def _label(sample: _Sample) -> int:
         if 'cls' not in sample.parts:
             return NO_LABEL
-        text = _read(sample, 'cls').decode('ascii', 'replace').strip()
-        if not text.isdecimal():
-            raise ValueError(f'{sample.shard}: {sample.key}.cls must hold a number, got {text!r}')
-        return int(text)
+        return number_of(_read(sample, 'cls'), f'{sample.shard}: {sample.key}.cls')
 
 
-def _files_of(pattern: str) -> list[str]:
-    """The files that a pattern stands for."""
-    if re.match(r'\w+:', pattern):
-        raise ValueError(f'{pattern!r}: shards are read by place, from local files only; copy them')
+def number_of(content: bytes, name: str) -> int:
+    """The label that a ``.cls`` file holds."""
+    text = content.decode('ascii', 'replace').strip()
+    if not text.isdecimal():
+        raise ValueError(f'{name} must hold a number, got {text!r}')
+    return int(text)
+
+
+def lines_of(content: bytes) -> list[str]:
+    """The captions that a ``.txt`` file holds."""
+    lines = content.decode('utf-8', 'replace').splitlines()
+    return [line.strip() for line in lines if line.strip()]
+
+
+def named_by(pattern: str) -> list[str]:
+    """What a pattern with ``{0000..0012}`` stands for."""
     pieces = re.split(r'\{(\d+)\.\.(\d+)\}', pattern)
     choices: list[list[str]] = [[pieces[0]]]
     for first, last, after in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
         numbers = range(int(first), int(last) + 1)
         choices += [[f'{number:0{len(first)}d}' for number in numbers], [after]]
+    return list(map(''.join, itertools.product(*choices)))
+
+
+def files_of(pattern: str) -> list[str]:
+    """The local files that a pattern stands for."""
+    if re.match(r'\w+:', pattern):
+        raise ValueError(
+            f'{pattern!r}: Shards are read by place, from local files only; copy them, or read '
+            "them as a stream: dataset type='StreamedImageDataset', source type='ShardStream'"
+        )
     files: list[str] = []
-    for path in map(''.join, itertools.product(*choices)):
+    for path in named_by(pattern):
         found = Path(path).expanduser()
         several = sorted(map(str, found.parent.glob(found.name))) if '*' in path else [str(found)]
         if not several or not all(Path(file).is_file() for file in several):
@@ -129,14 +168,11 @@ def _samples_of(shard: str) -> list[_Sample]:
     """The samples of a shard that hold an image, in its order."""
     samples: dict[str, _Sample] = {}
     try:
-        with tarfile.open(shard, 'r:') as tar:
+        with tarfile.open(shard, 'r:', tarinfo=Head) as tar:
             for member in tar:
-                folder, _, name = member.name.rpartition('/')
-                stem, _, suffix = name.partition('.')
-                if member.isfile() and stem and suffix:
-                    key = f'{folder}/{stem}' if folder else stem
-                    sample = samples.setdefault(key, _Sample(shard, key, {}))
-                    sample.parts[suffix.lower()] = _Part(member.offset_data, member.size)
+                if named := key_and_suffix(member):
+                    sample = samples.setdefault(named[0], _Sample(shard, named[0], {}))
+                    sample.parts[named[1]] = _Part(member.offset_data, member.size)
     except (tarfile.TarError, EOFError) as error:
         raise ValueError(f'{shard!r} is no whole tar file without compression: {error}') from error
     return [each for each in samples.values() if {f'.{part}' for part in each.parts} & {*SUFFIXES}]

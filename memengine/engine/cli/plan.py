@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mmengine.config import Config
@@ -15,7 +20,8 @@ from mmengine.logging import MMLogger
 
 from memengine.engine.config.check import ConfigError
 from memengine.engine.config.file import merge_options
-from memengine.engine.config.planning import Planner, budget_for
+from memengine.engine.config.planning import Planner, budget_for, usable_bytes
+from memengine.memory import UnpredictableError
 from memengine.memory.planning import Found, Tried, parse_bytes, parse_fit, rates_of
 
 __all__ = ['plan_step']
@@ -30,7 +36,10 @@ def plan_step(cfg: Config, args: argparse.Namespace) -> str:
         ConfigError: When nothing fits, with what would.
     """
     MMLogger.get_current_instance().setLevel('ERROR')  # a prediction says what a run says once
-    planner, found = _found(cfg, args)
+    try:
+        planner, found = _found(cfg, args)
+    except UnpredictableError as error:
+        return _as_measured(cfg, args, error)
     if args.plot is not None:
         _draw(planner, found, args.plot)
     if found.chosen is None:
@@ -64,6 +73,56 @@ def _found(cfg: Config, args: argparse.Namespace) -> tuple[Planner, Found]:
     if args.max_batch:
         planner = planner.largest(int(asked))
     return planner, planner.find(int(asked))
+
+
+def _as_measured(cfg: Config, args: argparse.Namespace, error: UnpredictableError) -> str:
+    """Whether a step that cannot be predicted fits as it is: real ones are measured.
+
+    Raises:
+        ConfigError: When it does not fit, or what is asked for takes predictions.
+    """
+    for option, value in (
+        ('--fit', args.fit),
+        ('--max-batch', args.max_batch),
+        ('--plot', args.plot),
+    ):
+        if value not in (None, False):
+            raise ConfigError(f'{option} takes predictions, and {error}')
+    budget = parse_bytes(args.budget)
+    limit, peak = usable_bytes(budget), measured_bytes(cfg)
+    figures = f'{_mib(peak).strip()} at the peak, measured in a process on this machine'
+    if peak > limit:
+        needed = _mib(budget_for(peak) + _MIB // 10).strip()
+        raise ConfigError(
+            f'{args.budget} is too little: {figures}; the smallest budget for that is {needed}. '
+            'Nothing was tried to make it smaller, as the step cannot be predicted; switch on what '
+            '"memengine techniques" offers, and plan again'
+        )
+    options = {} if args.batch is None else {'train_dataloader.batch_size': args.batch}
+    if args.write is not None:
+        cfg.dump(args.write)
+    if args.json:
+        return json.dumps({'options': options, 'limit_bytes': limit, 'measured_bytes': peak})
+    why = str(error).partition('; measure')[0]
+    return (
+        f'{figures}: {peak / budget:.1%} of {args.budget}\n\n{_command(args, options)}\n\n'
+        f'the step fits as it is; it was measured because {why}'
+    )
+
+
+def measured_bytes(cfg: Config) -> int:
+    """The peak of a config's training step, by ``memengine measure`` in a process of its own."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / 'config.py'
+        cfg.dump(file)
+        command = [sys.executable, '-m', 'memengine', 'measure', str(file), '--json']
+        paths = os.pathsep.join(path for path in sys.path if path)  # also the config's own modules
+        ran = subprocess.run(
+            command, env=os.environ | {'PYTHONPATH': paths}, capture_output=True, text=True
+        )
+    if ran.returncode:
+        raise ConfigError(f'the step could not be measured: {ran.stderr.strip()}')
+    return json.loads(ran.stdout.splitlines()[-1])['peak_bytes']
 
 
 def _draw(planner: Planner, found: Found, path: str) -> None:
@@ -106,8 +165,7 @@ def _report(
     if args.max_batch:
         yield f'{size:9}     images or pairs in a batch: the largest that fits, to a thirty-second'
     yield ''
-    line = said(options)
-    yield f'memengine train {args.config}{f" --cfg-options {line}" if line else ""}'
+    yield _command(args, options)
     yield ''
     yield from (f'{_mib(nbytes)}  {name}' for name, nbytes in cost.by_category.items())
     yield ''
@@ -124,6 +182,12 @@ def _report(
         yield from _others(planner, found)
     for name, why in planner.left_out.items():
         yield f'left out: {name}: {why}'
+
+
+def _command(args: argparse.Namespace, options: Mapping[str, Any]) -> str:
+    """What trains with a plan, and with what the command line has set beside it."""
+    line = said({**(args.cfg_options or {}), **options})
+    return f'memengine train {args.config}{f" --cfg-options {line}" if line else ""}'
 
 
 def _others(planner: Planner, found: Found) -> Iterator[str]:

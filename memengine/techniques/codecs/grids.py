@@ -127,7 +127,7 @@ class UniformGrid(NamedTuple):
         """The level of each value, which must lie within its range.
 
         Args:
-            values: In the computing dtype.
+            values: In the computing dtype, or one that it holds.
             generator: For stochastic rounding: of the two levels around a value each is taken with
                 the probability that makes the mean the value, to within ``2 ** -16`` of a step.
                 Any two values are rounded independently. None rounds to the nearer one.
@@ -136,7 +136,7 @@ class UniformGrid(NamedTuple):
         Returns:
             uint8 of `values`' shape, in `room`.
         """
-        steps, noise, whole, levels = room or Room.like(values.shape, values)
+        steps, noise, whole, levels = room or Room.like(values.shape, self.low)
         if self.shrink is None:
             torch.sub(values, self.low, out=steps)
         else:

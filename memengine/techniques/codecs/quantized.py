@@ -121,11 +121,11 @@ def quantize(
     _put_extremes(head.view(-1, group_size), extremes[:, :full])
     if rest.numel():
         _put_extremes(rest[None], extremes[:, full:])
-    dtype, grid = computing_dtype(flat.dtype), _grid(extremes, bits)
+    grid = _grid(extremes, bits)
     most_rows = min(_groups_of_a_part(group_size, part_numel), extremes.shape[1])
     room = Room.like((most_rows, group_size), grid.low)
     for part in _parts(numel, bits, group_size, part_numel):
-        rows = _in_rows(flat[part.elements], group_size).to(dtype)
+        rows = _in_rows(flat[part.elements], group_size)
         ranges = grid.of_ranges(part.groups)
         levels = ranges.levels(rows, generator, room.for_rows(len(rows))).view(-1)
         pack_bits(levels[: part.numel], bits, out=packed[part.bytes])

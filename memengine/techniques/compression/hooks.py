@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from memengine._torch_private.autograd import (
 from memengine._torch_private.modules import is_compiled
 from memengine._torch_private.ops import do_not_compile
 from memengine.memory.ledger import owned_by, tensors_in
+from memengine.memory.meter import is_counting
 from memengine.technique import PausableHandle, Report
 from memengine.techniques.compression.backward_needs import IN_PLACE_FORMS, needs_of, operation_name
 from memengine.techniques.compression.recomputable_ops import Source, recomputation_of
@@ -55,7 +56,16 @@ __all__ = ['RuleHandle', 'add_rule', 'chosen_modules', 'remove_rule', 'rules_of'
 
 AnyHandle = TypeVar('AnyHandle', bound='RuleHandle')
 
-_state = threading.local()  # .hooks: of the forward that runs; .collected: see _held_in_field
+
+class _State(threading.local):
+    """Of a thread."""
+
+    hooks: _ForwardHooks | None = None  # of the forward that runs
+    collected: list[Any] | None = None  # see _held_in_field
+
+
+_state = _State()
+_NOTHING = torch.empty(0, device='cpu')
 
 
 def rules_of(model: nn.Module) -> list[Rule]:
@@ -90,6 +100,8 @@ def add_rule(model: nn.Module, rule: Rule, modules: Container[nn.Module]) -> Non
                 'and would move what is not compressed yet; apply it afterwards'
             )
     for name, module in model.named_modules():
+        if type(module) is nn.Identity and 'forward' not in vars(module):
+            continue  # of which large models have many, and which saves nothing
         forward = wrapper_of(module, CompressedForward)
         if forward is None:
             forward = CompressedForward(name, module)
@@ -141,7 +153,7 @@ def remove_rule(model: nn.Module, rule: Rule) -> None:
     forwards = []
     for name, module in model.named_modules():
         forward = wrapper_of(module, CompressedForward)
-        if forward is None and 'forward' in vars(module):
+        if forward is None and 'forward' in vars(module) and type(module) is not nn.Identity:
             raise ValueError(
                 f'{rule.setting}: the forward of {name or THE_MODEL} was wrapped again '
                 'afterwards; undo that first'
@@ -224,12 +236,15 @@ class CompressedForward(WrappedForward):
         self.rules: list[tuple[Rule, str]] = []  # with what its model calls this module
         self.model_rules: list[Rule] = []  # that hold here or elsewhere in their model
 
-    @do_not_compile
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; what it saves is kept by the rules."""
-        hooks = getattr(_state, 'hooks', None)
-        if hooks is not None:
-            return self._run_with(hooks, args, kwargs)
+        hooks = _state.hooks
+        if hooks is None:
+            return self._run_outermost(args, kwargs)
+        return self._run_with(hooks, args, kwargs)
+
+    @do_not_compile
+    def _run_outermost(self, args: Any, kwargs: Any) -> Any:
         off = not torch.is_grad_enabled() or not self.module.training
         off |= is_under_functorch()  # which has no graph
         off |= any(rule.is_paused for rule in self.model_rules)
@@ -251,7 +266,8 @@ class CompressedForward(WrappedForward):
             outputs = self.plain(*args, **kwargs)
         finally:
             hooks.forward = outside
-        hooks.examine_operations(outputs, (args, kwargs))
+        if hooks.has_unexamined:
+            hooks.examine_operations(outputs, (args, kwargs))
         if outside is None:
             hooks.finish()
         return outputs
@@ -270,6 +286,11 @@ class _ForwardHooks(saved_tensors_hooks):
         self._saving_nodes: set[int] = set()  # that have saved something here
         super().__init__(self._pack, _unpack)
 
+    @property
+    def has_unexamined(self) -> bool:
+        """Whether there is something saved whose operation has not been looked at."""
+        return bool(self._unexamined)
+
     def _pack(self, tensor: Tensor) -> Any:
         # Autograd numbers nodes as it makes them, and a node saves before the next one is made: so
         # the last number that was given is that of the node that saves.
@@ -279,12 +300,14 @@ class _ForwardHooks(saved_tensors_hooks):
             self._saving_nodes.add(number)
         if not is_plain(tensor):
             return tensor
-        storage = tensor.untyped_storage()
-        if storage_key(storage) in self._owned or is_parameter(tensor) or not tensor.numel():
+        if is_parameter(tensor):
             return KeptAsIs(tensor)
-        memory = self._storages.get(storage_key(storage))
+        key = storage_key(tensor.untyped_storage())
+        if key in self._owned or not tensor.numel():
+            return KeptAsIs(tensor)
+        memory = self._storages.get(key)
         if memory is None or not memory.is_of(tensor):
-            memory = self._storages[storage_key(storage)] = SavedStorage(tensor)
+            memory = self._storages[key] = SavedStorage(tensor)
         assert self.forward is not None
         saved = SavedTensor(tensor, memory, self.forward.module, self.forward.rules)
         if number is None:
@@ -295,15 +318,18 @@ class _ForwardHooks(saved_tensors_hooks):
 
     def examine_operations(self, outputs: Any, inputs: Any) -> None:
         """Decide how to keep what the operations behind a module's outputs have saved."""
-        if not self._unexamined:
-            return
+        unexamined = self._unexamined
         touched: dict[SavedStorage, None] = {}
-        for node in list(self._unseen_nodes(outputs)):
-            touched |= dict.fromkeys(saved.memory for saved in self._examine_node(node))
+        for number, node in self._unseen_nodes(outputs):
+            if number in unexamined or number + 1 in unexamined:  # or a copy's
+                for saved in self._examine_node(node):
+                    touched[saved.memory] = None
         if not touched:
             return
-        given = tensors_in((inputs, outputs))
-        alive = {storage_key(tensor.untyped_storage()) for tensor in given if is_plain(tensor)}
+        alive: set[int] | None = None
+        if is_counting():
+            given = filter(is_plain, tensors_in((inputs, outputs)))
+            alive = {storage_key(tensor.untyped_storage()) for tensor in given}
         for memory in touched:
             memory.code_or_keep(alive)
 
@@ -353,18 +379,23 @@ class _ForwardHooks(saved_tensors_hooks):
         self._unexamined, self._storages = {}, {}
         self.pack_hook = _unpack
 
-    def _unseen_nodes(self, outputs: Any) -> Iterator[Any]:
-        """Nodes of this forward's graph that have not been looked at."""
+    def _unseen_nodes(self, outputs: Any) -> list[tuple[int, Any]]:
+        """Nodes of this forward's graph that have not been looked at, by their numbers."""
         tensors = [outputs] if isinstance(outputs, Tensor) else tensors_in(outputs)
         pending = [tensor.grad_fn for tensor in tensors]
+        seen, first, last = self._seen_nodes, self._first_node, next_node_number()
+        found = []
         while pending:
             node = pending.pop()
-            if node is None or not self._first_node <= node_number(node) < next_node_number():
-                continue  # a leaf, whose number is the largest there is, or of an earlier graph
-            if node_number(node) not in self._seen_nodes:
-                self._seen_nodes.add(node_number(node))
-                yield node
-                pending.extend(parent for parent, _ in node.next_functions)
+            if node is None:
+                continue
+            number = node_number(node)
+            if number in seen or not first <= number < last:
+                continue  # a leaf has the largest number there is; others are of an earlier graph
+            seen.add(number)
+            found.append((number, node))
+            pending += [parent for parent, _ in node.next_functions]
+        return found
 
 
 def _held_in_field(node: Any, field: str) -> SavedTensor | KeptAsIs | None:
@@ -385,8 +416,8 @@ def _held_in_field(node: Any, field: str) -> SavedTensor | KeptAsIs | None:
 def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
-    found = getattr(_state, 'collected', None)
+    found = _state.collected
     if found is None:
-        return packed.tensor()
+        return packed() if type(packed) is SavedTensor else packed.tensor()
     found.append(packed)
-    return torch.empty(0)  # nobody looks at it
+    return _NOTHING

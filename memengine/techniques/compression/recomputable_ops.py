@@ -9,7 +9,7 @@ on the same input, so the result is the same bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
 
@@ -140,7 +140,7 @@ def recomputation_of(
     return Recomputation(operation_name(producer), compute, result.sources)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Result:
     """An operation's result."""
 
@@ -177,7 +177,7 @@ class _Result:
         if node is None or output:
             return None
         name = operation_name(node)
-        result = replace(self, node=node, steps=min(self.steps - 1, steps))
+        result = _Result(node, self.find_source, self.sources, min(self.steps - 1, steps))
         if name in _KEEP_RESULT:
             return result.read('result')
         if name == 'Relu' and (source := self.find_source(node, 'result')) and source.is_whole:

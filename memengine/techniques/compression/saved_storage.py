@@ -31,7 +31,9 @@ _References: TypeAlias = 'list[weakref.ref[SavedTensor]]'
 
 
 class SavedTensor:
-    """A saved tensor: as it is, or in a code.
+    """A saved tensor: as it is, or in a code. Called, it gives what autograd is to have.
+
+    (Meters do not look into what can be called: they are shown what is kept when that is known.)
 
     Attributes:
         memory: The storage that it is a view of.
@@ -55,12 +57,11 @@ class SavedTensor:
         module: nn.Module,
         rules: Sequence[tuple[Rule, str]],
     ) -> None:
-        self._hold(KeptAsIs(tensor))
+        self._kept: KeptAsIs | None = KeptAsIs(tensor)
         self.memory, self.module = memory, module
         self.rule: Rule | None = None
         self.codec: Codec | None = None
         self.is_examined = self.is_whole = self._is_metered = False
-        self._layout, self._dtype = _layout_of(tensor), tensor.dtype
         self._rules, self._name = rules, ''  # of the module that saves it
         self._counted_bytes = (0, 0)
         self._part: _CodedPart | None = None
@@ -68,10 +69,6 @@ class SavedTensor:
         self._offloaded: Callable[[], Tensor] | None = None
         self._need: Need | None = None
         memory.add_view(self)
-
-    def _hold(self, kept: KeptAsIs) -> None:
-        # A function, not the object, in which a meter would count the tensor.
-        self._kept: Callable[[], KeptAsIs] | None = lambda: kept
 
     @property
     def is_here(self) -> bool:
@@ -82,7 +79,7 @@ class SavedTensor:
     def content(self) -> Tensor:
         """The tensor, while it is as it is."""
         assert self._kept is not None
-        return self._kept().content
+        return self._kept.content
 
     def keep_or_offload(self) -> None:
         """Stay as it is: here, or where an offload that is active moves it to."""
@@ -103,10 +100,10 @@ class SavedTensor:
         """How near its rule's code is."""
         return self.rule.fidelity if self.rule is not None else 0
 
-    def tensor(self) -> Tensor:
+    def __call__(self) -> Tensor:
         """What autograd is given for the tensor."""
         if self._kept is not None:
-            return self._kept().tensor()
+            return self._kept.tensor()
         if self._offloaded is not None:
             return self._offloaded()
         assert self._part is not None
@@ -118,7 +115,7 @@ class SavedTensor:
 
         That comes next, as a rule, so what is decoded in backward is kept until then.
         """
-        tensor = self.tensor()
+        tensor = self()
         if self._part is not None and is_in_backward():
             self._prefetched = tensor
         return tensor
@@ -140,7 +137,7 @@ class SavedTensor:
             find: As rules take it.
         """
         assert self._kept is not None
-        if self._kept().is_modified:
+        if self._kept.is_modified:
             return  # an error in backward, as it is without codes
         self._need = need
         self.codec = lossless_codec_for(need, self.content, node)
@@ -156,6 +153,7 @@ class SavedTensor:
             self._counted_bytes = self.content.nbytes, 0 if part.is_counted else part.nbytes
             self.rule.kept.add(self._name, self._need.value, *self._counted_bytes)
             part.is_counted = True
+        self._layout, self._dtype = _layout_of(self.content), self.content.dtype
         self._part, self._kept = part, None
 
     def revert_to(self, memory: Tensor) -> None:
@@ -163,7 +161,7 @@ class SavedTensor:
         if not self.is_here:
             offset, shape, stride = self._layout
             here = memory if memory.dtype == self._dtype else memory.view(self._dtype)
-            self._hold(KeptAsIs(here.as_strided(shape, stride, offset)))
+            self._kept = KeptAsIs(here.as_strided(shape, stride, offset))
             self._part, self._offloaded, self._is_metered = None, None, False
             if self.rule is not None and self._need is not None and any(self._counted_bytes):
                 before, after = self._counted_bytes
@@ -189,18 +187,20 @@ class SavedStorage:
         """Note what is saved of it."""
         self._undecided.append(weakref.ref(saved))
 
-    def code_or_keep(self, alive: Container[int] = ()) -> None:
+    def code_or_keep(self, alive: Container[int] | None = ()) -> None:
         """Code what is saved, unless something needs the memory as it is.
 
         Args:
             alive: Addresses of storages that somebody else holds now, so that it is no price that
-                they are here until they are coded.
+                they are here until they are coded. None where there is no meter to tell.
         """
+        if not self._undecided:
+            return
         new = still_alive(self._undecided)
         if not new:
             return
         content = new[0].content
-        if storage_key(content.untyped_storage()) not in alive:
+        if alive is not None and storage_key(content.untyped_storage()) not in alive:
             for one in new:
                 one.show_to_meters()
         if not all(one.is_examined for one in new):
@@ -276,6 +276,8 @@ def _base_for(view: Tensor, views: list[Tensor]) -> Tensor:
 def _coded_part(codec: Codec, base: Tensor) -> _CodedPart:
     with torch.no_grad():
         code = codec(base)
+    if isinstance(code, RecomputedCode):
+        return _CodedPart(code, base, 0)  # nothing is kept, and nothing to be looked for in it
     nbytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(code))
     if is_offloading() and nbytes:
         code = _OffloadedCode(code)
@@ -351,6 +353,8 @@ class _CodedPart:
             base = self.code.decode()
             storage, self._decoded_in = base.untyped_storage(), current_backward()
             self._decoded, self._decoded_layout = weakref.ref(storage), _layout_of(base)
+            if layout == self._layout:
+                return base
         offset, shape, stride = self._decoded_layout
         if layout != self._layout:
             offset, shape, stride = offset + layout[0] - self._layout[0], *layout[1:]

@@ -9,6 +9,7 @@ from memengine._torch_private.autograd import (
     base_of,
     check_unmodified,
     current_backward,
+    dispatch_keys,
     is_functorch_tensor,
     version_of,
 )
@@ -24,6 +25,7 @@ class KeptAsIs:
     leaves the check of its version to the hooks.
     """
 
+    __slots__ = ('__weakref__', '_version', 'content')
     is_exact = is_whole = True  # of what hooks hold of saved tensors, as is the module
     module: nn.Module | None = None
 
@@ -48,9 +50,21 @@ def is_plain(tensor: Tensor) -> bool:
 
     A fake one counts as what it stands for.
     """
+    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+        return is_fake(tensor) and _is_strided(tensor)
+    keys = dispatch_keys(tensor)
+    found = _plain_by_keys.get(keys)
+    if found is None:
+        found = _plain_by_keys[keys] = _is_strided(tensor)
+    return found
+
+
+_plain_by_keys: dict[int, bool] = {}
+
+
+def _is_strided(tensor: Tensor) -> bool:
     return (
-        (type(tensor) in (Tensor, nn.Parameter) or is_fake(tensor))
-        and tensor.layout == torch.strided
+        tensor.layout == torch.strided
         and tensor.device.type != 'meta'
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
         and not is_functorch_tensor(tensor)
@@ -73,4 +87,10 @@ def is_in_backward() -> bool:
 
 def is_parameter(tensor: Tensor) -> bool:
     """Also one that FSDP has put together for this forward, or a view of it."""
-    return isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter)
+    base = base_of(tensor)
+    return _is_itself_parameter(tensor) or (base is not None and _is_itself_parameter(base))
+
+
+def _is_itself_parameter(tensor: Tensor) -> bool:
+    # To ask nn.Parameter whether a tensor is one takes ten times as long.
+    return type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)

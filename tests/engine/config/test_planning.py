@@ -145,3 +145,19 @@ def test_between_the_leanest_plan_and_the_fastest(tmp_path):
     picture = tmp_path / 'plans.png'
     _draw(some, found[1], str(picture))
     assert picture.read_bytes().startswith(b'\x89PNG')
+
+
+@pytest.mark.slow
+def test_what_cannot_be_predicted_is_measured(capsys, monkeypatch):
+    options = [*OPTIONS, 'dropit=True', 'train_dataloader.batch_size=32']
+    command = ['plan', CLASSIFIER, '--cfg-options', *options]
+    assert main([*command, '--budget', '1GiB']) == 0
+    said = capsys.readouterr().out
+    assert 'measured in a process on this machine' in said and 'fits as it is' in said
+    assert f'memengine train {CLASSIFIER} --cfg-options {OPTIONS[0]} ' in said
+    assert ' dropit=True ' in said
+    monkeypatch.setattr('memengine.engine.cli.plan.measured_bytes', lambda cfg: 2**22)
+    assert main([*command, '--budget', '3MiB']) == 1
+    assert 'the smallest budget for that is' in capsys.readouterr().err
+    assert main([*command, '--fit', 'least']) == 1
+    assert '--fit takes predictions' in capsys.readouterr().err
