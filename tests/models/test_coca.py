@@ -134,5 +134,8 @@ def test_what_is_refused():
     model, given = make(caption={**CAPTION, 'context_length': 4}), data()
     with pytest.raises(ValueError, match='texts have 6 tokens, and context_length is 4'):
         model(**given, mode='loss')
+    sizes = dict(image=2, text=4)
+    with pytest.raises(ValueError, match=r"must be a number, got \{'image': 2"):
+        run_step(make(), data(), wrap(make(), GradCacheOptimWrapper, chunk_size=sizes))
     with pytest.raises(ValueError, match='samples meet in the loss of CoCa'):
         run_step(make(), data(), wrap(make(), AccumulationOptimWrapper, micro_batch_size=2))

@@ -5,6 +5,7 @@ Shapes: B pairs of the batch, b of a slice, L tokens of a text.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -55,16 +56,19 @@ class CoCa(CLIP):
         super().__init__(image, text, **kwargs)
         if caption_weight < 0:
             raise ValueError(f'CoCa: caption_weight must not be negative, got {caption_weight}')
-        width = self.towers['image'].backbone.place_width
-        self.caption = MODELS.build({'in_dim': width, **caption})
+        self.caption = MODELS.build({'in_dim': self._image.backbone.place_width, **caption})
         self.caption_weight = caption_weight
 
-    def embed(self, inputs: Tensor, data_samples: Any = None) -> dict[str, Tensor]:
+    @property
+    def _image(self) -> Any:
+        return self.towers['image']
+
+    def embed(self, inputs: Tensor | None, data_samples: Any = None) -> dict[str, Tensor]:
         """``image`` and ``text`` [b, D], not normalised, and the loss of each ``caption`` [b]."""
-        image, tokens = self.towers['image'], data_samples['tokens']
-        features, places = image.backbone.with_places(inputs)
+        tokens = data_samples['tokens']
+        features, places = self._image.backbone.with_places(inputs)
         return {
-            'image': image.projection(features),
+            'image': self._image.projection(features),
             'text': self.towers['text'](tokens),
             'caption': self.caption(places, tokens),
         }
@@ -94,11 +98,17 @@ class CoCa(CLIP):
         share = embeddings['caption'].sum() / piece.total
         return {'loss_caption': self.caption_weight * share}
 
-    def slices(self, inputs: Tensor, data_samples: Any, size: int) -> list[Slice]:
+    def slices(
+        self, inputs: Tensor, data_samples: Any, size: int | Mapping[str, int]
+    ) -> list[Slice]:
         """By pairs: captions need the image and the text of each."""
         self.targets(inputs, data_samples)
+        if isinstance(size, Mapping):
+            raise ValueError(
+                f'CoCa is cut by pairs: the size of a slice must be a number, got {dict(size)}'
+            )
         return Algorithm.slices(self, inputs, {'tokens': data_samples['tokens']}, size)
 
     def captions(self, inputs: Tensor) -> Tensor:
         """Images [B, C, H, W] to the likeliest tokens, Long[B, L]."""
-        return self.caption.captions(self.towers['image'].backbone.with_places(inputs)[1])
+        return self.caption.captions(self._image.backbone.with_places(inputs)[1])
