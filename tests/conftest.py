@@ -103,6 +103,17 @@ def _of_the_first_call(make):
 
 
 @pytest.fixture
+def log_level_stays():
+    """What plans or measures runs makes MMEngine's log quieter."""
+    from mmengine.logging import MMLogger
+
+    logger = MMLogger.get_current_instance()
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
+
+@pytest.fixture
 def undrawn(monkeypatch):
     """Figures are made as ever; their files hold nothing, as drawing takes a second for each."""
     from matplotlib.figure import Figure

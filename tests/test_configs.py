@@ -161,6 +161,7 @@ ACCUMULATION = {'type': 'AccumulationOptimWrapper', 'micro_batch_size': 2}
         ('supcon_vit', GRAD_CACHE),
         ('selfcon_resnet', {**GRAD_CACHE, 'chunk_size': 8}),  # BatchNorm: the whole batch
         ('clip_vit', GRAD_CACHE),
+        ('coca_vit', GRAD_CACHE),
         ('siglip_vit', GRAD_CACHE),
         ('dino_vit', ACCUMULATION),  # without BatchNorm, too
         ('classify_vit', ACCUMULATION),

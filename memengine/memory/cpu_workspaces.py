@@ -1,9 +1,9 @@
 """What kernels of the CPU, and the allocator, take beside the tensors that a program sees.
 
 Measured by the kernel's high-water mark on x86 with AVX-512 (torch 2.15, one thread): oneDNN
-convolutions reorder images, gradients and weights into blocks of channels; products of matrices
-keep a buffer of packed panels for good. Other operators (attention, norms, losses) take nothing
-that counts beside their results.
+convolutions reorder images, gradients and weights into blocks of channels; MKL's products of
+matrices pack panels of their factors into buffers that it keeps for good. Other operators
+(attention, norms, losses) take nothing that counts beside their results.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ['library_bytes', 'mapped_bytes', 'workspace_bytes']
+__all__ = ['library_bytes', 'mapped_bytes', 'packed_bytes', 'workspace_bytes']
 
-_LEAST_OF_LIBRARIES = 2**20
+_LEAST_OF_LIBRARIES = 2**19
 _SHARE_OF_LIBRARIES = 0.01
 
 _PAGE = 4096
@@ -42,6 +42,24 @@ def workspace_bytes(func: Any, args: Sequence[Any], out: Any) -> int:
         gradient, image, weight, _, stride, *_, groups, wanted = args
         return _convolution_backward(gradient, image, weight, max(stride), groups, wanted[0])
     return 0
+
+
+def packed_bytes(func: Any, args: Sequence[Any]) -> tuple[int, int]:
+    """Bytes of the buffer that MKL packs a product's factors into, and how many it writes to.
+
+    It keeps one for each product that needs a larger one than any before, and so more where slices
+    are of two shapes: a smaller one comes first, or its sums over rows are cut into longer ones.
+    Fitted to MKL's own account (2024.2, on AMD), exactly for products of some size.
+    """
+    aten = torch.ops.aten
+    if func not in (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default):
+        return 0, 0
+    left, right = args[-2:]
+    if left.dtype != torch.float32 or not left.numel() or not torch.backends.mkl.is_available():
+        return 0, 0
+    rows, summed, columns = min(left.shape[-2], 384), left.shape[-1], min(right.shape[-1], 6400)
+    depth = max(summed, 128) if summed <= 192 else min(math.ceil(summed / 2), 192)
+    return (2 * rows + columns) * depth * 4 + 17024, (rows + columns) * depth * 4
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -94,7 +112,7 @@ def _by_blocks_of_channels(weight: Tensor) -> int:
 def library_bytes(tensors_bytes: int) -> int:
     """What else is taken where tensors take so much at their peak, as measured.
 
-    It is what products of matrices pack their panels into, blocks too small for a page of their
-    own, Python's objects of the graph, the kernel's tables.
+    It is blocks too small for a page of their own, Python's objects of the graph, code that
+    oneDNN makes for each shape, the kernel's tables.
     """
     return _LEAST_OF_LIBRARIES + int(_SHARE_OF_LIBRARIES * tensors_bytes)

@@ -38,7 +38,7 @@ from memengine._torch_private.ops import (
     pytree,
     written_arguments,
 )
-from memengine.memory.cpu_workspaces import workspace_bytes
+from memengine.memory.cpu_workspaces import packed_bytes, workspace_bytes
 from memengine.memory.ledger import Block, Ledger, blocks_of
 from memengine.memory.meter import SavedBytes
 
@@ -132,6 +132,8 @@ class LiveMemory(TorchDispatchMode):
         self.flops = self.moved_bytes = self.operators = self.guessed = 0
         self.begin, self._is_over = 0, False
         self._pieces: dict[int, Piece] = {}
+        self._buffers: list[Piece] = []  # which MKL keeps, each larger than those before
+        self._largest_buffer = 0
         self._modules: list[str] = []
         self._place = Place()  # of the operator that is being carried out
         self._places: dict[int, Place] = {}  # of autograd's nodes, by their numbers
@@ -160,7 +162,7 @@ class LiveMemory(TorchDispatchMode):
 
     def start_again(self) -> None:
         """Begin the account anew, with what is there now."""
-        self.events = [(piece.nbytes, piece) for piece in self._pieces.values()]
+        self.events = [(one.nbytes, one) for one in (*self._buffers, *self._pieces.values())]
         self.begin = len(self.events)
         self.begun.clear()
         self._modules.clear()
@@ -266,6 +268,14 @@ class LiveMemory(TorchDispatchMode):
         if nbytes := workspace_bytes(func, args, out):
             piece = Piece(nbytes, WORKSPACE, self._place, str(func))
             self.events += [(nbytes, piece), (-nbytes, piece)]
+        needed, written = packed_bytes(func, args)
+        if needed > self._largest_buffer:
+            self._largest_buffer = needed
+            piece = Piece(written, WORKSPACE, Place(), str(func))
+            self._buffers.append(piece)
+            self.events.insert(self.begin, (written, piece))  # there since the first step
+            self.begin += 1
+            self.begun = [(index + 1, name) for index, name in self.begun]
 
     # ------------------------------------------------------------------ values
 

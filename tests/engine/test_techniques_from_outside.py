@@ -117,12 +117,8 @@ def test_by_custom_imports(outside, tmp_path):
         'keep_in_bf16'
     )
     keys = [technique.key for technique in in_order(techniques().values())]
-    at = keys.index('keep_in_bf16')
-    assert keys[at - 1 : at + 2] == [
-        'activation_checkpointing',
-        'keep_in_bf16',
-        'activation_offload',
-    ]
+    at = keys.index
+    assert at('activation_checkpointing') < at('keep_in_bf16') < at('activation_offload')
     assert refusals({'keep_in_bf16': 1, 'compile': True})
 
 

@@ -1,5 +1,6 @@
 """The predicted peak of a training step, against sums that follow from its shapes."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -78,6 +79,18 @@ def test_numbers_that_follow_from_constants_are_known():
 
 def test_numbers_that_do_not_are_counted():
     assert predict(lambda: perceptron(loss=lambda out: out.mean() * out.max().item())).guessed
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason='another library multiplies')
+def test_buffers_of_products_are_kept_where_a_larger_one_is_needed():
+    x, weights = torch.randn(100, 128), [torch.randn(128, n) for n in (64, 256, 200)]
+
+    def build():
+        step = perceptron()
+        return dataclasses.replace(step, run=lambda: [x @ weight for weight in weights])
+
+    # Rows of 128 numbers; the third product fits the second one's buffer.
+    assert predict(build).by_category['workspaces'] == 4 * 128 * (100 + 64 + 100 + 256)
 
 
 def test_shapes_that_depend_on_values_are_refused():

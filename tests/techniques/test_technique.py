@@ -266,7 +266,8 @@ def test_pairs_that_are_not(config):
         (
             dict(optim_wrapper=dict(type='GradCacheOptimWrapper', chunk_size=0, keep_graph='all')),
             [
-                'optim_wrapper.chunk_size is a number or a dict of (a number), at least 1, got 0',
+                'optim_wrapper.chunk_size is a number, a dict of (a number) or '
+                "'auto', at least 1, got 0",
                 "optim_wrapper.keep_graph is a whole number or 'auto', at least 0, got 'all'",
             ],
         ),

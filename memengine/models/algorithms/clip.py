@@ -202,7 +202,8 @@ class CLIP(Algorithm):
 
     def predict(self, inputs: Any, data_samples: Any = None) -> list[dict[str, Tensor]]:
         """``feature`` [D] of each image, and ``text_feature`` [D] where it has a text."""
-        embeddings = {key: l2_normalize(z) for key, z in self.embed(inputs, data_samples).items()}
+        towers = CLIP.embed(self, inputs, data_samples)
+        embeddings = {key: l2_normalize(z) for key, z in towers.items()}
         names = {'image': 'feature', 'text': 'text_feature'}
         return [
             {names[key]: value[row] for key, value in embeddings.items()}

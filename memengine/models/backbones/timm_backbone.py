@@ -154,6 +154,29 @@ class TimmBackbone(nn.Sequential):
         by_index = dict(zip(sorted(indices), stages, strict=True))
         return model.forward_head(last), [by_index[i].mean(dim=(2, 3)) for i in indices]
 
+    @property
+    def place_width(self) -> int:
+        """Width of the places of :meth:`with_places`."""
+        return int(self.model.num_features)  # type: ignore[arg-type]
+
+    def with_places(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Features, and those of an image's places before they are pooled, in one forward pass.
+
+        Args:
+            images: [B, C, H, W].
+
+        Returns:
+            Features [B, D] as from ``forward``; the last places, [B, N, place_width]: a ViT's
+            tokens, or the pixels of a network that keeps them in rows and columns.
+        """
+        model: Any = self.model
+        last = model.forward_features(images)
+        places = last
+        if last.dim() == 4:
+            are_channels_first = last.shape[1] == self.place_width  # Swin's are last
+            places = (last.movedim(1, -1) if are_channels_first else last).flatten(1, 2)
+        return model.forward_head(last), places
+
 
 _TIMMS_ENTRIES = ('state_dict_ema', 'model_ema', 'state_dict', 'model')  # averages first
 

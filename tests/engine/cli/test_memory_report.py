@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-from mmengine.logging import MMLogger
 from torch import nn
 
 from memengine.engine.cli import memory_report
@@ -17,12 +16,7 @@ from tests.engine.config.test_planning import OPTIONS, SIMCLR
 TRIED = ('accumulation', 'activation_checkpointing', 'data_parallel', 'dropit', 'grad_cache')
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    logger = MMLogger.get_current_instance()
-    level = logger.level
-    yield
-    logger.setLevel(level)
+pytestmark = pytest.mark.usefixtures('log_level_stays')
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from mmengine.logging import MMLogger
 
 from memengine.engine.cli.main import main
 from memengine.engine.cli.plan import _draw
@@ -16,12 +15,7 @@ OPTIONS = [f'{key}={value}' for key, value in SMALL.items()]
 CLASSIFIER, SIMCLR, DINO = (f'configs/{name}_vit.py' for name in ('classify', 'simclr', 'dino'))
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    logger = MMLogger.get_current_instance()
-    level = logger.level
-    yield
-    logger.setLevel(level)
+pytestmark = pytest.mark.usefixtures('log_level_stays')
 
 
 def planner(config, batch_size=32, **options):
