@@ -1,7 +1,7 @@
 """What ``memengine embed`` and our data loaders cost beside the bare forward and torch's loader.
 
 ``embed`` on images that are in memory, from the loader to the file, against the forward passes
-alone; JPEG files through ``Runner.build_dataloader`` against torch's ``DataLoader`` on
+of batches that torch's ``DataLoader`` stacks; JPEG files through ``Runner.build_dataloader`` against torch's ``DataLoader`` on
 torchvision's own ``ImageFolder``. In turn, in one process and one thread, in CPU time.
 
     python tools/benchmarks/throughput.py --out work_dirs/throughput
@@ -68,10 +68,12 @@ def embedding(folder: Path, batch: int, batches: int, repeats: int) -> float:
         world_size=1,
     )
 
+    plain = DataLoader(data, batch_size=batch)
+
     def bare() -> None:
         with torch.inference_mode():
-            for part in images.split(batch):
-                model.features(part)
+            for part in plain:
+                model.features(part['inputs'])
 
     def embed() -> None:
         for file in folder.glob('features_*'):
