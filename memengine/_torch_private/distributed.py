@@ -136,7 +136,7 @@ def forget_reduction(module: Any) -> None:
 
 _Around: TypeAlias = Callable[[], AbstractContextManager[None]]
 _around: tuple[int, _Around] | None = None  # and the thread that entered it
-_BETWEEN_TWO = {'send', 'recv_', 'recv_any_source_', 'check_for_nan'}
+_POINT_TO_POINT = {'send', 'recv_', 'recv_any_source_', 'check_for_nan'}
 
 
 @contextmanager
@@ -162,7 +162,7 @@ def _listen_to_collectives() -> torch.library.Library:
     backends = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     for qualified in torch._C._dispatch_get_all_op_names():
         namespace, name = qualified.split('::')
-        if namespace == 'c10d' and name not in _BETWEEN_TWO:
+        if namespace == 'c10d' and name not in _POINT_TO_POINT:
             kernel = _kernel(getattr(torch.ops.c10d, name).default, backends)
             library.impl(name, kernel, 'BackendSelect', with_keyset=True)
     return library

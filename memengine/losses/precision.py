@@ -18,7 +18,7 @@ __all__ = ['Precision', 'Products', 'check_precision', 'scaled_product']
 
 Precision = Literal['auto', 'bf16', 'fp16', 'tf32', 'fp32']
 HALF = {'bf16': torch.bfloat16, 'fp16': torch.float16}
-STEEPEST = 2.0**13  # of what the gradients of logits are brought to in fp16, which ends at 2 ** 16
+LARGEST_FP16_GRADIENT = 2.0**13  # of logits, which are brought to it; fp16 ends at 2 ** 16
 
 
 def check_precision(precision: str) -> None:
@@ -116,7 +116,7 @@ class Products:
         if self.operands != torch.float16:
             return gradient.new_ones(())
         largest = gradient.detach().abs().amax()
-        exponent = torch.frexp(largest / STEEPEST).exponent
+        exponent = torch.frexp(largest / LARGEST_FP16_GRADIENT).exponent
         return torch.ldexp(torch.ones_like(largest), exponent).where(largest > 0, 1)
 
 

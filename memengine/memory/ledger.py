@@ -124,7 +124,7 @@ class Ledger:
         """Leave out from now on what the owners have, and nothing else."""
         self._owners, self.excluded = owners, owned_by(owners)
 
-    def look_again_at_owners(self, parameter: nn.Parameter) -> None:
+    def refresh_owners(self, parameter: nn.Parameter) -> None:
         """Look again at what the owners have if this is not known to be theirs."""
         if self._owners and any(b.key not in self.excluded for b in blocks_of(parameter)):
             self.excluded.update(owned_by(self._owners))

@@ -35,7 +35,7 @@ def _owned_blocks(tensor: Tensor, ledgers: Iterable[Ledger]) -> list[Block]:
     base = tensor if whole is None else whole
     if isinstance(base, nn.Parameter):
         for ledger in ledgers:
-            ledger.look_again_at_owners(base)
+            ledger.refresh_owners(base)
     return list(blocks_of(tensor))
 
 

@@ -20,7 +20,7 @@ __all__ = ['UnpredictableError', 'Prediction', 'on_fake_tensors', 'predict']
 
 PARAMETERS, GRADIENTS, OPTIMIZER = 'parameters', 'gradients', 'optimiser state'
 BUFFERS, TEACHER, BATCH, ALLOCATOR = 'buffers', 'teacher', 'batch', 'allocator'
-_LITTLE = 64 * 2**10  # bytes: a loss to log, a centre
+_NEGLIGIBLE_BYTES = 64 * 2**10  # bytes: a loss to log, a centre
 
 
 class UnpredictableError(ValueError):
@@ -115,7 +115,7 @@ def carried_out(build: Callable[[], TrainingStep]) -> LiveMemory:
             step.run()
             _assign(memory, step)
             left = memory.left()
-            state_only = all(p.category == OPTIMIZER or p.nbytes <= _LITTLE for p in left)
+            state_only = all(p.category == OPTIMIZER or p.nbytes <= _NEGLIGIBLE_BYTES for p in left)
             # With its state there from the start, this step is as those that follow.
             if step.is_settled and state_only:
                 memory.as_if_there(p for p in left if p.category == OPTIMIZER)

@@ -1,8 +1,9 @@
 """What ``memengine embed`` and our data loaders cost beside the bare forward and torch's loader.
 
 ``embed`` on images that are in memory, from the loader to the file, against the forward passes
-of batches that torch's ``DataLoader`` stacks; JPEG files through ``Runner.build_dataloader`` against torch's ``DataLoader`` on
-torchvision's own ``ImageFolder``. In turn, in one process and one thread, in CPU time.
+of batches that torch's ``DataLoader`` stacks; JPEG files through ``Runner.build_dataloader``
+against torch's ``DataLoader`` on torchvision's own ``ImageFolder``. In turn, in one process and one
+thread, in CPU time.
 
     python tools/benchmarks/throughput.py --out work_dirs/throughput
 """

@@ -23,7 +23,7 @@ from memengine.engine.checkpoint.files import DamagedError
 __all__ = [
     'CHECKSUMS_FILE',
     'SAFETENSORS_KEY',
-    'UNSEALED',
+    'PLACEHOLDER_DIGITS',
     'checksum',
     'seal',
     'verify',
@@ -31,11 +31,11 @@ __all__ = [
 ]
 
 CHECKSUMS_FILE = 'checksums.txt'
-SAFETENSORS_KEY = 'memengine_crc32'  # of the header's metadata, with UNSEALED as its value
+SAFETENSORS_KEY = 'memengine_crc32'  # of the header's metadata; PLACEHOLDER_DIGITS at first
 
-UNSEALED = '00000000'  # what a file's checksum takes its own digits for
+PLACEHOLDER_DIGITS = '00000000'  # what a file's checksum takes its own digits for
 _COMMENT_HEAD, _COMMENT_TAIL = b'memengine crc32 ', b' memengine crc32'  # either tells it is ours
-_COMMENT_BYTES = len(_COMMENT_HEAD) + len(UNSEALED) + len(_COMMENT_TAIL)
+_COMMENT_BYTES = len(_COMMENT_HEAD) + len(PLACEHOLDER_DIGITS) + len(_COMMENT_TAIL)
 _CHUNK_BYTES = 1 << 20
 _HEADER_LIMIT_BYTES = 100_000_000  # of safetensors
 _LINE = re.compile(r'([0-9a-f]{8})  ([^\s/\\]+)')
@@ -54,8 +54,8 @@ def checksum(path: Path, digits_at: int | None = None) -> str:
     with open(path, 'rb') as file:
         if digits_at is not None:
             value = _update(value, file, digits_at)
-            value = zlib.crc32(UNSEALED.encode(), value)
-            file.seek(len(UNSEALED), os.SEEK_CUR)
+            value = zlib.crc32(PLACEHOLDER_DIGITS.encode(), value)
+            file.seek(len(PLACEHOLDER_DIGITS), os.SEEK_CUR)
         value = _update(value, file, None)
     return f'{value:08x}'
 
@@ -70,13 +70,13 @@ def _update(value: int, file: BinaryIO, left: int | None) -> int:
 
 def seal(path: Path) -> None:
     """Write a file's checksum into it: a ``.pth`` of ``torch.save``, or a ``.safetensors`` file
-    that holds :data:`UNSEALED` as the value of :data:`SAFETENSORS_KEY`."""
+    that holds :data:`PLACEHOLDER_DIGITS` as the value of :data:`SAFETENSORS_KEY`."""
     with open(path, 'r+b') as file:
         digits_at = _find_digits(file)
         if digits_at is None:  # an archive, whose end says how long its comment is
             end = file.seek(-2, os.SEEK_END)
             file.write(struct.pack('<H', _COMMENT_BYTES))
-            file.write(_COMMENT_HEAD + UNSEALED.encode() + _COMMENT_TAIL)
+            file.write(_COMMENT_HEAD + PLACEHOLDER_DIGITS.encode() + _COMMENT_TAIL)
             digits_at = end + 2 + len(_COMMENT_HEAD)
         file.flush()
         file.seek(digits_at)
@@ -145,7 +145,7 @@ def _expected(path: Path) -> list[tuple[Path, int | None, str]]:
         if digits_at is None:
             return []
         file.seek(digits_at)
-        digits = file.read(len(UNSEALED)).decode('ascii', 'replace')
+        digits = file.read(len(PLACEHOLDER_DIGITS)).decode('ascii', 'replace')
     return [(path, digits_at, digits)]
 
 

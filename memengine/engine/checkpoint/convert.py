@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch import distributed as dist
 
-from memengine.engine.checkpoint.checksums import SAFETENSORS_KEY, UNSEALED, seal, verify
+from memengine.engine.checkpoint.checksums import PLACEHOLDER_DIGITS, SAFETENSORS_KEY, seal, verify
 from memengine.engine.checkpoint.files import CheckpointError, atomic_write, read_pickle
 from memengine.engine.checkpoint.saving import save_errors, write_file
 from memengine.engine.checkpoint.sharded import SUFFIX, is_sharded, read_sharded
@@ -100,5 +100,5 @@ def _write_safetensors(checkpoint: dict[str, Any], target: Path) -> None:
         held.add(tensor.untyped_storage().data_ptr())
         tensors[name] = (tensor.clone() if shared else tensor).contiguous()
     with save_errors(target), atomic_write(target) as partial:
-        save_file(tensors, partial, metadata={**noted, SAFETENSORS_KEY: UNSEALED})
+        save_file(tensors, partial, metadata={**noted, SAFETENSORS_KEY: PLACEHOLDER_DIGITS})
         seal(partial)

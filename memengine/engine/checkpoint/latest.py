@@ -11,7 +11,15 @@ from memengine.engine.checkpoint.sharded import RUN_FILE, SUFFIX, is_sharded
 
 __all__ = ['checkpoint_of', 'find_latest', 'newest_first']
 
-_ONLY_READ = ('http', 'https', 'modelzoo', 'torchvision', 'open-mmlab', 'openmmlab', 'mmcls')
+_READ_ONLY_SCHEMES = (
+    'http',
+    'https',
+    'modelzoo',
+    'torchvision',
+    'open-mmlab',
+    'openmmlab',
+    'mmcls',
+)
 
 
 def find_latest(work_dir: str | Path) -> str | Path | None:
@@ -70,7 +78,7 @@ def newest_first(
     pointer = Path(work_dir) / 'last_checkpoint'
     text = pointer.read_text(errors='replace').strip() if pointer.is_file() else ''
     if '://' in text:  # of MMEngine's remote storage
-        if text.partition('://')[0] in _ONLY_READ:
+        if text.partition('://')[0] in _READ_ONLY_SCHEMES:
             raise CheckpointError(
                 f'{pointer} names {text}, where no run saves: others wrote that; if you know '
                 'it, go on with --resume and that name'

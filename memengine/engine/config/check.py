@@ -21,10 +21,10 @@ from memengine.engine.config.bases import used_names
 from memengine.engine.config.checker import Checker
 from memengine.engine.config.error import FREE_KEYS, ConfigError, unknown_key
 from memengine.engine.config.runner_schema import (
+    KEYS_SET_TOGETHER,
     TOP_CONSTRAINTS,
     TOP_KEYS,
     TOP_SCHEMAS,
-    TRIPLETS,
 )
 from memengine.engine.config.types import arguments_of, find_type
 from memengine.engine.hooks.technique import register_hooks
@@ -193,12 +193,12 @@ def _check_missing(checker: Checker, entries: Mapping[str, Any], unknown: list[s
     """The model, and what is needed together; a misspelt one has been reported already."""
     lacking = {
         key
-        for key in ('model', *(key for triplet in TRIPLETS for key in triplet))
+        for key in ('model', *(key for triplet in KEYS_SET_TOGETHER for key in triplet))
         if entries.get(key) is None and not similar(key, unknown, STRICT)
     }
     if 'model' in lacking:
         checker.report('model', "is missing: model=dict(type='...', ...)")
-    for triplet in TRIPLETS:
+    for triplet in KEYS_SET_TOGETHER:
         there = [key for key in triplet if entries.get(key) is not None]
         missing = [key for key in triplet if key in lacking]
         if there and missing:
@@ -206,6 +206,6 @@ def _check_missing(checker: Checker, entries: Mapping[str, Any], unknown: list[s
                 ' and '.join(missing),
                 f'missing beside {" and ".join(there)}: the three go together, or none is there',
             )
-    alone = not any(entries.get(key) is not None for key in TRIPLETS[0])
+    alone = not any(entries.get(key) is not None for key in KEYS_SET_TOGETHER[0])
     if entries.get('param_scheduler') is not None and alone and 'optim_wrapper' in lacking:
         checker.report('param_scheduler', 'needs optim_wrapper, which is missing')

@@ -27,11 +27,11 @@ from memengine.engine.config.sources import (
 )
 from memengine.suggest import STRICT, STRICTER, did_you_mean, similar
 
-__all__ = ['KNOWN', 'check_names']
+__all__ = ['KNOWN_KEYS', 'check_names']
 
 # Written down, as the classes that say so cannot be asked here. One that is not listed here is only
 # refused where it looks like one that is.
-KNOWN = frozenset(
+KNOWN_KEYS = frozenset(
     [
         '_scope_',
         'activation_checkpointing',
@@ -87,7 +87,7 @@ KNOWN = frozenset(
         'zeroshot',
     ]
 )
-_BRING_OTHERS = {'custom_imports', 'runner_type'}
+_KEYS_THAT_ADD_KEYS = {'custom_imports', 'runner_type'}
 
 
 def check_names(config: str | Path, options: Mapping[str, Any] | None) -> None:
@@ -111,11 +111,13 @@ def check_names(config: str | Path, options: Mapping[str, Any] | None) -> None:
         return  # which reading the config explains
     first = [path.partition('.')[0] for path in options or ()]
     # What a run has written holds the names that its config used, without their use.
-    if _BRING_OTHERS & {*keys, *first} or 'work_dir' in keys and used <= {'dict'}:
+    if _KEYS_THAT_ADD_KEYS & {*keys, *first} or 'work_dir' in keys and used <= {'dict'}:
         return
-    problems = [unknown_option(key, KNOWN) for key in first if _misspelt(key) and key not in keys]
+    problems = [
+        unknown_option(key, KNOWN_KEYS) for key in first if _misspelt(key) and key not in keys
+    ]
     problems += [
-        unknown_key(key, KNOWN)
+        unknown_key(key, KNOWN_KEYS)
         for key, plain in keys.items()
         if plain and _misspelt(key) and key not in used
     ]
@@ -136,7 +138,7 @@ def _nested_problems(file: Path, options: Mapping[str, Any]) -> Iterator[str]:
             change = {key: change}
         values = merged(values, change)
     for key, value in values.items():
-        if key not in FREE_KEYS and key in KNOWN:
+        if key not in FREE_KEYS and key in KNOWN_KEYS:
             yield from _problems_at(value, key)
 
 
@@ -179,7 +181,7 @@ def _type_fault(kind: str) -> str | None:
 
 
 def _misspelt(key: str) -> bool:
-    return key not in KNOWN and bool(similar(key, KNOWN, STRICT))
+    return key not in KNOWN_KEYS and bool(similar(key, KNOWN_KEYS, STRICT))
 
 
 def _assigned(file: Path) -> Iterator[tuple[str, bool]]:

@@ -30,10 +30,10 @@ __all__ = ['PLAN_FILE', 'keep_budget', 'open_auto_sizes']
 T = TypeVar('T')
 
 PLAN_FILE = 'memory_plan.json'
-_OF_NO_MATTER = ('work_dir', 'resume', 'load_from', 'console', 'log_level', 'visualizer')
+_KEYS_WITHOUT_EFFECT = ('work_dir', 'resume', 'load_from', 'console', 'log_level', 'visualizer')
 _SIZES = ('micro_batch_size', 'chunk_size')
 _PLANNED_WITH_IT = ('keep_graph', 'forward_chunk_size')
-_WHOLE = {'slices': 1, 'kept': 1.0}  # a batch in one slice
+_ONE_SLICE = {'slices': 1, 'kept': 1.0}  # a batch in one slice
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,8 @@ def _planned(cfg: Config, asked: Config, setting: str, is_alone: bool) -> _Plann
             f'{budget or f"{room / 2**20:.1f} MiB"}: the smallest that would is {least:.1f} MiB '
             f'(predicted){see}'
         )
-    of_slices = [knob.name for knob in planner.knobs if setting and knob.name in _WHOLE]
-    plan = {name: _WHOLE[name] for name in of_slices} | dict(found.chosen.plan)
+    of_slices = [knob.name for knob in planner.knobs if setting and knob.name in _ONE_SLICE]
+    plan = {name: _ONE_SLICE[name] for name in of_slices} | dict(found.chosen.plan)
     return _Planned(key, room, planner.options(plan))
 
 
@@ -207,7 +207,7 @@ def _leave_to_slices(planner: Planner, setting: str, only: bool) -> None:
     if not any(knob.name == 'slices' for knob in knobs):
         why = planner.left_out.get('slices', 'a batch of one image has no slices')
         raise ConfigError(f"{setting}='auto': {why}; give the number of images")
-    planner.knobs = [knob for knob in knobs if knob.name in _WHOLE] if only else knobs
+    planner.knobs = [knob for knob in knobs if knob.name in _ONE_SLICE] if only else knobs
 
 
 def _file(cfg: Config) -> Path:
@@ -216,7 +216,7 @@ def _file(cfg: Config) -> Path:
 
 def _key(cfg: Mapping[str, Any]) -> str:
     """Of all that a plan depends on: the config, the versions, the device and how large it is."""
-    stated = {name: value for name, value in cfg.items() if name not in _OF_NO_MATTER}
+    stated = {name: value for name, value in cfg.items() if name not in _KEYS_WITHOUT_EFFECT}
     depends = [stated, torch.__version__, memengine.__version__, get_device()]
     if get_device() == 'cuda':
         depends.append(torch.cuda.get_device_properties(0).total_memory)

@@ -38,7 +38,7 @@ from memengine.techniques.modules.running_statistics import layers_with_batch_st
 
 __all__ = ['Planner', 'budget_for', 'usable_bytes']
 
-_LEFT_OVER = {'cpu': (0.02, 2**21), 'cuda': (0.1, 0)}
+_KEPT_FREE = {'cpu': (0.02, 2**21), 'cuda': (0.1, 0)}
 
 CHECKPOINTING = 'activation_checkpointing'
 
@@ -48,7 +48,7 @@ _MOST_WHOLE = 16  # slices of a step that is predicted whole to see that what fo
 _KEPT = tuple(eighth / 8 for eighth in range(8, -1, -1))
 _BUDGETS = tuple(tenth / 10 for tenth in range(9, -1, -1))
 _SIZE = {'Accumulation': 'micro_batch_size', 'GradCache': 'chunk_size'}
-_PLACES = dict(
+_OPTION_OF_KNOB = dict(
     tiled_loss='model.loss.tile_size',
     optimizer_in_backward='optim_wrapper.type',
     activation_checkpointing='activation_checkpointing.budget',
@@ -66,13 +66,13 @@ def usable_bytes(budget_bytes: int) -> int:
     GPU a tenth, for fragments of its allocator and workspaces, of which a prediction for the CPU
     knows nothing.
     """
-    share, nbytes = _LEFT_OVER[get_device()]
+    share, nbytes = _KEPT_FREE[get_device()]
     return int(budget_bytes * (1 - share)) - nbytes
 
 
 def budget_for(peak_bytes: int) -> int:
     """The least budget of which so much is usable."""
-    share, nbytes = _LEFT_OVER[get_device()]
+    share, nbytes = _KEPT_FREE[get_device()]
     return math.ceil((peak_bytes + nbytes) / (1 - share))
 
 
@@ -173,8 +173,8 @@ class Planner:
             if kept := max(round(plan.get('kept', 0) * self._coupled[size]), least):
                 options['optim_wrapper.keep_graph'] = kept
         for name, level in plan.items():
-            if name in _PLACES:
-                options[_PLACES[name]] = level
+            if name in _OPTION_OF_KNOB:
+                options[_OPTION_OF_KNOB[name]] = level
         return options
 
     def cost(self, plan: Plan) -> Cost | None:

@@ -47,7 +47,7 @@ __all__ = [
     'TOP_CONSTRAINTS',
     'TOP_KEYS',
     'TOP_SCHEMAS',
-    'TRIPLETS',
+    'KEYS_SET_TOGETHER',
     'VALUES',
 ]
 
@@ -396,7 +396,7 @@ TOP_KEYS = frozenset(inspect.signature(Runner.__init__).parameters) - {'self', '
     'trusted_globals',
     '_scope_',
 }
-TRIPLETS = (
+KEYS_SET_TOGETHER = (
     ('train_dataloader', 'train_cfg', 'optim_wrapper'),
     ('val_dataloader', 'val_cfg', 'val_evaluator'),
     ('test_dataloader', 'test_cfg', 'test_evaluator'),

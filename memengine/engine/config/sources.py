@@ -16,7 +16,7 @@ from pathlib import Path
 __all__ = ['arguments_in_source', 'is_a_word', 'registered_types', 'settings_in_source']
 
 # Where types come from that a config names without their module.
-_PLACES = (
+_SEARCHED_PACKAGES = (
     'memengine',
     'mmengine',
     'mmcv/transforms',
@@ -33,7 +33,7 @@ _REGISTERED = r'^@(\w+)\.register_module\(\)(?:\n@.*)*\nclass (\w+)'
 def _texts() -> tuple[str, ...]:
     """All files of the places that are there."""
     folders = []
-    for place in _PLACES:
+    for place in _SEARCHED_PACKAGES:
         package, _, below = place.partition('/')
         spec = importlib.util.find_spec(package)
         folders += [Path(root) / below for root in (spec and spec.submodule_search_locations) or ()]

@@ -26,7 +26,7 @@ from memengine.registry import HOOKS, MODELS
 
 __all__ = ['FewSamples', 'first_batch', 'loader_of', 'step_of']
 
-_FEW = 4  # samples that are really loaded; a batch repeats them
+_SAMPLES_LOADED = 4  # samples that are really loaded; a batch repeats them
 
 
 def first_batch(cfg: Config) -> Any:
@@ -62,7 +62,7 @@ class FewSamples:
         is_stream = isinstance(dataset, IterableDataset)
         self.most = None if is_stream else len(dataset)
         several = iter(dataset) if is_stream else map(dataset.__getitem__, range(len(dataset)))
-        self._samples = list(islice(several, min(_FEW, cfg.train_dataloader.batch_size)))
+        self._samples = list(islice(several, min(_SAMPLES_LOADED, cfg.train_dataloader.batch_size)))
 
     def __call__(self, cfg: Config) -> Any:
         """A batch as large as this config's, which differs in nothing else of the data."""

@@ -175,12 +175,12 @@ class PlainStep:
     def _take(self, data: Any) -> Gradients:
         data = pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, data)
         module = _InSlices(self._module, self._wrapper) if self._in_slices else self._module
-        taker = _Taker(self._wrapper, self.parameters)
+        taker = _GradientTaker(self._wrapper, self.parameters)
         plain_step(module, data, taker)
         return taker.gradients
 
 
-class _Taker:
+class _GradientTaker:
     """Takes the gradient of a loss in place of an update, scaled as it is in training."""
 
     def __init__(self, wrapper: OptimWrapper, parameters: list[nn.Parameter]) -> None:

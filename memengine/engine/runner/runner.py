@@ -56,7 +56,7 @@ from memengine.techniques.sharding.materializing import on_meta
 __all__ = ['Runner']
 
 # What a rank is doing from a method of its hooks on.
-_PLACES = dict(
+_STAGE_OF_CALL = dict(
     before_train_iter='training',
     before_val_iter='evaluation',
     before_test_iter='testing',
@@ -255,8 +255,8 @@ class Runner(_Runner):
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
         """Call a method of all hooks, as MMEngine does, and note where this rank is."""
-        if self._watch is not None and fn_name in _PLACES:
-            self._watch.at(f'{_PLACES[fn_name]}, iteration {self.iter}')
+        if self._watch is not None and fn_name in _STAGE_OF_CALL:
+            self._watch.at(f'{_STAGE_OF_CALL[fn_name]}, iteration {self.iter}')
         super().call_hook(fn_name, **kwargs)
 
     @contextmanager

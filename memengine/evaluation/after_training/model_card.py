@@ -16,7 +16,7 @@ from memengine.evaluation.after_training.results import table
 __all__ = ['write_model_card']
 
 _PACKAGES = ('memengine', 'torch', 'torchvision', 'timm', 'transformers', 'mmengine')
-_OF_THE_MACHINE = ('load_from', 'work_dir', 'launcher', 'resume')
+_MACHINE_KEYS = ('load_from', 'work_dir', 'launcher', 'resume')
 
 
 def write_model_card(
@@ -24,7 +24,7 @@ def write_model_card(
 ) -> None:
     """Write ``README.md``."""
     kind = type(runner.model).__name__
-    cfg = Config({key: value for key, value in runner.cfg.items() if key not in _OF_THE_MACHINE})
+    cfg = Config({key: value for key, value in runner.cfg.items() if key not in _MACHINE_KEYS})
     count = sum(parameter.numel() for parameter in backbone.module.parameters())
     network = type(backbone.network).__name__
     parts = [

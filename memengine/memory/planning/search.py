@@ -17,7 +17,7 @@ from memengine.memory.planning.cost import Cost, Rates
 
 __all__ = ['Found', 'Knob', 'Plan', 'Tried', 'leanest', 'search']
 
-_LEANER = (0, 2, 4)  # levels that a knob is set leaner than it need be, for its part's sake
+_LEVELS_LEANER = (0, 2, 4)  # levels that a knob is set leaner than it need be, for its part's sake
 
 Plan: TypeAlias = Mapping[str, Any]
 """Levels by the names of the knobs that are on; empty is the step as it is."""
@@ -196,7 +196,7 @@ class _Search:
         """Plans that differ in which knob takes what room there is, and how much of it."""
         has_parts = any(knob.name in self.parts for knob in some)
         for order in (some, some[::-1])[: len(some)]:
-            for leaner in _LEANER if has_parts else (0,):
+            for leaner in _LEVELS_LEANER if has_parts else (0,):
                 found = self.relaxed(order, leaner)
                 if found is None:
                     return

@@ -102,7 +102,7 @@ _NEEDS: dict[str, dict[str, Need]] = {
 # Of these there are forms that act in place, on a copy of what they save.
 IN_PLACE_FORMS = frozenset(('Silu', 'Mish', 'Hardswish', 'Hardsigmoid', 'Hardtanh', 'Mul'))
 _WEIGHT_INPUT = {'Addmm': 2, 'Mm': 1, 'Linear': 1, 'Convolution': 1}  # their place among the inputs
-_MIX_WITH_DATA = frozenset(  # where one input is no weight, their result is none either
+_RESULT_DEPENDS_ON_DATA = frozenset(  # where one input is no weight, their result is none either
     ('Addmm', 'Mm', 'Bmm', 'Baddbmm', 'Linear', 'Convolution', 'Embedding', 'NativeLayerNorm')
 )
 # Which input of its operation a field holds, but for the first; and fields that hold a result.
@@ -176,7 +176,9 @@ def _is_of_weights(node: Any, index: int) -> bool:
                 return False
             continue
         parents = [parent for parent, _ in producer.next_functions]
-        if operation_name(producer) in _MIX_WITH_DATA and (None in parents or len(parents) == 1):
+        if operation_name(producer) in _RESULT_DEPENDS_ON_DATA and (
+            None in parents or len(parents) == 1
+        ):
             return False
         pending += parents
     return not pending

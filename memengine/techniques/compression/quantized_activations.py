@@ -30,7 +30,7 @@ __all__ = ['Bits', 'QuantizedActivations', 'QuantizedActivationsSettings', 'quan
 
 _SETTING = 'quantized_activations'
 _WIDTHS = (1, 2, 4, 8)
-_AS_IT_IS = 32
+_UNCOMPRESSED = 32
 _PROBE_BITS = 2  # bits at which sensitivity is measured: where errors are well above rounding
 
 Bits = int | Mapping[str, int]
@@ -102,7 +102,7 @@ def quantize_activations(
     names = [name or THE_MODEL for name, _ in model.named_modules()]
     kinds = {need.value for need in Need if need.is_of_values}
     for key, width in by_name.items():
-        if width not in (*_WIDTHS, _AS_IT_IS):
+        if width not in (*_WIDTHS, _UNCOMPRESSED):
             raise ValueError(f'{_SETTING}: bits are 8, 4, 2 or 1, or 32 for none, got {width!r}')
         if key not in kinds and not any(fnmatchcase(name, key) for name in names):
             raise ValueError(
@@ -111,7 +111,7 @@ def quantize_activations(
             )
     if ranges not in ('group', 'running'):
         raise ValueError(f"{_SETTING}: ranges is 'group' or 'running', got {ranges!r}")
-    if ranges == 'running' and set(by_name.values()) - {8, _AS_IT_IS}:
+    if ranges == 'running' and set(by_name.values()) - {8, _UNCOMPRESSED}:
         raise ValueError(f"{_SETTING}: ranges='running' works at 8 bits, got bits={bits!r}")
     rule = QuantizedActivations(model, by_name, group_size, ranges == 'running', min_numel)
     add_rule(model, rule, chosen_modules(model, modules, exclude, _SETTING))
@@ -153,7 +153,7 @@ class QuantizedActivations(RuleHandle):
         place = name, need.value
         width = self._width_at(place)
         numel = tensor.untyped_storage().nbytes() // tensor.itemsize  # which a view would keep
-        if width == _AS_IT_IS or numel < self._min_numel:
+        if width == _UNCOMPRESSED or numel < self._min_numel:
             return None
         if self.codes_each_view:
             kind = (*place, tuple(tensor.shape[1:]))
@@ -164,9 +164,13 @@ class QuantizedActivations(RuleHandle):
     def _width_at(self, place: _Place) -> int:
         name, need = place
         matching = (b for key, b in self._bits.items() if key == need or fnmatchcase(name, key))
-        stated = next(matching, _AS_IT_IS)
+        stated = next(matching, _UNCOMPRESSED)
         if self._trial_bits is not None:
-            return _AS_IT_IS if stated == _AS_IT_IS else self._trial_bits.get(place, _AS_IT_IS)
+            return (
+                _UNCOMPRESSED
+                if stated == _UNCOMPRESSED
+                else self._trial_bits.get(place, _UNCOMPRESSED)
+            )
         return self.bits_of.get(place, stated)
 
     def before_step(self, step: StepInfo) -> None:

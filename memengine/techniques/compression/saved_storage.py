@@ -25,7 +25,7 @@ from memengine.techniques.offload import is_offloading, offload_tensor
 
 __all__ = ['SavedStorage', 'SavedTensor', 'still_alive']
 
-_MOST = 0.75  # of a storage: from here on it is coded whole, else each view of it
+_SHARE_CODED_WHOLE = 0.75  # of a storage: from here on it is coded whole, else each view of it
 _Layout = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape and strides, in elements
 _References: TypeAlias = 'list[weakref.ref[SavedTensor]]'
 
@@ -251,7 +251,7 @@ class SavedStorage:
         whole = content.untyped_storage().nbytes()
         if part.nbytes >= whole:
             return None
-        is_most = base.nbytes >= _MOST * whole
+        is_most = base.nbytes >= _SHARE_CODED_WHOLE * whole
         self._parts[None if is_most else layout] = weakref.ref(part)
         return part
 
@@ -268,7 +268,10 @@ def _base_for(view: Tensor, views: list[Tensor]) -> Tensor:
         if other.nbytes == storage.nbytes() and is_dense(other):
             return other
     parts = {_layout_of(other): other.nbytes for other in views}
-    if sum(parts.values()) >= _MOST * storage.nbytes() and storage.nbytes() % view.itemsize == 0:
+    if (
+        sum(parts.values()) >= _SHARE_CODED_WHOLE * storage.nbytes()
+        and storage.nbytes() % view.itemsize == 0
+    ):
         return view.new_empty(0).set_(storage, 0, (storage.nbytes() // view.itemsize,), (1,))
     return view
 

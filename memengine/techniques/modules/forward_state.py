@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _ABSENT: Any = object()  # in place of a value: there is no such entry
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # hooks, parameters, submodules
+_STANDARD_ATTRIBUTES = frozenset(vars(nn.Module()))  # hooks, parameters, submodules
 
 
 class _Table:
@@ -170,7 +170,7 @@ class ModuleState:
             if not (isinstance(inner, BatchOrInstanceNorm) and inner.training):
                 self._tables.append(_Table(path, own_buffers(inner)))
             for name, value in vars(inner).items():
-                if name not in _OF_EVERY_MODULE and isinstance(value, (dict, list)):
+                if name not in _STANDARD_ATTRIBUTES and isinstance(value, (dict, list)):
                     kind = _Table if isinstance(value, dict) else _ListTable
                     self._tables.append(kind(path, value, name))
         self._versions = [

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from memengine.engine.config.check import check_config, known_keys
-from memengine.engine.config.early import KNOWN, check_names
+from memengine.engine.config.early import KNOWN_KEYS, check_names
 from memengine.engine.config.error import ConfigError
 from memengine.engine.config.file import load_config
 from tests.docs_pages import ROOT
@@ -91,7 +91,7 @@ def test_what_is_refused_early_is_misspelt(count, seed):
 
 
 def test_keys_are_those_of_the_whole_check():
-    assert known_keys({}) >= KNOWN
+    assert known_keys({}) >= KNOWN_KEYS
 
 
 def test_no_key_that_means_something_is_refused(tmp_path):
