@@ -184,3 +184,17 @@ def test_what_the_quick_starts_change_is_what_their_configs_say():
         for row in rows:
             value = look_up(cfg, row[0].strip('`'))[1]
             assert str(value) in row[column], f'{row[0]}: {name} has {value}, not {row[column]}'
+
+
+def test_what_quick_starts_reached_is_what_their_configs_state():
+    page = (ROOT / 'docs/algorithms.md').read_text()
+    rows = re.findall(
+        r'^\| `(configs/\w+\.py)` \| (.+) \|$', page.partition('## Trained here')[2], re.M
+    )
+    assert sorted(name for name, _ in rows) == sorted(
+        path.relative_to(ROOT).as_posix() for path in (ROOT / 'configs').glob('*.py')
+    )
+    for name, row in rows:
+        stated = (ROOT / name).read_text().partition('_base_')[0].split()
+        for figure in re.findall(r'\d+\.\d', row):
+            assert figure in stated, f'{name} does not state {figure}'
