@@ -34,7 +34,10 @@ def listens(monkeypatch):
 
 
 def hold_interpreter():
-    ctypes.PyDLL(None).sleep(1000)  # as an endless regular expression does: no other thread runs
+    while True:  # a signal wakes it
+        ctypes.PyDLL(None).sleep(
+            1000
+        )  # as an endless regular expression does: no other thread runs
 
 
 TROUBLES = {

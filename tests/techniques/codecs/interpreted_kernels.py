@@ -115,6 +115,13 @@ def test_what_is_drawn_follows_the_seed_and_goes_back_with_it():
 IMAGE = torch.arange(2 * 3 * 16 * 5, dtype=torch.float32).view(2, 3, 16, 5)
 
 
+def assert_same_but_for_ties(decoded, expected, values):
+    """Where two decodings differ, the value lies halfway between them."""
+    off = ~torch.isclose(decoded, expected, atol=1e-5)
+    distances = [(one - values).abs()[off] for one in (decoded, expected)]
+    torch.testing.assert_close(*distances, rtol=1e-3, atol=0)
+
+
 @pytest.mark.parametrize(
     'values',
     [
@@ -136,11 +143,11 @@ def test_codecs_give_what_they_give_without_kernels(values):
     with triton_kernels.without_kernels():
         eager, expected = code()
     assert eager.part_numel != 256
-    assert torch.allclose(decoded, expected, atol=1e-5)
+    assert_same_but_for_ties(decoded, expected, values)
     assert decoded.shape == expected.shape and decoded.stride() == expected.stride()
     assert fused.packed.nbytes == eager.packed.nbytes
     assert torch.equal(fused.extremes, eager.extremes)
-    assert torch.allclose(fused.decode(), expected, atol=1e-5)  # whoever decodes it
+    assert_same_but_for_ties(fused.decode(), expected, values)  # whoever decodes it
 
 
 def test_a_wrong_kernel_is_warned_of_once_and_not_used(monkeypatch):
