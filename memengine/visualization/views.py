@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from memengine.visualization.figures import figure_of, save_figure, shown
+from memengine.visualization.figures import figure_of, for_imshow, save_figure
 
 __all__ = ['save_views', 'views_of']
 
@@ -40,5 +40,5 @@ def save_views(samples: Sequence[Sequence[Tensor]], path: str | Path) -> None:
         for place in row:
             place.set_axis_off()
         for place, view in zip(row, views, strict=False):
-            place.imshow(shown(view), cmap='gray', vmin=0, vmax=1)
+            place.imshow(for_imshow(view), cmap='gray', vmin=0, vmax=1)
     save_figure(figure, path)
