@@ -499,6 +499,7 @@ def test_tables_of_modules():
     assert list(modules.own_buffers(norm)) == ['running_mean', 'running_var', 'num_batches_tracked']
     modules.own_buffers(norm)['running_mean'] = None
     assert norm.running_mean is None
+    assert list(modules.own_modules(nn.Sequential(norm))) == ['0']
     norm.register_forward_hook(print)
     norm.register_forward_pre_hook(print)
     assert len(modules.forward_hooks_of(norm)) == len(modules.forward_pre_hooks_of(norm)) == 1

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from memengine._torch_private.autograd import storage_key
-from memengine._torch_private.modules import own_buffers, own_parameters
+from memengine._torch_private.modules import own_buffers, own_modules, own_parameters
 from memengine._torch_private.ops import parts_of_sparse
 
 __all__ = ['Block', 'Ledger', 'blocks_of', 'owned_by', 'tensors_in']
 
 _opaque_keys = itertools.count(-1, -1)  # never an address
+_HOLD_NOTHING = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 
 
 class Block:
@@ -54,7 +55,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     pending = [value]
     while pending:
         item = pending.pop()
-        if id(item) in seen:
+        if type(item) in _HOLD_NOTHING or id(item) in seen:
             continue
         seen.add(id(item))
         if isinstance(item, Tensor):
@@ -97,8 +98,8 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
         one = pending.pop()
         yield from (p for p in own_parameters(one).values() if p is not None)
         yield from (b for b in own_buffers(one).values() if b is not None)
-        for child in one.children():
-            if child not in seen:
+        for child in own_modules(one).values():
+            if child is not None and child not in seen:
                 seen.add(child)
                 pending.append(child)
 

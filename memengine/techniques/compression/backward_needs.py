@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from enum import Enum
-from functools import cache
 from typing import Any
 
 from torch import nn
@@ -39,6 +38,8 @@ class Need(Enum):
     BOOL = 'bool'
     INDICES = 'indices'
     SHAPE = 'shape'  # nothing but its shape
+
+    __hash__ = object.__hash__  # each is there once, and Enum hashes names in Python
 
     @property
     def is_of_values(self) -> bool:
@@ -121,12 +122,17 @@ def operation_name(node: Any) -> str:
 
     That of somebody's own Function has no number at its end, and stays as it is.
     """
-    return _without_suffix(node.name())
+    known = _name_of_kind.get(type(node))  # to ask a node for its name takes five times as long
+    if known is not None:
+        return known
+    full = node.name()
+    name = re.sub(r'Backward\d+$', '', full)
+    if name != full == type(node).__name__:  # a class for this operation alone, and torch's own
+        _name_of_kind[type(node)] = name
+    return name
 
 
-@cache
-def _without_suffix(name: str) -> str:
-    return re.sub(r'Backward\d+$', '', name)
+_name_of_kind: dict[type, str] = {}
 
 
 def needs_of(node: Any) -> dict[str, Need]:

@@ -175,6 +175,7 @@ class RuleHandle(PausableHandle):
     """
 
     setting: str
+    only_recomputes = False
 
     def __init__(self, model: nn.Module) -> None:
         self._model: Callable[[], nn.Module | None] = weakref.ref(model)
@@ -336,15 +337,17 @@ class _ForwardHooks(saved_tensors_hooks):
     def _examine_node(self, node: Any) -> list[SavedTensor]:
         """Learn what a node has saved."""
         numbers = self._saving_numbers(node)
+        kept = still_alive(self._unexamined.pop(numbers[0], []))  # all of it is this node's
+        has_copy = any(number in self._unexamined for number in numbers[1:])
         found: list[SavedTensor] = []
-        has_saved_here = any(number in self._unexamined for number in numbers)
-        for field, need in needs_of(node).items() if has_saved_here else ():
+        for field, need in needs_of(node).items() if kept or has_copy else ():
+            if not has_copy and not kept[0].may_be_coded(need, node, field):
+                continue  # to unpack it would tell nothing
             saved = _held_in_field(node, field)
             if isinstance(saved, SavedTensor):
                 find = partial(recomputation_of, node, field, saved.content, self._find_source)
                 saved.choose_codec(need, node, find)
                 found.append(saved)
-        kept = still_alive(self._unexamined.pop(numbers[0], []))  # all of it is this node's
         found += [saved for saved in kept if saved not in found]
         for saved in found:
             saved.is_examined = True

@@ -23,7 +23,15 @@ from memengine.techniques.compression.backward_needs import operation_name, prod
 from memengine.techniques.modules.saved_tensors import KeptAsIs, is_plain
 from memengine.techniques.modules.wrapped_forward import innermost_forward
 
-__all__ = ['Source', 'FindSource', 'RecomputedCode', 'Recomputation', 'Sources', 'recomputation_of']
+__all__ = [
+    'FindSource',
+    'Recomputation',
+    'RecomputedCode',
+    'Source',
+    'Sources',
+    'is_recomputable',
+    'recomputation_of',
+]
 
 _LONGEST_CHAIN = 4  # operations in a chain
 _LIBRARIES = ('torch', 'timm', 'torchvision')  # whose norms use their own weights and epsilon
@@ -116,6 +124,12 @@ class RecomputedCode:
         return self.recomputation().as_strided(self.shape, self.stride, self.offset)
 
 
+def is_recomputable(node: Any, saved_as: str) -> bool:
+    """Whether what a node has saved in a field is the result of one of these operations."""
+    producer = producer_of(node, saved_as)
+    return producer is not None and operation_name(producer) in _RECOMPUTABLE
+
+
 def recomputation_of(
     node: Any, saved_as: str, tensor: Tensor, find_source: FindSource
 ) -> Recomputation | None:
@@ -127,9 +141,9 @@ def recomputation_of(
         tensor: The saved tensor; a view of the result will do.
         find_source: Knows what is held of other nodes. Only that is kept, no node.
     """
-    producer = producer_of(node, saved_as)
-    if producer is None or operation_name(producer) not in _RECOMPUTABLE:
+    if not is_recomputable(node, saved_as):
         return None
+    producer = producer_of(node, saved_as)
     metadata = result_metadata_of(producer)
     if prod(metadata.shape) * metadata.dtype.itemsize != tensor.untyped_storage().nbytes():
         return None  # part of something larger, or a copy
@@ -208,7 +222,8 @@ def _relu(result: _Result) -> Compute | None:
 
 def _residual_sum(result: _Result) -> Compute | None:
     """Of branches that end in BatchNorm; one step each, so that sums do not add up."""
-    a, b = result.input(0, steps=1), result.input(1, steps=1)
+    a = result.input(0, steps=1)
+    b = result.input(1, steps=1) if a is not None else None
     if a is None or b is None or result.setting('alpha') != 1:
         return None
     return lambda: a() + b()

@@ -88,6 +88,7 @@ class RecomputedActivations(RuleHandle):
 
     setting = _SETTING
     codes_each_view = False
+    only_recomputes = True
     fidelity = EXACT
 
     def __init__(self, model: nn.Module) -> None:

@@ -47,6 +47,7 @@ class Rule(Protocol):
         fidelity: Of several rules' codes of one tensor, that of the highest is kept; EXACT for one
             that gives back what there was, which comes before all others.
         codes_each_view: Whether views of one storage have codes of their own: their shape matters.
+        only_recomputes: Whether it codes nothing but what can be computed again.
         kept: What it has saved so far.
         is_paused: Whether the model runs as if it did not hold.
     """
@@ -54,6 +55,7 @@ class Rule(Protocol):
     setting: str
     fidelity: int
     codes_each_view: bool
+    only_recomputes: bool
     kept: KeptBytes
     is_paused: bool
 

@@ -18,7 +18,7 @@ from memengine.techniques.codecs.codec import Code, Codec
 from memengine.techniques.codecs.lossless_by_need import lossless_codec_for
 from memengine.techniques.codecs.memory_order import is_dense
 from memengine.techniques.compression.backward_needs import Need
-from memengine.techniques.compression.recomputable_ops import RecomputedCode
+from memengine.techniques.compression.recomputable_ops import RecomputedCode, is_recomputable
 from memengine.techniques.compression.rules import FindRecomputation, Rule
 from memengine.techniques.modules.saved_tensors import KeptAsIs, current_backward, is_in_backward
 from memengine.techniques.offload import is_offloading, offload_tensor
@@ -128,6 +128,14 @@ class SavedTensor:
         code = self._part.code
         return isinstance(code, RecomputedCode) and code.recomputation.is_exact
 
+    def may_be_coded(self, need: Need, node: Any, field: str) -> bool:
+        """Whether a codec may be found for what this tensor's node has saved in a field."""
+        if not need.is_of_values or need is Need.PRODUCT:  # whose factor may have two values
+            return True
+        if all(rule.only_recomputes for rule, _ in self._rules):
+            return bool(self._rules) and is_recomputable(node, field)
+        return True
+
     def choose_codec(self, need: Need, node: Any, find: FindRecomputation) -> None:
         """Learn what the tensor is for, and so how to code it; its memory decides whether.
 
@@ -194,8 +202,6 @@ class SavedStorage:
             alive: Addresses of storages that somebody else holds now, so that it is no price that
                 they are here until they are coded. None where there is no meter to tell.
         """
-        if not self._undecided:
-            return
         new = still_alive(self._undecided)
         if not new:
             return
@@ -203,12 +209,14 @@ class SavedStorage:
         if alive is not None and storage_key(content.untyped_storage()) not in alive:
             for one in new:
                 one.show_to_meters()
-        if not all(one.is_examined for one in new):
+        if False in [one.is_examined for one in new]:
             return  # until the others' operations are looked at
-        if any(one.codec is None for one in new) or self._is_kept():
-            stays = [*new, *still_alive(self._coded)]
-            self._coded = []
-            self._parts.clear()
+        if None in [one.codec for one in new] or self._is_kept():
+            stays = new
+            if self._coded:
+                stays += still_alive(self._coded)
+                self._coded = []
+                self._parts.clear()
         else:
             self._code(new)
             stays = [one for one in new if one.is_here]
@@ -258,7 +266,7 @@ class SavedStorage:
 
 def still_alive(references: _References) -> list[SavedTensor]:
     """Those that autograd has not let go of."""
-    return [one for one in (reference() for reference in references) if one is not None]
+    return [one for reference in references if (one := reference()) is not None]
 
 
 def _base_for(view: Tensor, views: list[Tensor]) -> Tensor:
