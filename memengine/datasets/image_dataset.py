@@ -102,8 +102,8 @@ class ImageDataset(Dataset):
                 return results
         raise ValueError(f'none of the {len(self)} images of {self._source_name} can be read')
 
-    def _load(self, index: int) -> tuple[Image.Image, int] | None:
-        """Image and label, or None where it is unreadable and to be skipped."""
+    def _load(self, index: int) -> tuple[Image.Image | list[Image.Image], int] | None:
+        """Image, or frames, and label, or None where it is unreadable and to be skipped."""
         try:
             return self.source[self.indices[index]]
         except OSError as error:

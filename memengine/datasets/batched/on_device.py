@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from mmengine.model import BaseDataPreprocessor
-from PIL import Image
 from torch import Tensor
 
+from memengine.datasets.batched.dataset import pixels_of
 from memengine.datasets.batched.draws import Draws
 from memengine.datasets.batched.pipeline import BatchedPipeline
 from memengine.datasets.image_dataset import ImageDataset, OnError
@@ -61,8 +60,7 @@ class PlainImageDataset(ImageDataset):
 
     def _plain(self, index: int, seed: int) -> dict[str, Any]:
         results = self.pipeline(self._read(index))
-        image: Image.Image = results['img']
-        pixels = torch.from_numpy(np.array(image if image.mode == 'L' else image.convert('RGB')))
+        pixels = torch.from_numpy(pixels_of(results['img']).copy())
         kept = {key: results[key] for key in self.keys}
         return {
             'inputs': pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1).contiguous(),
