@@ -3,6 +3,7 @@
 import functools
 import inspect
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from torch.utils.flop_counter import sdpa_flop_count
 
 from memengine._torch_private import (
     allocator,
+    attention,
     autograd,
     data_loading,
     distributed,
@@ -387,6 +389,34 @@ def test_foreach():
     ops.foreach_copy_(copies, [x[0], torch.tensor(3)])
     assert copies[0].tolist() == [5.5, 6.0]
     assert copies[1] == 3
+
+
+@relies_on('gives output and log-sum-exp of fused attention as its nodes save them')
+@pytest.mark.parametrize('options', [{}, dict(is_causal=True), dict(attn_mask=torch.ones(5, 5))])
+def test_fused_attention(options):
+    q, k, v = (torch.randn(2, 3, 5, 8, requires_grad=True) for _ in range(3))
+    node = F.scaled_dot_product_attention(q, k, v, scale=0.5, **options).grad_fn
+    form = attention.FUSED_ATTENTION[operation_name(node)]
+    mask = [m for m in [autograd.saved_by(node, form.mask)] if m is not None]
+    settings = {name: autograd.saved_by(node, name) for name in ('is_causal', 'scale')}
+    output, log_sum, *_ = form.attend(q, k, v, *mask, **settings)
+    assert torch.equal(output, autograd.saved_by(node, 'output'))
+    assert torch.equal(log_sum, autograd.saved_by(node, form.log_sum))
+
+
+@relies_on('has fused attention for GPUs with these fields and arguments')
+@pytest.mark.parametrize('name', attention.FUSED_ATTENTION)
+def test_fields_of_fused_attention(name):
+    form, kind = attention.FUSED_ATTENTION[name], getattr(torch._C._functions, f'{name}Backward0')
+    has = [hasattr(kind, f'_saved_{field}') for field in ('attn_mask', 'attn_bias', 'output')]
+    assert has == [form.mask == 'attn_mask', form.mask == 'attn_bias', True]
+    for field in ('query', 'key', 'value', 'is_causal', 'scale', 'dropout_p', form.log_sum):
+        assert hasattr(kind, f'_saved_{field}'), field
+    words = re.findall('[A-Z][a-z]+', name)
+    op = getattr(torch.ops.aten, f'_{"_".join(words).lower()}').default
+    arguments = ops.argument_names(op)
+    assert {'is_causal', 'scale'} <= {*arguments}
+    assert [result.name for result in op._schema.returns][:2] == ['output', form.log_sum]
 
 
 @relies_on('has RMSNorm as one operator, that gives the result first')
