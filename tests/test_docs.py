@@ -106,9 +106,10 @@ def write_config(text, workplace):
     if file := file_name(text):
         path = workplace / file
     else:
-        bases = re.findall(r"'([^']+\.py)'", (re.search(r'^_base_ = .*?$', text, re.M) or [''])[0])
-        if not bases:
-            text, bases = f"_base_ = '../{QUICK_START}'\n{text}", [f'../{QUICK_START}']
+        line = (re.search(r'^_base_ = .*?$', text, re.M) or [''])[0]
+        bases = re.findall(r"'([^':]+\.py)'", line)  # but those that come along
+        if not line:
+            text = f"_base_ = 'memengine::{Path(QUICK_START).name}'\n{text}"
         folders = [workplace / 'mine', workplace, workplace / 'configs']
         fitting = [f for f in folders if all((f / base).resolve().is_file() for base in bases)]
         assert fitting, f'there is no {bases}'

@@ -30,11 +30,14 @@ from memengine._torch_private import (
     data_loading,
     distributed,
     fake,
+    fake_operators,
     modules,
     ops,
     products,
 )
 from memengine.techniques.compression.backward_needs import _NEEDS, IN_PLACE_FORMS, operation_name
+
+ADD = torch.ops.aten.add.Tensor
 
 
 def relies_on(what):
@@ -698,6 +701,33 @@ def test_fake_tensors():
     with See():
         torch.ones(1).item()
     assert seen[-1] is fake.READS_A_NUMBER
+
+
+@relies_on('lets fake tensors be made of meta tensors, as their class does')
+def test_fake_tensors_made_again():
+    with fake.FakeTensorMode():
+        x, y = torch.ones(3, 4), torch.ones(3, 4)
+        kinds = []
+        for other in (2, 2.0, True, y, y.t().contiguous().t()):
+            inputs = []
+            kinds.append(fake_operators.inputs_by_shape(ADD, (x, other), {}, inputs))
+            assert inputs[0] is x
+        assert len(set(kinds)) == len(kinds) and None not in kinds
+        assert fake_operators.inputs_by_shape(torch.ops.aten.nonzero.default, (x,), {}, []) is None
+        chunks = fake_operators.Results.of(x.unbind(), [x]).again([y])
+        assert [type(chunk) for chunk in chunks] == [type(x)] * 3
+        assert chunks[1].storage_offset() == 4
+        key = autograd.storage_key
+        assert key(chunks[1].untyped_storage()) == key(y.untyped_storage())
+        total = fake_operators.Results.of(x + y, [x, y]).again([x, y])
+        assert total.device.type == 'cpu' and fake.is_fake(total)
+        assert total.untyped_storage().nbytes() == 48
+        assert key(total.untyped_storage()) not in (
+            key(x.untyped_storage()),
+            key(y.untyped_storage()),
+        )
+        assert fake_operators.Results.of(7, [x]) is None
+        assert (total * 2).shape == (3, 4)
 
 
 # --- products ---

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
@@ -19,8 +23,11 @@ __all__ = [
     'SHAPE_OF_VALUES',
     'READS_A_NUMBER',
     'FakeTensorMode',
+    'fake_on',
     'is_fake',
+    'resizes_noted',
     'unset_fake_temporarily',
+    'without_modes',
 ]
 
 FAKE_REFUSES = (
@@ -41,6 +48,46 @@ ASKS_FOR_THE_DEVICE = torch.ops.prim.device.default
 """The operator under ``tensor.device``, which modes see of tensors such as fake ones."""
 
 
+@contextmanager
+def resizes_noted(note: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
+    """Be told of storages and the bytes that they are resized to, which is seen by no mode.
+
+    So ``fully_shard`` frees what it has gathered.
+    """
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_note(storage: Any, nbytes: int) -> Any:
+        resized = resize(storage, nbytes)
+        note(storage, nbytes)
+        return resized
+
+    torch.UntypedStorage.resize_ = resize_and_note  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor has no memory behind it."""
     return isinstance(tensor, FakeTensor)
+
+
+without_modes = torch._C._DisableTorchDispatch
+"""A context in which tensors are what they are, for the parts of those that modes have made."""
+
+
+def fake_on(memory: Tensor, device: torch.device, attributes: Mapping[str, Any]) -> Tensor:
+    """A fake tensor, as its class makes it in three times the time.
+
+    Args:
+        memory: A meta tensor of its shape.
+        device: For which it stands.
+        attributes: Of another one on that device, in the same mode.
+    """
+    tensor = Tensor._make_subclass(
+        FakeTensor, memory, False, dispatch_device=True, device_for_backend_keys=device
+    )
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    vars(tensor).update(attributes)
+    return tensor

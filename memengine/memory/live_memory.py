@@ -1,4 +1,4 @@
-"""Every piece of memory of a step that is carried out on fake tensors: when it lived, and for whom.
+"""All memory of a step that is carried out on fake tensors: when it lived, and for whom.
 
 Operators are seen below autograd, one by one, as they would be carried out. What each of them makes
 is noted until nobody holds it any more. Nothing is computed, except small tensors that follow from
@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -31,27 +31,26 @@ from memengine._torch_private.fake import (
     is_fake,
     unset_fake_temporarily,
 )
+from memengine._torch_private.fake_operators import inputs_by_shape
 from memengine._torch_private.ops import (
-    FLOPS_OF,
     OpOverload,
     TorchDispatchMode,
     pytree,
     written_arguments,
 )
-from memengine.memory.cpu_workspaces import packed_bytes, workspace_bytes
+from memengine.memory.cpu_workspaces import MOST_COMPUTED_BYTES, Operator, tensors_of
 from memengine.memory.ledger import Block, Ledger, blocks_of
 from memengine.memory.meter import SavedBytes
 
-__all__ = ['SAVED', 'TRANSIENT', 'LiveMemory', 'Piece', 'Place']
+__all__ = ['SAVED', 'TRANSIENT', 'Allocation', 'LiveMemory', 'Origin']
 
 TRANSIENT, SAVED, WORKSPACE = 'transients', 'saved activations', 'workspaces'
 
-_MOST_BYTES = 4096  # of memory whose numbers are computed
 _DRAWS = torch.Tag.nondeterministic_seeded
 _CARRIES_OUT = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
 
 
-class Place(NamedTuple):
+class Origin(NamedTuple):
     """What in the model an operator is of.
 
     Attributes:
@@ -74,23 +73,23 @@ def _innermost_line() -> tuple[str, int]:
     return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ('', 0)
 
 
-class Piece:
+class Allocation:
     """Memory that is there from an operator on until nobody holds it.
 
     Attributes:
         nbytes: Its size.
         category: What it is for.
-        place: What in the model made it.
+        origin: What in the model made it.
         op: The operator that made it.
         shape: Of the tensor that it was made for.
     """
 
-    __slots__ = ('category', 'nbytes', 'numbers', 'op', 'place', 'shape', 'watch')
+    __slots__ = ('category', 'nbytes', 'numbers', 'op', 'origin', 'shape', 'watch')
 
     def __init__(
-        self, nbytes: int, category: str, place: Place, op: str, shape: tuple[int, ...] = ()
+        self, nbytes: int, category: str, origin: Origin, op: str, shape: tuple[int, ...] = ()
     ) -> None:
-        self.nbytes, self.category, self.place, self.op = nbytes, category, place, op
+        self.nbytes, self.category, self.origin, self.op = nbytes, category, origin, op
         self.shape = shape
         self.watch: Any = None  # tells when it is freed
         self.numbers: Tensor | None = None  # all that it holds, if that is known
@@ -99,15 +98,15 @@ class Piece:
 class _MarksSaved(Ledger):
     """In place of a meter's books: marks what autograd saves."""
 
-    def __init__(self, pieces: Mapping[int, Piece]) -> None:
+    def __init__(self, allocations: Mapping[int, Allocation]) -> None:
         super().__init__()
-        self._pieces = pieces
+        self._allocations = allocations
 
     def count(self, blocks: Iterable[Block]) -> tuple[int, ...]:
         for block in blocks:
-            piece = self._pieces.get(block.key)
-            if piece is not None and piece.category == TRANSIENT:
-                piece.category = SAVED
+            allocation = self._allocations.get(block.key)
+            if allocation is not None and allocation.category == TRANSIENT:
+                allocation.category = SAVED
         return ()
 
 
@@ -115,7 +114,7 @@ class LiveMemory(TorchDispatchMode):
     """Notes what is made and freed while it is entered, inside a ``FakeTensorMode``.
 
     Attributes:
-        events: Bytes (negative when freed) and piece, in order.
+        events: Bytes (negative when freed) and allocation, in order.
         begin: How many events are of what was there when the account began.
         begun: Where among them a part of the model (its child) began a forward pass, and its name.
         flops: Of products of matrices and convolutions.
@@ -127,62 +126,65 @@ class LiveMemory(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[tuple[int, Piece]] = []
+        self._operators: dict[Hashable, Operator] = {}  # by the shapes of their inputs
+        self.events: list[tuple[int, Allocation]] = []
         self.begun: list[tuple[int, str]] = []
         self.flops = self.moved_bytes = self.operators = self.guessed = 0
         self.begin, self._is_over = 0, False
-        self._pieces: dict[int, Piece] = {}
-        self._buffers: list[Piece] = []  # which MKL keeps, each larger than those before
+        self._allocations: dict[int, Allocation] = {}
+        self._kept: list[Allocation] = []  # by libraries
         self._largest_buffer = 0
         self._modules: list[str] = []
-        self._place = Place()  # of the operator that is being carried out
-        self._places: dict[int, Place] = {}  # of autograd's nodes, by their numbers
+        self._origin = Origin()  # of the operator that is being carried out
+        self._origins: dict[int, Origin] = {}  # of autograd's nodes, by their numbers
 
     # ------------------------------------------------------------------ what is there
 
     def note(self, tensor: Tensor, category: str = TRANSIENT, op: str = '') -> None:
         """Note the memory of a tensor, or say what it is for."""
         for block in blocks_of(tensor):
-            piece = self._pieces.get(block.key)
-            if piece is None:
-                piece = Piece(block.nbytes, category, self._place, op, tuple(tensor.shape))
-                self._pieces[block.key] = piece
-                self.events.append((piece.nbytes, piece))
-                piece.watch = weakref.ref(block.owner, self._end_of(block.key))
+            allocation = self._allocations.get(block.key)
+            if allocation is None:
+                allocation = Allocation(
+                    block.nbytes, category, self._origin, op, tuple(tensor.shape)
+                )
+                self._allocations[block.key] = allocation
+                self.events.append((allocation.nbytes, allocation))
+                allocation.watch = weakref.ref(block.owner, self._end_of(block.key))
             elif category != TRANSIENT:
-                piece.category = category
+                allocation.category = category
 
     def _end_of(self, key: int) -> Callable[[Any], None]:
         def end(_: Any) -> None:
-            piece = self._pieces.pop(key)
+            allocation = self._allocations.pop(key)
             if not self._is_over:
-                self.events.append((-piece.nbytes, piece))
+                self.events.append((-allocation.nbytes, allocation))
 
         return end
 
     def start_again(self) -> None:
         """Begin the account anew, with what is there now."""
-        self.events = [(one.nbytes, one) for one in (*self._buffers, *self._pieces.values())]
+        self.events = [(one.nbytes, one) for one in (*self._kept, *self._allocations.values())]
         self.begin = len(self.events)
         self.begun.clear()
         self._modules.clear()
         self.flops = self.moved_bytes = self.operators = self.guessed = 0
-        self._places.clear()
+        self._origins.clear()
 
     def end(self) -> None:
         """End the account: what is freed from now on is no part of it."""
         self._is_over = True
 
-    def left(self) -> list[Piece]:
+    def left(self) -> list[Allocation]:
         """What was made since the account began, and is there still."""
-        before = {piece for _, piece in self.events[: self.begin]}
-        return [piece for piece in self._pieces.values() if piece not in before]
+        before = {allocation for _, allocation in self.events[: self.begin]}
+        return [allocation for allocation in self._allocations.values() if allocation not in before]
 
-    def as_if_there(self, pieces: Iterable[Piece]) -> None:
-        """Take it that these pieces, each of an operator's, were there when the account began."""
-        there = set(pieces)
-        moved = [(nbytes, piece) for nbytes, piece in self.events if piece in there]
-        gone = list(accumulate(piece in there for _, piece in self.events))
+    def as_if_there(self, allocations: Iterable[Allocation]) -> None:
+        """Take it that these, each of an operator's, were there when the account began."""
+        there = set(allocations)
+        moved = [(nbytes, allocation) for nbytes, allocation in self.events if allocation in there]
+        gone = list(accumulate(allocation in there for _, allocation in self.events))
         self.begun = [
             (index + len(moved) - (gone[index - 1] if index else 0), name)
             for index, name in self.begun
@@ -213,7 +215,7 @@ class LiveMemory(TorchDispatchMode):
             for module in names:
                 hooks.callback(module.register_forward_pre_hook(begin).remove)
                 hooks.callback(module.register_forward_hook(end).remove)
-            hooks.enter_context(SavedBytes(ledger=_MarksSaved(self._pieces)))
+            hooks.enter_context(SavedBytes(ledger=_MarksSaved(self._allocations)))
             yield
 
     # ------------------------------------------------------------------ operators
@@ -223,59 +225,83 @@ class LiveMemory(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is ASKS_FOR_THE_DEVICE:  # more often than all else together
-            return func(*args)
+            return args[0].fake_device if is_fake(args[0]) else func(*args)
         if func is READS_A_NUMBER:
             return self._read(args[0])
-        self._place = self._find_place()
-        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        there = {storage_key(t.untyped_storage()) for t in inputs if t.layout == torch.strided}
-        try:
-            out = func(*args, **kwargs)
-        except SHAPE_OF_VALUES:
-            with unset_fake_temporarily():
-                if any(self._value_of(tensor) is None for tensor in inputs):
-                    raise
-                values = func(*self._with_values(args), **self._with_values(kwargs))
-            out = pytree.tree_map_only(Tensor, torch.empty_like, values)
-        made = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
-        fresh = [t for t in made if storage_key(t.untyped_storage()) not in there]
-        for tensor in fresh:
-            self.note(tensor, op=str(func))
-        if fresh or written_arguments(func, args, kwargs):
-            self._count_cost(func, args, kwargs, out, [*inputs, *fresh])
-        self._compute_small(func, args, kwargs, inputs, made)
+        self._origin = self._find_origin()
+        inputs: list[Tensor] = []
+        shapes = inputs_by_shape(func, args, kwargs, inputs)
+        operator = self._operators.get(shapes) if shapes is not None else None
+        if operator is not None:
+            assert operator.results is not None
+            out = operator.results.again(inputs)
+        else:
+            out = self._carry_out(func, args, kwargs)
+            inputs = tensors_of((args, kwargs))
+            operator = Operator.of(func, args, kwargs, out, inputs)
+            is_so_again = inputs_by_shape(func, args, kwargs, []) == shapes
+            if shapes is not None and is_so_again and operator.results is not None:
+                self._operators[shapes] = operator
+                if operator.kernel_bytes:
+                    self._keep(operator.kernel_bytes, operator.name)
+        made = [out] if isinstance(out, Tensor) else tensors_of(out)
+        for index in operator.fresh:
+            self.note(made[index], op=operator.name)
+        if operator.fresh or operator.written:
+            self._count_cost(operator)
+        if operator.may_be_small or operator.written:
+            self._compute_small(func, args, kwargs, inputs, made)
         return out
 
-    def _find_place(self) -> Place:
+    def _carry_out(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except SHAPE_OF_VALUES:
+            with unset_fake_temporarily():
+                if any(self._value_of(tensor) is None for tensor in tensors_of((args, kwargs))):
+                    raise
+                values = func(*self._with_values(args), **self._with_values(kwargs))
+            return pytree.tree_map_only(Tensor, torch.empty_like, values)
+
+    def _find_origin(self) -> Origin:
         """Where the program stands; in backward, where the forward stood that it is of."""
         node = current_node()
         if node is not None and not self._modules:  # with modules, a forward is repeated in it
-            known = self._places.get(node_number(node), Place('', *_innermost_line()))
+            known = self._origins.get(node_number(node), Origin('', *_innermost_line()))
             return known._replace(in_backward=True)
-        place = Place(self._modules[-1] if self._modules else '', *_innermost_line())
+        origin = Origin(self._modules[-1] if self._modules else '', *_innermost_line())
         # Of operators with a gradient the node is there before they are carried out.
-        self._places.setdefault(next_node_number() - 1, place)
-        return place
+        self._origins.setdefault(next_node_number() - 1, origin)
+        return origin
 
-    def _count_cost(
-        self, func: OpOverload, args: Any, kwargs: Any, out: Any, tensors: list[Tensor]
-    ) -> None:
-        flops = FLOPS_OF.get(func.overloadpacket)
-        if flops is not None:
-            self.flops += flops(*args, **kwargs, out_val=out)
+    def _count_cost(self, operator: Operator) -> None:
+        self.flops += operator.flops
         self.operators += 1
-        self.moved_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        if nbytes := workspace_bytes(func, args, out):
-            piece = Piece(nbytes, WORKSPACE, self._place, str(func))
-            self.events += [(nbytes, piece), (-nbytes, piece)]
-        needed, written = packed_bytes(func, args)
+        self.moved_bytes += operator.moved_bytes
+        if nbytes := operator.workspace_bytes:
+            allocation = Allocation(nbytes, WORKSPACE, self._origin, operator.name)
+            self.events += [(nbytes, allocation), (-nbytes, allocation)]
+        needed, written = operator.packed_bytes
         if needed > self._largest_buffer:
             self._largest_buffer = needed
-            piece = Piece(written, WORKSPACE, Place(), str(func))
-            self._buffers.append(piece)
-            self.events.insert(self.begin, (written, piece))  # there since the first step
-            self.begin += 1
-            self.begun = [(index + 1, name) for index, name in self.begun]
+            self._keep(written, operator.name)
+
+    def _keep(self, nbytes: int, op: str) -> None:
+        """Count what a library keeps for good, and so has since the first step."""
+        allocation = Allocation(nbytes, WORKSPACE, Origin(), op)
+        self._kept.append(allocation)
+        self.events.insert(self.begin, (nbytes, allocation))
+        self.begin += 1
+        self.begun = [(index + 1, name) for index, name in self.begun]
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Count memory that is now larger or smaller than it was made."""
+        key = storage_key(storage)
+        before = self._allocations.get(key)
+        if before is not None and before.nbytes != nbytes:
+            now = Allocation(nbytes, before.category, before.origin, before.op, before.shape)
+            now.watch, self._allocations[key] = before.watch, now
+            self.events += [(-before.nbytes, before), (nbytes, now)]
 
     # ------------------------------------------------------------------ values
 
@@ -285,8 +311,8 @@ class LiveMemory(TorchDispatchMode):
             value = self._value_of(tensor)
             if value is None:
                 self.guessed += 1
-                piece = self._piece_of(tensor)
-                is_any = piece is not None and piece.op.startswith('aten.any')
+                allocation = self._allocation_of(tensor)
+                is_any = allocation is not None and allocation.op.startswith('aten.any')
                 # Of no number does what is asked for hold, as if all were as they should be:
                 # `trunc_normal_` draws again until it does not.
                 return torch.full((), not is_any, dtype=tensor.dtype).item()
@@ -296,37 +322,41 @@ class LiveMemory(TorchDispatchMode):
         """A real tensor on the known numbers of a fake one's memory."""
         if not is_fake(tensor):
             return tensor
-        piece = self._piece_of(tensor)
-        if piece is None or piece.numbers is None or piece.numbers.dtype != tensor.dtype:
+        allocation = self._allocation_of(tensor)
+        if (
+            allocation is None
+            or allocation.numbers is None
+            or allocation.numbers.dtype != tensor.dtype
+        ):
             return None
         layout = tensor.shape, tensor.stride(), tensor.storage_offset()
-        return piece.numbers.as_strided(*layout)
+        return allocation.numbers.as_strided(*layout)
 
-    def _piece_of(self, tensor: Tensor) -> Piece | None:
+    def _allocation_of(self, tensor: Tensor) -> Allocation | None:
         is_plain = tensor.layout == torch.strided
-        return self._pieces.get(storage_key(tensor.untyped_storage())) if is_plain else None
+        return self._allocations.get(storage_key(tensor.untyped_storage())) if is_plain else None
 
     def _compute_small(
         self, func: OpOverload, args: Any, kwargs: Any, inputs: list[Tensor], made: list[Tensor]
     ) -> None:
         """Give small results their numbers, if those of the inputs are known."""
-        pieces = [self._piece_of(tensor) for tensor in made]
-        small = made and all(p is not None and p.nbytes <= _MOST_BYTES for p in pieces)
+        allocations = [self._allocation_of(tensor) for tensor in made]
+        small = made and all(p is not None and p.nbytes <= MOST_COMPUTED_BYTES for p in allocations)
         if small and _DRAWS not in func.tags:
             with unset_fake_temporarily():
                 if all(self._value_of(tensor) is not None for tensor in inputs):
                     values = func(*self._with_values(args), **self._with_values(kwargs))
                     given = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
-                    for piece, value in zip(pieces, given, strict=True):
+                    for allocation, value in zip(allocations, given, strict=True):
                         whole = value.untyped_storage().nbytes() // value.element_size()
-                        assert piece is not None, 'small results are in memory that is known'
-                        piece.numbers = value.as_strided((whole,), (1,), 0)
+                        assert allocation is not None, 'small results are in memory that is known'
+                        allocation.numbers = value.as_strided((whole,), (1,), 0)
                     return
         for tensor in written_arguments(func, args, kwargs):
             for one in tensor if isinstance(tensor, (list, tuple)) else [tensor]:
-                piece = self._piece_of(one) if isinstance(one, Tensor) else None
-                if piece is not None:
-                    piece.numbers = None
+                allocation = self._allocation_of(one) if isinstance(one, Tensor) else None
+                if allocation is not None:
+                    allocation.numbers = None
 
     def _with_values(self, arguments: Any) -> Any:
         return pytree.tree_map(

@@ -10,10 +10,10 @@ from itertools import accumulate
 
 from torch import Tensor, nn
 
-from memengine._torch_private.fake import FAKE_REFUSES, FakeTensorMode
+from memengine._torch_private.fake import FAKE_REFUSES, FakeTensorMode, resizes_noted
 from memengine.memory.cpu_workspaces import library_bytes, mapped_bytes
 from memengine.memory.ledger import tensors_in
-from memengine.memory.live_memory import SAVED, TRANSIENT, LiveMemory, Piece
+from memengine.memory.live_memory import SAVED, TRANSIENT, Allocation, LiveMemory
 from memengine.memory.training_step import TrainingStep
 
 __all__ = ['UnpredictableError', 'Prediction', 'on_fake_tensors', 'predict']
@@ -71,7 +71,7 @@ def on_fake_tensors() -> Iterator[LiveMemory]:
     """
     memory = LiveMemory()
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), memory:
+        with FakeTensorMode(allow_non_fake_inputs=True), memory, resizes_noted(memory.resize):
             yield memory
     except (*FAKE_REFUSES, RuntimeError, TypeError) as error:  # also what leaves torch
         raise UnpredictableError(
@@ -101,7 +101,8 @@ def predict(build: Callable[[], TrainingStep]) -> Prediction:
             activations, code that leaves torch for NumPy. Measure it with
             :func:`memengine.memory.measure`.
 
-    Cost: the time that Python takes for the operators, about 0.1 ms each.
+    Cost: the time that Python takes for the operators, about 0.1 ms each; half of it where others
+    of the same shapes came before.
     """
     return prediction_of(carried_out(build))
 
@@ -161,14 +162,14 @@ def taken_bytes(memory: LiveMemory) -> list[int]:
     return list(accumulate(_taken(nbytes) for nbytes, _ in memory.events))
 
 
-def pieces_at(memory: LiveMemory, last: int) -> dict[Piece, int]:
+def allocations_at(memory: LiveMemory, last: int) -> dict[Allocation, int]:
     """What is there after an event, with its bytes."""
-    there: dict[Piece, int] = {}
-    for nbytes, piece in memory.events[: last + 1]:
+    there: dict[Allocation, int] = {}
+    for nbytes, allocation in memory.events[: last + 1]:
         if nbytes >= 0:
-            there[piece] = nbytes
+            there[allocation] = nbytes
         else:
-            del there[piece]
+            del there[allocation]
     return there
 
 
@@ -176,12 +177,12 @@ def prediction_of(memory: LiveMemory) -> Prediction:
     """The peak of what was carried out."""
     live = taken_bytes(memory)
     last = max(range(len(live)), key=live.__getitem__)
-    there = pieces_at(memory, last)
+    there = allocations_at(memory, last)
     by_category, by_module = Counter[str](), Counter[str]()
-    for piece, nbytes in there.items():
-        by_category[piece.category] += nbytes
-        if piece.category in (SAVED, TRANSIENT):
-            by_module[piece.place.module] += nbytes
+    for allocation, nbytes in there.items():
+        by_category[allocation.category] += nbytes
+        if allocation.category in (SAVED, TRANSIENT):
+            by_module[allocation.origin.module] += nbytes
     peak = live[last] + library_bytes(live[last])
     by_category[ALLOCATOR] = peak - sum(there.values())
     return Prediction(

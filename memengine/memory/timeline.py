@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from memengine.memory.cpu_workspaces import library_bytes
-from memengine.memory.live_memory import Piece, Place
+from memengine.memory.live_memory import Allocation, Origin
 from memengine.memory.prediction import (
     ALLOCATOR,
     Prediction,
+    allocations_at,
     carried_out,
-    pieces_at,
     prediction_of,
     taken_bytes,
 )
@@ -49,19 +49,19 @@ class LiveTensor:
     in_backward: bool
 
     @classmethod
-    def of(cls, piece: Piece, nbytes: int) -> LiveTensor:
-        """What is said of a piece of memory."""
-        place = piece.place
-        code = linecache.getline(place.file, place.line).strip()
+    def of(cls, allocation: Allocation, nbytes: int) -> LiveTensor:
+        """What is said of an allocation of memory."""
+        origin = allocation.origin
+        code = linecache.getline(origin.file, origin.line).strip()
         return cls(
             nbytes,
-            piece.category,
-            piece.shape,
-            piece.op,
-            place.module,
-            _said(place),
+            allocation.category,
+            allocation.shape,
+            allocation.op,
+            origin.module,
+            _file_and_line(origin),
             code,
-            place.in_backward,
+            origin.in_backward,
         )
 
 
@@ -99,33 +99,33 @@ def timeline(build: Callable[[], TrainingStep]) -> Timeline:
     memory = carried_out(build)
     taken = taken_bytes(memory)
     live: dict[str, list[int]] = {
-        name: [] for name in dict.fromkeys(piece.category for _, piece in memory.events)
+        name: [] for name in dict.fromkeys(allocation.category for _, allocation in memory.events)
     }
     live[ALLOCATOR] = []
     now: Counter[str] = Counter()
-    for (nbytes, piece), whole in zip(memory.events, taken, strict=True):
-        now[piece.category] += nbytes
+    for (nbytes, allocation), whole in zip(memory.events, taken, strict=True):
+        now[allocation.category] += nbytes
         now[ALLOCATOR] = whole + library_bytes(whole) - (now.total() - now[ALLOCATOR])
         for name, values in live.items():
             values.append(now[name])
     peak, start = max(range(len(taken)), key=taken.__getitem__), max(memory.begin - 1, 0)
-    there = pieces_at(memory, peak)
+    there = allocations_at(memory, peak)
     return Timeline(
         prediction_of(memory),
         {name: values[start:] for name, values in live.items()},
         peak - start,
         LiveTensor.of(memory.events[peak][1], memory.events[peak][0]),
         sorted(
-            (LiveTensor.of(piece, nbytes) for piece, nbytes in there.items()),
+            (LiveTensor.of(allocation, nbytes) for allocation, nbytes in there.items()),
             key=lambda one: one.nbytes,
             reverse=True,
         ),
     )
 
 
-def _said(place: Place) -> str:
+def _file_and_line(origin: Origin) -> str:
     """A line as ``'package/file.py:12'``: without the folder in which packages are looked for."""
     folders = [os.path.join(folder, '') for folder in (os.getcwd(), *sys.path) if folder]
-    inside = [folder for folder in folders if place.file.startswith(folder)]
-    file = place.file.removeprefix(max(inside, key=len, default=''))
-    return f'{file}:{place.line}' if file else ''
+    inside = [folder for folder in folders if origin.file.startswith(folder)]
+    file = origin.file.removeprefix(max(inside, key=len, default=''))
+    return f'{file}:{origin.line}' if file else ''

@@ -158,13 +158,13 @@ def save_attention_figure(images: Tensor, maps: Tensor, path: str | Path) -> Non
         maps: [B, heads, h, w], from ``attention_maps``.
         path: Where the PNG goes; folders are made.
     """
-    from memengine.visualization.figures import figure_of, save_figure, shown
+    from memengine.visualization.figures import figure_of, for_imshow, save_figure
 
     maps = maps.detach().float().cpu()
     columns = 2 + maps.shape[1]
     figure, axes = figure_of(len(images), columns, width=1.3 * columns, height=1.3 * len(images))
     for row, (image, heads) in enumerate(zip(images, maps, strict=True)):
-        axes[row][0].imshow(shown(image), cmap='gray', vmin=0, vmax=1)
+        axes[row][0].imshow(for_imshow(image), cmap='gray', vmin=0, vmax=1)
         for column, one in enumerate([heads.mean(dim=0), *heads], start=1):
             axes[row][column].imshow(one.numpy(), cmap='viridis', vmin=0)
     for column, title in enumerate(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memengine.visualization.attention import in_eval_mode
-from memengine.visualization.figures import figure_of, save_figure, shown
+from memengine.visualization.figures import figure_of, for_imshow, save_figure
 
 __all__ = [
     'dense_features',
@@ -73,7 +73,7 @@ def save_patches(images: Tensor, colours: Tensor, path: str | Path) -> None:
     count = len(images)
     figure, (above, below) = figure_of(2, count, width=1.3 * count, height=2.6)
     for image, colour, top, bottom in zip(images, colours.cpu(), above, below, strict=True):
-        top.imshow(shown(image), cmap='gray', vmin=0, vmax=1)
+        top.imshow(for_imshow(image), cmap='gray', vmin=0, vmax=1)
         bottom.imshow(colour.numpy())
     for axis in figure.axes:
         axis.set_axis_off()
@@ -100,7 +100,7 @@ def save_neighbours(
     figure, axes = figure_of(len(images), columns, width=1.2 * columns, height=1.35 * len(images))
     for row, (image, others) in enumerate(zip(images, neighbours, strict=True)):
         for axis, one in zip(axes[row], [image, *others], strict=True):
-            axis.imshow(shown(one), cmap='gray', vmin=0, vmax=1)
+            axis.imshow(for_imshow(one), cmap='gray', vmin=0, vmax=1)
             axis.set_axis_off()
         if names:
             for axis, name in zip(axes[row], [names[row], *neighbours_names[row]], strict=True):

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
-__all__ = ['figure_of', 'save_figure', 'shown']
+__all__ = ['figure_of', 'save_figure', 'for_imshow']
 
 
 def figure_of(
@@ -35,7 +35,7 @@ def save_figure(figure: Figure, path: str | Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def shown(image: Tensor) -> Any:
+def for_imshow(image: Tensor) -> Any:
     """An image [C, H, W] of any range as ``imshow`` takes it: [H, W, 3] or [H, W], 0 to 1."""
     image = image.detach().float().cpu()
     low, high = image.min(), image.max()

@@ -1,4 +1,4 @@
-"""A journey, carried out in an empty folder beside the checkout's configs."""
+"""A journey, carried out in an empty folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def carry_out(journey: Path, folder: Path, environment: Mapping[str, str]) -> st
     Raises:
         AssertionError: Where a command ends with another status, or prints something else.
     """
-    (folder / 'configs').symlink_to(ROOT / 'configs')
     if journey.suffix == '.sh':
         status, said = run(['bash', '-euo', 'pipefail', str(journey)], folder, environment)
         assert status in (0, NOT_HERE), f'{journey.name}: status {status}\n{said[-4000:]}'

@@ -15,10 +15,10 @@ from torchvision.transforms import v2
 
 from memengine.datasets.batched.draws import Draws
 
-__all__ = ['affine', 'affine_matrices', 'draw_boxes', 'resized_crop', 'sides']
+__all__ = ['affine', 'affine_matrices', 'draw_boxes', 'resized_crop', 'height_and_width']
 
 
-def sides(size: Sequence[int]) -> tuple[int, int]:
+def height_and_width(size: Sequence[int]) -> tuple[int, int]:
     """Height and width, of which torchvision keeps one where both are the same."""
     return size[0], size[-1]
 
@@ -63,7 +63,7 @@ def random_resized_crop(transform: v2.RandomResizedCrop, images: Tensor, draws: 
     central = _central_box(height, width, transform.ratio)
     box = [torch.where(fits, mine, other) for mine, other in zip(drawn, central, strict=True)]
     cubic = v2.InterpolationMode(transform.interpolation) is v2.InterpolationMode.BICUBIC
-    return resized_crop(images, box, sides(transform.size), cubic)
+    return resized_crop(images, box, height_and_width(transform.size), cubic)
 
 
 def resized_crop(
@@ -108,7 +108,7 @@ def random_crop(transform: v2.RandomCrop, images: Tensor, draws: Draws) -> Tenso
     if transform.padding is not None:
         images = F.pad(images, transform.padding)  # left, right, top, bottom, for both
     height, width = images.shape[-2:]
-    tall, wide = sides(transform.size)
+    tall, wide = height_and_width(transform.size)
     if tall > height or wide > width:
         raise ValueError(f'size={[tall, wide]} is larger than the images, {[height, width]}')
     place = draws.uniform(2)

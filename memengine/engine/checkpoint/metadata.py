@@ -42,15 +42,15 @@ class SafeReader(dcp.FileSystemReader):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.tensors, self._places = _read(folder)
+        self.tensors, self._locations = _read(folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The vetted list; torch would read the file, or another one, once more."""
-        return Metadata({**self.tensors}, storage_data=self._places)
+        return Metadata({**self.tensors}, storage_data=self._locations)
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ChunkLocation:
     """Where a chunk lies; what torch's reader asks of it."""
 
     relative_path: str
@@ -85,7 +85,9 @@ class _Unpickler(pickle.Unpickler):
         return found
 
 
-def _read(folder: Path) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, _Place]]:
+def _read(
+    folder: Path,
+) -> tuple[dict[str, TensorStorageMetadata], dict[MetadataIndex, _ChunkLocation]]:
     try:
         with open(folder / '.metadata', 'rb') as file:
             check_memo(file)
@@ -94,14 +96,14 @@ def _read(folder: Path) -> tuple[dict[str, TensorStorageMetadata], dict[Metadata
             name: _tensor(entry)
             for name, entry in _state(root, 'Metadata')['state_dict_metadata'].items()
         }
-        places = dict(_places(root.state['storage_data'], folder))
+        locations = dict(_locations(root.state['storage_data'], folder))
         for name, tensor in listed.items():
-            _check_chunks(name, tensor, places)
+            _check_chunks(name, tensor, locations)
     except CheckpointError as error:
         raise type(error)(f'{folder}/.metadata {error}') from error
     except Exception as error:  # of any kind: the bytes may say anything
         raise DamagedError(f'{folder}/.metadata is damaged: {error!r}') from error
-    return listed, places
+    return listed, locations
 
 
 def _state(record: Any, kind: str) -> Any:
@@ -130,7 +132,9 @@ def _tensor(record: Any) -> TensorStorageMetadata:
     )
 
 
-def _places(storage_data: dict[Any, Any], folder: Path) -> Iterator[tuple[MetadataIndex, _Place]]:
+def _locations(
+    storage_data: dict[Any, Any], folder: Path
+) -> Iterator[tuple[MetadataIndex, _ChunkLocation]]:
     lengths: dict[str, int] = {}
     for index, info in storage_data.items():
         entry, at = _state(info, '_StorageInfo'), _state(index, 'MetadataIndex')
@@ -146,17 +150,17 @@ def _places(storage_data: dict[Any, Any], folder: Path) -> Iterator[tuple[Metada
         if entry.get('transform_descriptors') or not 0 <= start <= start + length <= lengths[name]:
             raise DamagedError(f'does not fit {name}, which is damaged or incomplete')
         offset = None if at.get('offset') is None else _size(at['offset'])
-        yield MetadataIndex(at['fqn'], offset, at.get('index')), _Place(name, start, length)
+        yield MetadataIndex(at['fqn'], offset, at.get('index')), _ChunkLocation(name, start, length)
 
 
 def _check_chunks(
-    name: str, tensor: TensorStorageMetadata, places: dict[MetadataIndex, _Place]
+    name: str, tensor: TensorStorageMetadata, locations: dict[MetadataIndex, _ChunkLocation]
 ) -> None:
     """Refuse a tensor of which parts are not there, before memory is taken for all of it."""
     itemsize = tensor.properties.dtype.itemsize
     there = 0
     for chunk in tensor.chunks:
-        place = places.get(MetadataIndex(name, chunk.offsets))
+        place = locations.get(MetadataIndex(name, chunk.offsets))
         if place is None or chunk.sizes.numel() * itemsize > place.length:
             raise DamagedError(f'has no place for a part of {name}')
         there += chunk.sizes.numel()

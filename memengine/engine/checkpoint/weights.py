@@ -23,7 +23,7 @@ __all__ = [
     'advise',
     'load_from_options',
     'load_weights',
-    'only_reading',
+    'only_matching_part',
     'parts_that_fit',
     'read_file',
     'read_weights',
@@ -214,7 +214,7 @@ def parts_that_fit(names: Iterable[str], wanted: Iterable[str]) -> list[str]:
     return [part for part in parts if all(_join(part, name) in there for name in needed)]
 
 
-def _readings(model: nn.Module, names: Iterable[str]) -> tuple[list[str], str]:
+def _matching_parts(model: nn.Module, names: Iterable[str]) -> tuple[list[str], str]:
     """Parts of a file that hold the module that most of a model is; that module."""
     names, held = list(names), list(model.state_dict())
     for into in ('', *(name for name, _ in model.named_children())):
@@ -225,7 +225,7 @@ def _readings(model: nn.Module, names: Iterable[str]) -> tuple[list[str], str]:
     return [], ''
 
 
-def only_reading(model: nn.Module, names: Sequence[str]) -> tuple[str, str] | None:
+def only_matching_part(model: nn.Module, names: Sequence[str]) -> tuple[str, str] | None:
     """The part of a file that is most of a model, and where it goes, if there is no other way.
 
     Returns:
@@ -233,13 +233,13 @@ def only_reading(model: nn.Module, names: Sequence[str]) -> tuple[str, str] | No
     """
     if not model.state_dict().keys().isdisjoint(names):
         return None
-    parts, into = _readings(model, names)
+    parts, into = _matching_parts(model, names)
     return (parts[0], into) if len(parts) == 1 else None
 
 
 def advise(model: nn.Module, names: Iterable[str], path: str) -> str:
     """Which setting loads the module that most of a model is, if a file holds it whole; else ''."""
-    parts, into = _readings(model, names)
+    parts, into = _matching_parts(model, names)
     if not parts:
         return ''
     settings = f"path='{path}', part='{parts[-1]}'"

@@ -57,12 +57,12 @@ def run_after(cfg: Config, command: str) -> str:
     meta = runner.load_checkpoint(cfg.load_from, strict=True)['meta']
     for name in {'epoch', 'iter'} & meta.keys():
         runner.message_hub.update_info(name, meta[name])
-    said = LOOPS.build(loop, default_args=dict(runner=runner)).run()
+    answer = LOOPS.build(loop, default_args=dict(runner=runner)).run()
     if runner.rank != 0:
         return ''
     report = Path(cfg.work_dir).parent
     if report.name != 'report':
-        return said  # results that were asked for elsewhere
+        return answer  # results that were asked for elsewhere
     from memengine.visualization.page import write_page
 
-    return f'{said}\n{write_page(report.parent)}'
+    return f'{answer}\n{write_page(report.parent)}'

@@ -15,7 +15,7 @@ from mmengine.logging import MMLogger
 from torch import Tensor
 
 from memengine.engine.config.training_step import loader_of, step_of
-from memengine.visualization.figures import figure_of, save_figure, shown
+from memengine.visualization.figures import figure_of, for_imshow, save_figure
 
 __all__ = ['bottleneck', 'examine_data', 'views_of']
 
@@ -116,5 +116,5 @@ def _draw(samples: list[list[Tensor]], path: Path) -> None:
         for place in row:
             place.set_axis_off()
         for place, view in zip(row, views, strict=False):
-            place.imshow(shown(view), cmap='gray', vmin=0, vmax=1)
+            place.imshow(for_imshow(view), cmap='gray', vmin=0, vmax=1)
     save_figure(figure, path)

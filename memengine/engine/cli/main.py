@@ -107,8 +107,8 @@ class _Command:
             print(run_after(self.cfg, args.command), end=end)
         else:
             self.cfg = commands.read_config(args)
-            if said := commands.carry_out(args, self.cfg):
-                print(said)
+            if sentence := commands.carry_out(args, self.cfg):
+                print(sentence)
 
     def print_error(self, text: str) -> None:
         """Print to stderr; with several ranks the rank comes first."""
@@ -127,14 +127,14 @@ class _Command:
         """What a signal that asked to stop is answered with."""
         work_dir = Path((self.cfg or {}).get('work_dir', ''))
         by_signal = isinstance(interrupt, Interrupted) and interrupt.signal != signal.SIGINT
-        said = f'interrupted by {interrupt}' if by_signal else 'interrupted'
+        sentence = f'interrupted by {interrupt}' if by_signal else 'interrupted'
         if self.args.command != 'train' or not (work_dir / 'last_checkpoint').is_file():
-            return said
+            return sentence
         if self._rank() is not None:
             last = Path((work_dir / 'last_checkpoint').read_text())
-            return f'{said}; start again with --resume to go on from {work_dir / last.name}'
+            return f'{sentence}; start again with --resume to go on from {work_dir / last.name}'
         where = f' --work-dir {work_dir}' if self.args.work_dir else ''
-        return f'{said}; go on with: memengine train {self.args.config}{where} --resume'
+        return f'{sentence}; go on with: memengine train {self.args.config}{where} --resume'
 
     def report_error(self, error: Exception) -> None:
         """Say what went wrong: in a sentence, with ``--debug`` below the traceback."""

@@ -25,15 +25,15 @@ AFTER_TRAINING = {  # what each command does
 
 FIRST_STEPS = """\
 first steps:
-  memengine train configs/dino_vit.py   a small ViT on images that come along, in two minutes
-  memengine techniques                  the ways to save memory, and what to type for each
-  memengine train --help                options of a command, with examples
+  memengine train dino_vit   a small ViT on images that come along, in two minutes
+  memengine techniques       the ways to save memory, and what to type for each
+  memengine train --help     options of a command, with examples
 """
 TRAIN_EXAMPLES = """\
 examples:
-  memengine train configs/dino_vit.py
-  memengine train configs/dino_vit.py --cfg-options optim_wrapper.optimizer.lr=1e-3
-  memengine train configs/dino_vit.py --resume --amp bf16
+  memengine train dino_vit
+  memengine train dino_vit --cfg-options optim_wrapper.optimizer.lr=1e-3
+  memengine train dino_vit --resume --amp bf16
   torchrun --nproc_per_node 2 tools/train.py configs/dino_vit.py --launcher pytorch
 
 A module that the config's custom_imports names is looked for on PYTHONPATH, in the current folder
@@ -41,8 +41,8 @@ and in the config's.
 """
 TEST_EXAMPLES = """\
 examples:
-  memengine test configs/dino_vit.py work_dirs/dino_vit/epoch_60.pth
-  memengine test configs/dino_vit.py last.pth --cfg-options test_dataloader.batch_size=64
+  memengine test dino_vit work_dirs/dino_vit/epoch_60.pth
+  memengine test dino_vit last.pth --cfg-options test_dataloader.batch_size=64
 """
 CONVERT_EXAMPLES = """\
 examples:
@@ -54,11 +54,11 @@ examples:
 """
 PLAN_EXAMPLES = """\
 examples:
-  memengine plan configs/simclr_vit.py --budget 40MiB
-  memengine plan configs/simclr_vit.py --budget 40MiB --batch 512 --write simclr_40mib.py
-  memengine plan configs/simclr_vit.py --budget 40MiB --max-batch
-  memengine plan configs/clip_vit.py --budget 20MiB --batch 512 --gpus 8
-  memengine plan configs/simclr_vit.py --fit balanced --plot plans.png
+  memengine plan simclr_vit --budget 40MiB
+  memengine plan simclr_vit --budget 40MiB --batch 512 --write simclr_40mib.py
+  memengine plan simclr_vit --budget 40MiB --max-batch
+  memengine plan clip_vit --budget 20MiB --batch 512 --gpus 8
+  memengine plan simclr_vit --fit balanced --plot plans.png
 """
 REPLAY_EXAMPLES = """\
 examples:
@@ -173,7 +173,7 @@ def make_parser() -> argparse.ArgumentParser:
         commands,
         'data',
         'draw what the model sees, and say whether data or model is slower',
-        'example:\n  memengine data configs/dino_vit.py',
+        'example:\n  memengine data dino_vit',
     )
     _add_config(data)
     data.add_argument('--work-dir', metavar='DIR', help='for DIR/data/views.png')
@@ -195,9 +195,7 @@ def _add_memory_commands(commands: Any) -> None:
         ('measure', 'measure the memory of real training steps'),
         ('memory', 'draw and explain the memory of a training step, beside each technique'),
     ):
-        command = _add_command(
-            commands, name, does, f'example:\n  memengine {name} configs/dino_vit.py'
-        )
+        command = _add_command(commands, name, does, f'example:\n  memengine {name} dino_vit')
         _add_config(command)
         command.add_argument('--json', action='store_true', help='print figures in bytes')
         if name == 'memory':

@@ -11,10 +11,21 @@ from typing import Any
 
 import memengine
 
-__all__ = ['UNKNOWN', 'config_files', 'find_config', 'merged', 'used_names', 'values_in_text']
+__all__ = [
+    'SHIPPED',
+    'UNKNOWN',
+    'base_file',
+    'config_files',
+    'find_config',
+    'merged',
+    'used_names',
+    'values_in_text',
+]
 
 UNKNOWN = object()
 """A value that the text of a config does not tell."""
+SHIPPED = 'memengine::'
+"""What a base's name begins with if it is a config that comes along."""
 
 
 def find_config(name: str | Path) -> Path:
@@ -27,12 +38,27 @@ def find_config(name: str | Path) -> Path:
     Returns:
         The path; ``name`` itself where there is no such file.
     """
+    file = _shipped_configs() / f'{name}.py'
+    return Path(name) if os.path.exists(name) or not file.is_file() else file
+
+
+def base_file(name: str, by: Path) -> Path:
+    """The file that a base's name stands for.
+
+    Args:
+        name: ``memengine::dino_vit.py``, a config that comes along; else a path.
+        by: The config that names it, beside which paths begin.
+    """
+    if name.startswith(SHIPPED):
+        return _shipped_configs() / name.removeprefix(SHIPPED)
+    return by.parent / name
+
+
+def _shipped_configs() -> Path:
+    """The folder of the configs that come along."""
     package = Path(memengine.__file__).parent
-    for folder in (package / 'configs', package.parent / 'configs'):  # installed; in a checkout
-        file = folder / f'{name}.py'
-        if not os.path.exists(name) and file.is_file():
-            return file
-    return Path(name)
+    installed = package / 'configs'
+    return installed if installed.is_dir() else package.parent / 'configs'
 
 
 def used_names(file: Path) -> set[str]:
@@ -71,7 +97,7 @@ def config_files(
         if isinstance(node, ast.Assign) and '_base_' in map(ast.unparse, node.targets):
             for constant in ast.walk(node.value):
                 if isinstance(constant, ast.Constant) and isinstance(constant.value, str):
-                    yield from config_files(file.parent / constant.value, (*including, file))
+                    yield from config_files(base_file(constant.value, file), (*including, file))
         elif isinstance(node, ast.ImportFrom) and node.level > 0 and node.module:
             module = Path(*['..'] * (node.level - 1), *node.module.split('.'))
             yield from config_files(file.parent / f'{module}.py', (*including, file))
@@ -103,7 +129,7 @@ def values_in_text(file: Path) -> dict[str, Any] | None:
     named = [named] if isinstance(named, str) else named
     values: dict[str, Any] = {}
     for base in named if isinstance(named, list) else [UNKNOWN]:
-        below = file.parent / base if isinstance(base, str) and base.endswith('.py') else None
+        below = base_file(base, file) if isinstance(base, str) and base.endswith('.py') else None
         read = values_in_text(below) if below is not None and below.is_file() else None
         if read is None:
             return None

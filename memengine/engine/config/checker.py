@@ -11,7 +11,7 @@ from typing import Any, get_args, get_type_hints, is_typeddict
 
 from mmengine.registry import Registry
 
-from memengine.engine.config.runner_schema import PARAMETERS, VALUES
+from memengine.engine.config.runner_schema import CONSTRAINTS, PARAMETER_SCHEMAS
 from memengine.engine.config.schema import Config, Schema, SchemaChoice, of_hint
 from memengine.engine.config.types import (
     REGISTRIES,
@@ -300,7 +300,7 @@ def _value_fault(
         return None
     hint = arguments.hints.get(key)
     fault = None if hint is None else of_hint(hint, strict=ours).fault(value)
-    return fault or (VALUES[key].fault(value) if ours and key in VALUES else None)
+    return fault or (CONSTRAINTS[key].fault(value) if ours and key in CONSTRAINTS else None)
 
 
 def _infer_schema(key: Any, parent: Schema, arguments: Arguments) -> Schema:
@@ -323,8 +323,8 @@ def _infer_schema(key: Any, parent: Schema, arguments: Arguments) -> Schema:
             complete=True,
             bare_type=str in parts,
         )
-    if key in PARAMETERS and parent.registry != 'WEIGHT_INITIALIZERS':
-        return PARAMETERS[key]
+    if key in PARAMETER_SCHEMAS and parent.registry != 'WEIGHT_INITIALIZERS':
+        return PARAMETER_SCHEMAS[key]
     typed = [part for part in parts if is_typeddict(part)]
     # A dict that goes by such a name is often not built as it is.
     lenient = isinstance(key, str) and key.endswith(('cfg', 'cfgs'))

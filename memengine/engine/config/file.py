@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mmengine.config import Config
 from mmengine.config.utils import ConfigParsingError
 
-from memengine.engine.config.bases import config_files, find_config
+from memengine.engine.config.bases import SHIPPED, base_file, config_files, find_config
 from memengine.engine.config.check import import_custom_modules, known_keys
 from memengine.engine.config.error import ConfigError, unknown_option
 from memengine.suggest import similar
@@ -62,12 +63,30 @@ def load_config(path: str | Path, options: Mapping[str, Any] | None = None) -> C
             f'{path} is no config file: its name must end in .py, .yaml, .yml or .json'
         )
     try:
-        cfg = Config.fromfile(path, import_custom_modules=False)
+        with _shipped_bases():
+            cfg = Config.fromfile(path, import_custom_modules=False)
     except Exception as error:
         raise ConfigError(_explain_error(error, str(path))) from error
     merge_options(cfg, options or {})
     import_custom_modules(cfg)
     return cfg
+
+
+@contextmanager
+def _shipped_bases() -> Iterator[None]:
+    """Have MMEngine find bases of ours, ``memengine::...``; it knows OpenMMLab's packages only."""
+    theirs = Config._get_cfg_path
+
+    def path_and_scope(name: str, by: str) -> tuple[str, str | None]:
+        return (
+            (str(base_file(name, Path(by))), None) if name.startswith(SHIPPED) else theirs(name, by)
+        )
+
+    Config._get_cfg_path = staticmethod(path_and_scope)
+    try:
+        yield
+    finally:
+        Config._get_cfg_path = staticmethod(theirs)
 
 
 def _explain_error(error: Exception, path: str) -> str:

@@ -106,8 +106,8 @@ def keep_budget(cfg: Config) -> str:
         A sentence for the log; empty when nothing was done.
 
     Raises:
-        ConfigError: When nothing fits, both keys are set, or a size is ``'auto'`` where slices would
-            be another training, or cannot be predicted. On several ranks on all of them.
+        ConfigError: When nothing fits, both keys are set, or a size is ``'auto'`` where slices
+            would be another training, or cannot be predicted. On several ranks on all of them.
     """
     if cfg.get('train_dataloader') is None:
         return ''

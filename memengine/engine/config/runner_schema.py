@@ -1,7 +1,7 @@
 """What may stand where in a config: the table of schemas.
 
-:data:`TOP_SCHEMAS` lists those that MMEngine's Runner knows, :data:`PARAMETERS` those that go by
-the name of an argument, wherever it is. Classes are never listed here: registries know them.
+:data:`TOP_SCHEMAS` lists those that MMEngine's Runner knows, :data:`PARAMETER_SCHEMAS` those that
+go by the name of an argument, wherever it is. Classes are never listed here: registries know them.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from memengine.technique import is_of
 
 __all__ = [
     'DEFAULT_HOOK_TYPES',
-    'PARAMETERS',
+    'PARAMETER_SCHEMAS',
     'TOP_CONSTRAINTS',
     'TOP_KEYS',
     'TOP_SCHEMAS',
     'KEYS_SET_TOGETHER',
-    'VALUES',
+    'CONSTRAINTS',
 ]
 
 FREE = Schema()
@@ -403,7 +403,7 @@ KEYS_SET_TOGETHER = (
 )
 
 # Arguments that mean the same wherever they are found below a type.
-PARAMETERS: Mapping[str, Schema] = {
+PARAMETER_SCHEMAS: Mapping[str, Schema] = {
     'init_cfg': INITIALIZER,
     'data_preprocessor': PART,
     'pipeline': replace(TRANSFORM, complete=False),
@@ -422,7 +422,7 @@ def _by_name(bound: Constraint, names: str) -> dict[str, Constraint]:
 
 
 # Ranges of numbers that go by these names in constructors of MMEngine, torch and this library.
-VALUES: Mapping[str, Constraint] = {
+CONSTRAINTS: Mapping[str, Constraint] = {
     **_by_name(FINITE, 'degrees mean shear threshold value'),
     **_by_name(
         POSITIVE_INT,

@@ -146,13 +146,13 @@ class PlainStep:
         """The gradient of the first ``samples`` of a batch as the wrapper carries the step out."""
         assert self.samples is not None
         part = first_samples(data, self.samples, size)
-        with left_as_it_is(self._module), self._wrapper.gradients_only():
+        with undone_afterwards(self._module), self._wrapper.gradients_only():
             self._wrapper.train_step(self._module, part)
             return gradients_of(self.parameters)
 
     def _plain_gradient(self, data: Any) -> Gradients:
         if not self._in_slices:
-            with left_as_it_is(self._module) as random, self._paused():
+            with undone_afterwards(self._module) as random, self._paused():
                 gradients = self._take(data)
                 drawn = not random.unchanged()
             if not (self._wrapper.sizes and drawn):
@@ -162,7 +162,7 @@ class PlainStep:
                 'verify_exactness: slices draw their own random numbers, so the plain step '
                 'embeds slice by slice, too'
             )
-        with left_as_it_is(self._module), self._paused():
+        with undone_afterwards(self._module), self._paused():
             return self._take(data)
 
     @contextmanager
@@ -238,7 +238,7 @@ def gradients_of(parameters: Iterable[nn.Parameter]) -> Gradients:
 
 
 @contextmanager
-def left_as_it_is(module: nn.Module) -> Iterator[RandomState]:
+def undone_afterwards(module: nn.Module) -> Iterator[RandomState]:
     """Run a block without gradients so far, after which all is as it was.
 
     Yields:

@@ -126,23 +126,23 @@ class RankWatch:
         return f'{what}: {"; ".join(found) or "all of them have lost it; which was first is open"}'
 
     def _at_fault(self, before: dict[int, _Note], after: dict[int, _Note]) -> list[str]:
-        said, hanging = [], []
+        lines, hanging = [], []
         for rank in range(self._world_size):
             note = after.get(rank)
             who = f'rank {rank}' if note is None else f'rank {rank} ({note.process})'
             if note is None:
-                said.append(f'{who} was never heard of')
+                lines.append(f'{who} was never heard of')
             elif note.ended and note.ended != _LOST:
-                said.append(f'{who} ended by {note.ended} in {note.place}; its own error says why')
+                lines.append(f'{who} ended by {note.ended} in {note.place}; its own error says why')
             elif not note.ended and note == before.get(rank):
                 told = _clock(note.told_s)
-                said.append(f'{who} died; last heard of at {told}, in {note.where}')
+                lines.append(f'{who} died; last heard of at {told}, in {note.where}')
             elif not note.ended:
                 hanging.append(rank)
-                said.append(f'{who} has been in {note.where}')
+                lines.append(f'{who} has been in {note.where}')
         if hanging:
             self._store.set(_GIVEN_UP, json.dumps(hanging))
-        return said
+        return lines
 
     def _tell(self) -> None:
         """Write a note every few seconds; runs in a thread."""

@@ -163,7 +163,7 @@ def _config_of_replay(cfg: Config, capture: Mapping[str, Any], work_dir: str) ->
     return changed
 
 
-class _Place(BaseLoop):
+class _LoopAtIteration(BaseLoop):
     """Stands for the training loop at one iteration, without its data."""
 
     def __init__(self, iter: int, epoch: int, max_iters: int, max_epochs: int) -> None:
@@ -177,7 +177,7 @@ class _Place(BaseLoop):
 
 def _from_state(runner: Any, capture: dict[str, Any]) -> Findings:
     """Carry out the one step, from the state that the file holds."""
-    runner._train_loop = _Place(**capture['place'])
+    runner._train_loop = _LoopAtIteration(**capture['place'])
     runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
     wrapper, model = runner.optim_wrapper, unwrap(runner.model)
     apply_to_model(model, runner.logger, runner.hooks)

@@ -139,8 +139,8 @@ def samples_named(loaders: Callable[[], Mapping[str, DataLoader]]) -> Iterator[N
             if child.pid in {worker.pid for worker, _, _ in workers}:
                 child.kill()  # one that hangs may hear nothing else, and would be waited for
                 child.join()
-        said = _who_died(died, workers) if died else late and _who_hangs(late, workers)
-        raise WorkerError(said or str(error)) from error
+        reason = _who_died(died, workers) if died else late and _who_hangs(late, workers)
+        raise WorkerError(reason or str(error)) from error
 
 
 def _hear_of_death(loaders: Callable[[], Mapping[str, DataLoader]]) -> RuntimeError | None:

@@ -171,5 +171,7 @@ def _check_least(
 ) -> str | None:
     if means[name] >= least:
         return None
-    said = f'the features of all images {what} ({name} {means[name]:.3g}, below min_{name}={least})'
-    return f'{said}. {_ADVICE.format(temperature=temperature)}'
+    finding = (
+        f'the features of all images {what} ({name} {means[name]:.3g}, below min_{name}={least})'
+    )
+    return f'{finding}. {_ADVICE.format(temperature=temperature)}'

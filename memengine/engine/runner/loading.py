@@ -11,7 +11,7 @@ from memengine.engine.checkpoint.checksums import verify
 from memengine.engine.checkpoint.files import CheckpointError, DamagedError
 from memengine.engine.checkpoint.latest import checkpoint_of, find_latest, newest_first
 from memengine.engine.checkpoint.state import ShardLayout, check_resumable, read_checkpoint
-from memengine.engine.checkpoint.weights import advise, load_weights, only_reading, select
+from memengine.engine.checkpoint.weights import advise, load_weights, only_matching_part, select
 from memengine.engine.distributed.processes import cpu_group, together
 from memengine.engine.faults.finite_state import each_optim_wrapper
 from memengine.engine.step import unwrap
@@ -53,7 +53,7 @@ def load(
         check_resumable(runner, checkpoint, filename)
     names, model = list(checkpoint['state_dict']), unwrap(runner.model)
     may_choose = may_choose and not (is_resumed or named_part)
-    if may_choose and (reading := only_reading(model, names)):
+    if may_choose and (reading := only_matching_part(model, names)):
         return load(
             runner, filename, map_location, strict, revise_keys, *reading, is_resumed, False
         )

@@ -122,7 +122,7 @@ class EmbedLoop:
         )
 
     def _check_manifest(self, path: Path, size: int) -> None:
-        said = dict(
+        manifest = dict(
             checkpoint=os.path.abspath(self.runner.cfg.load_from),
             images=size,
             format=self.format,
@@ -130,14 +130,16 @@ class EmbedLoop:
             dtype=str(self.dtype).removeprefix('torch.'),
         )
         if path.exists():
-            if (there := json.loads(path.read_text())) != said:
-                differing = ', '.join(name for name in said if there.get(name) != said[name])
+            if (there := json.loads(path.read_text())) != manifest:
+                differing = ', '.join(
+                    name for name in manifest if there.get(name) != manifest[name]
+                )
                 raise ValueError(
                     f'{path.parent} holds features of another {differing}: remove them, or choose '
                     'another folder with --work-dir'
                 )
         elif self.runner.rank == 0:
-            path.write_text(json.dumps(said, indent=2) + '\n')
+            path.write_text(json.dumps(manifest, indent=2) + '\n')
 
     def _path(self, folder: Path, shard: int) -> Path:
         return folder / f'features_{shard:05}.{self.format}'

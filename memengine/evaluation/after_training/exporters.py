@@ -100,7 +100,7 @@ def _transformers(backbone: Backbone, images: Tensor, folder: Path) -> tuple[str
     return code, _with_network(backbone, loaded)
 
 
-def _own(backbone: Backbone, images: Tensor, folder: Path) -> tuple[str, nn.Module]:
+def _other(backbone: Backbone, images: Tensor, folder: Path) -> tuple[str, nn.Module]:
     _save_weights(backbone.module, folder)
     loaded = copy.deepcopy(backbone.module)
     loaded.load_state_dict(load_file(folder / WEIGHTS))
@@ -114,7 +114,7 @@ _LIBRARIES = {'timm': _timm, 'torchvision': _torchvision, 'transformers': _trans
 
 def _weights(backbone: Backbone, images: Tensor, folder: Path) -> tuple[str, float]:
     """The weights by the names of the network's own library, which then loads them by itself."""
-    code, loaded = _LIBRARIES.get(backbone.library, _own)(backbone, images, folder)
+    code, loaded = _LIBRARIES.get(backbone.library, _other)(backbone, images, folder)
     return code, relative_error(loaded.eval()(images), backbone.module(images))
 
 

@@ -69,7 +69,7 @@ class RetrieveLoop:
         }
         results = dict(images=len(images), texts=len(texts), match=self.match, recall=recall)
         head = (f'of {len(images)} images and {len(texts)} texts', *(f'R@{k}' for k in self.topk))
-        rows = [(said, *recall[way].values()) for way, said in _WAYS.items()]
+        rows = [(label, *recall[way].values()) for way, label in _WAYS.items()]
         return write_results(self.runner.work_dir, 'retrieve', results, table(head, rows))
 
     def _collect(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

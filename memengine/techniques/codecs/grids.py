@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ['Room', 'UniformGrid', 'computing_dtype', 'random_bytes']
+__all__ = ['Scratch', 'UniformGrid', 'computing_dtype', 'random_bytes']
 
 _FEW_ULPS = 2**-20  # of float32, with room to spare
 _BITS_OF_256 = 0x43800000  # as float32; its last 15 bits are worth less than one
@@ -48,7 +48,7 @@ def _noise(out: Tensor, generator: torch.Generator) -> Tensor:
     return torch.bitwise_xor(rows, columns, out=out).view(torch.float32)
 
 
-class Room(NamedTuple):
+class Scratch(NamedTuple):
     """Memory in which :meth:`UniformGrid.levels` computes; of its own, in two pieces.
 
     New memory for each of many parts of a tensor costs a CPU more than the computing.
@@ -60,8 +60,8 @@ class Room(NamedTuple):
     levels: Tensor  # uint8, where the steps are
 
     @classmethod
-    def like(cls, shape: Sequence[int], values: Tensor) -> Room:
-        """Room for values of a shape, of the device and computing dtype of others."""
+    def like(cls, shape: Sequence[int], values: Tensor) -> Scratch:
+        """For values of a shape, of the device and computing dtype of others."""
         pieces = values.new_empty(2, math.prod(shape))
 
         def seen_as(piece: Tensor, dtype: torch.dtype) -> Tensor:
@@ -75,9 +75,9 @@ class Room(NamedTuple):
             seen_as(steps, torch.uint8),
         )
 
-    def for_rows(self, number: int) -> Room:
-        """Room for fewer rows."""
-        return self if len(self.steps) == number else Room(*(piece[:number] for piece in self))
+    def for_rows(self, number: int) -> Scratch:
+        """For fewer rows."""
+        return self if len(self.steps) == number else Scratch(*(piece[:number] for piece in self))
 
 
 class UniformGrid(NamedTuple):
@@ -122,7 +122,7 @@ class UniformGrid(NamedTuple):
         return UniformGrid(self.low[ranges], self.per_unit[ranges], shrink, self.top)
 
     def levels(
-        self, values: Tensor, generator: torch.Generator | None, room: Room | None = None
+        self, values: Tensor, generator: torch.Generator | None, scratch: Scratch | None = None
     ) -> Tensor:
         """The level of each value, which must lie within its range.
 
@@ -131,12 +131,12 @@ class UniformGrid(NamedTuple):
             generator: For stochastic rounding: of the two levels around a value each is taken with
                 the probability that makes the mean the value, to within ``2 ** -16`` of a step.
                 Any two values are rounded independently. None rounds to the nearer one.
-            room: For values of this shape, written to.
+            scratch: For values of this shape, written to.
 
         Returns:
-            uint8 of `values`' shape, in `room`.
+            uint8 of `values`' shape, in `scratch`.
         """
-        steps, noise, whole, levels = room or Room.like(values.shape, self.low)
+        steps, noise, whole, levels = scratch or Scratch.like(values.shape, self.low)
         if self.shrink is None:
             torch.sub(values, self.low, out=steps)
         else:

@@ -16,7 +16,7 @@ from memengine.techniques.codecs.bit_packing import (
     packed_numel,
     unpack_bits,
 )
-from memengine.techniques.codecs.grids import Room, UniformGrid, computing_dtype
+from memengine.techniques.codecs.grids import Scratch, UniformGrid, computing_dtype
 from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_order
 from memengine.techniques.modules.private_random import private_generator
 
@@ -123,11 +123,11 @@ def quantize(
         _put_extremes(rest[None], extremes[:, full:])
     grid = _grid(extremes, bits)
     most_rows = min(_groups_of_a_part(group_size, part_numel), extremes.shape[1])
-    room = Room.like((most_rows, group_size), grid.low)
+    scratch = Scratch.like((most_rows, group_size), grid.low)
     for part in _parts(numel, bits, group_size, part_numel):
         rows = _in_rows(flat[part.elements], group_size)
         ranges = grid.of_ranges(part.groups)
-        levels = ranges.levels(rows, generator, room.for_rows(len(rows))).view(-1)
+        levels = ranges.levels(rows, generator, scratch.for_rows(len(rows))).view(-1)
         pack_bits(levels[: part.numel], bits, out=packed[part.bytes])
     return packed, extremes
 
@@ -142,9 +142,9 @@ def dequantize(
         target, some = flat[part.elements], packed[part.bytes]
         levels = some if bits == 8 else unpack_bits(some, bits, target.numel())
         is_room = target.dtype == dtype and target.numel() % group_size == 0
-        room = target.view(-1, group_size) if is_room else None
-        values = grid.of_ranges(part.groups).values(_in_rows(levels, group_size), room)
-        if room is None:
+        scratch = target.view(-1, group_size) if is_room else None
+        values = grid.of_ranges(part.groups).values(_in_rows(levels, group_size), scratch)
+        if scratch is None:
             target.copy_(values.view(-1)[: target.numel()])
     return flat
 

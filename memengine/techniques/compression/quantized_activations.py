@@ -43,7 +43,7 @@ _LEVELS: dict[str, tuple[Bits, float | None]] = {  # GACT's names: bits, and the
     'L2.1': (8, 3.0),
     'L2.2': (8, 2.0),
 }
-_Place = tuple[str, str]  # a module's name, and what is needed there
+_NeedAt = tuple[str, str]  # a module's name, and what is needed there
 
 
 def quantize_activations(
@@ -143,10 +143,10 @@ class QuantizedActivations(RuleHandle):
         self._quantizers = {width: Quantizer(width, group_size) for width in _WIDTHS}
         self._running: dict[tuple[object, ...], RunningRangeQuantizer] = {}
         self.codes_each_view = has_running_ranges
-        self.bits_of: dict[_Place, int] = {}
+        self.bits_of: dict[_NeedAt, int] = {}
         self.average_bits: float | None = None
         self.allot_every = 0
-        self._trial_bits: Mapping[_Place, int] | None = None  # bits while sensitivity is measured
+        self._trial_bits: Mapping[_NeedAt, int] | None = None  # bits while sensitivity is measured
 
     def codec(self, name: str, need: Need, tensor: Tensor, find: FindRecomputation) -> Codec | None:
         """As many bits as this place has."""
@@ -161,7 +161,7 @@ class QuantizedActivations(RuleHandle):
             return self._running.setdefault(kind, RunningRangeQuantizer(dim))
         return self._quantizers[width]
 
-    def _width_at(self, place: _Place) -> int:
+    def _width_at(self, place: _NeedAt) -> int:
         name, need = place
         matching = (b for key, b in self._bits.items() if key == need or fnmatchcase(name, key))
         stated = next(matching, _UNCOMPRESSED)
@@ -184,7 +184,7 @@ class QuantizedActivations(RuleHandle):
             f'Quantised activations: {self.average_bits:g} bits on average: {", ".join(counted)}'
         )
 
-    def allot(self, average_bits: float, loss: Callable[[], Tensor]) -> dict[_Place, int]:
+    def allot(self, average_bits: float, loss: Callable[[], Tensor]) -> dict[_NeedAt, int]:
         """Spend a mean number of bits where it counts most, by measurement.
 
         The plain gradient is computed once, then once more for each place with that place alone
@@ -228,7 +228,7 @@ class QuantizedActivations(RuleHandle):
         return self.bits_of
 
     def _gradient(
-        self, loss: Callable[[], Tensor], state: RandomState, widths: Mapping[_Place, int] | None
+        self, loss: Callable[[], Tensor], state: RandomState, widths: Mapping[_NeedAt, int] | None
     ) -> list[Tensor | None]:
         self._trial_bits = widths
         parameters = [p for p in self.model.parameters() if p.requires_grad]

@@ -28,7 +28,7 @@ from memengine.techniques.modules.fetched_later import FetchedLater
 __all__ = ['RecomputedActivations', 'RecomputedActivationsSettings', 'recompute_activations']
 
 _SETTING = 'recomputed_activations'
-_Place = tuple[Any, ...]  # its number among its kind, the module's name, the need, the operation
+_DecisionKey = tuple[Any, ...]  # number among its kind, module's name, need, operation
 
 
 def recompute_activations(
@@ -92,10 +92,10 @@ class RecomputedActivations(RuleHandle):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._is_same: dict[_Place, bool] = {}
-        self._uses: Counter[_Place] = Counter()
-        self._in_this_forward: Counter[_Place] = Counter()
-        self._comparisons: list[tuple[_Place, FetchedLater]] = []
+        self._is_same: dict[_DecisionKey, bool] = {}
+        self._uses: Counter[_DecisionKey] = Counter()
+        self._in_this_forward: Counter[_DecisionKey] = Counter()
+        self._comparisons: list[tuple[_DecisionKey, FetchedLater]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), '_comparisons': []}
@@ -146,7 +146,7 @@ class RecomputedActivations(RuleHandle):
                 self._comparisons.append((place, _compared_there(tensor, recomputation)))
         return self._is_same[place]
 
-    def _learn(self, place: _Place, is_same: bool, is_near: bool) -> None:
+    def _learn(self, place: _DecisionKey, is_same: bool, is_near: bool) -> None:
         self._is_same[place] = is_same
         if not is_near:
             _, name, _, operation, *_ = place

@@ -59,7 +59,7 @@ MISSPELT = {
 
 def test_below_the_top_as_the_whole_check_says_it(tmp_path):
     text = ''.join(f'{key} = {value!r}\n' for key, value in MISSPELT.items())
-    file = write(tmp_path, f'_base_ = {str(ROOT / "configs/dino_vit.py")!r}\n{text}')
+    file = write(tmp_path, f"_base_ = 'memengine::dino_vit.py'\n{text}")
     with pytest.raises(ConfigError) as early:
         check_names(file, {'model.head.nlayer': 1})
     config = load_config(file)

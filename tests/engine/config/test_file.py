@@ -168,6 +168,25 @@ def test_options_that_do_not_fit(path, value, problem):
     assert cfg.to_dict() == config().to_dict(), 'nothing may be merged when one option is wrong'
 
 
+@pytest.mark.parametrize('suffix', ['py', 'yaml'])
+def test_a_base_that_comes_along_is_found_from_anywhere(folder, suffix):
+    sign = {'py': '= ', 'yaml': ': '}[suffix]
+    bases = "['memengine::dino_vit.py', 'memengine::_base_/techniques/fsdp.py']"
+    Path(f'mine.{suffix}').write_text(f'_base_{sign}{bases}\nload_from{sign}"x"\n')
+    cfg = load_config(f'mine.{suffix}')
+    shipped = load_config('dino_vit')
+    assert (cfg.model, cfg.load_from) == (shipped.model, 'x')
+    assert cfg.model_wrapper_cfg.type == 'FullyShardedDataParallel'
+    cfg.dump('dumped.py')
+    assert load_config('dumped.py').to_dict() == cfg.to_dict()
+
+
+def test_a_base_that_does_not_come_along(folder):
+    write(one="_base_ = 'memengine::dino_vt.py'\n", two="_base_ = 'mmdet::none/none.py'\n")
+    assert 'dino_vt.py does not exist: did you mean ' in said('one.py')
+    assert said('two.py').startswith('two.py: ModuleNotFoundError: ')  # MMEngine's own
+
+
 def test_a_config_that_comes_along_is_found_by_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load_config('dino_vit').model.type == 'DINO'
