@@ -52,7 +52,8 @@ class Operator(NamedTuple):
         moved_bytes: As well.
         workspace_bytes: What it takes while it runs.
         packed_bytes: What MKL keeps for it: needed, and written.
-        kernel_bytes: What oneDNN keeps for these shapes.
+        kernel: What its kernels are made for: the operator and the shapes.
+        kernel_bytes: What oneDNN keeps of them.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Operator(NamedTuple):
     moved_bytes: int
     workspace_bytes: int
     packed_bytes: tuple[int, int]
+    kernel: tuple[Any, ...]
     kernel_bytes: int
 
     @classmethod
@@ -98,6 +100,7 @@ class Operator(NamedTuple):
             sum(map(_nbytes, [*inputs, *(made[index] for index in fresh)])),
             _workspace_bytes(func, args, out),
             _packed_bytes(func, args),
+            (str(func), *(tensor.shape for tensor in inputs)),
             _KERNEL_BYTES.get(func, 0),
         )
 

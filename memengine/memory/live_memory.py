@@ -134,6 +134,7 @@ class LiveMemory(TorchDispatchMode):
         self._allocations: dict[int, Allocation] = {}
         self._kept: list[Allocation] = []  # by libraries
         self._largest_buffer = 0
+        self._kernels: set[Hashable] = set()
         self._modules: list[str] = []
         self._origin = Origin()  # of the operator that is being carried out
         self._origins: dict[int, Origin] = {}  # of autograd's nodes, by their numbers
@@ -242,8 +243,6 @@ class LiveMemory(TorchDispatchMode):
             is_so_again = inputs_by_shape(func, args, kwargs, []) == shapes
             if shapes is not None and is_so_again and operator.results is not None:
                 self._operators[shapes] = operator
-                if operator.kernel_bytes:
-                    self._keep(operator.kernel_bytes, operator.name)
         made = [out] if isinstance(out, Tensor) else tensors_of(out)
         for index in operator.fresh:
             self.note(made[index], op=operator.name)
@@ -285,6 +284,9 @@ class LiveMemory(TorchDispatchMode):
         if needed > self._largest_buffer:
             self._largest_buffer = needed
             self._keep(written, operator.name)
+        if operator.kernel_bytes and operator.kernel not in self._kernels:
+            self._kernels.add(operator.kernel)
+            self._keep(operator.kernel_bytes, operator.name)
 
     def _keep(self, nbytes: int, op: str) -> None:
         """Count what a library keeps for good, and so has since the first step."""

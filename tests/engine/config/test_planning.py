@@ -10,6 +10,7 @@ from memengine.engine.cli.plan import _draw
 from memengine.engine.config.check import check_config
 from memengine.engine.config.file import load_config
 from memengine.engine.config.planning import Planner, budget_for
+from tests.marks import NEEDS_SHARDING
 
 SMALL = {'model.backbone.embed_dim': 32, 'model.backbone.num_heads': 2}
 OPTIONS = [f'{key}={value}' for key, value in SMALL.items()]
@@ -79,6 +80,7 @@ def test_many_slices_follow_from_few(config, batch_size, slices):
     assert followed.flops == pytest.approx(predicted.flops, rel=0.05)
 
 
+@NEEDS_SHARDING
 def test_ranks_have_buckets_or_shards():
     with pretended_ranks(4):
         some = planner(SIMCLR, 8, launcher='pytorch')
