@@ -5,7 +5,9 @@ import inspect
 import pickle
 import subprocess
 import sys
+import tempfile
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import active_children
@@ -30,11 +32,14 @@ from memengine._torch_private import (
     data_loading,
     distributed,
     fake,
+    fake_operators,
     modules,
     ops,
     products,
 )
 from memengine.techniques.compression.backward_needs import _NEEDS, IN_PLACE_FORMS, operation_name
+
+ADD = torch.ops.aten.add.Tensor
 
 
 def relies_on(what):
@@ -688,6 +693,12 @@ def test_fake_tensors():
         with pytest.raises(fake.FAKE_REFUSES):
             torch.nonzero(x)
     assert not fake.is_fake(torch.ones(4))
+    with fake.fake_mode():
+        storage = torch.ones(4).untyped_storage()
+        is_held = weakref.ref(storage)
+        torch.empty(0).set_(storage, 0, (2,), (1,))
+        del storage
+        assert is_held() is None
     seen = []
 
     class See(ops.TorchDispatchMode):
@@ -697,7 +708,39 @@ def test_fake_tensors():
 
     with See():
         torch.ones(1).item()
-    assert seen[-1] is fake.READS_A_NUMBER
+        assert seen[-1] is fake.READS_A_NUMBER
+        torch.equal(torch.ones(1), torch.ones(1))
+        assert seen[-1] is fake.COMPARES
+        with tempfile.NamedTemporaryFile() as file:
+            torch.from_file(file.name, shared=True, size=4, dtype=torch.uint8)
+        assert seen[-1] is fake.MAPS_A_FILE
+
+
+@relies_on('lets fake tensors be made of meta tensors, as their class does')
+def test_fake_tensors_made_again():
+    with fake.FakeTensorMode():
+        x, y = torch.ones(3, 4), torch.ones(3, 4)
+        kinds = []
+        for other in (2, 2.0, True, y, y.t().contiguous().t()):
+            inputs = []
+            kinds.append(fake_operators.inputs_by_shape(ADD, (x, other), {}, inputs))
+            assert inputs[0] is x
+        assert len(set(kinds)) == len(kinds) and None not in kinds
+        assert fake_operators.inputs_by_shape(torch.ops.aten.nonzero.default, (x,), {}, []) is None
+        chunks = fake_operators.Results.of(x.unbind(), [x]).again([y])
+        assert [type(chunk) for chunk in chunks] == [type(x)] * 3
+        assert chunks[1].storage_offset() == 4
+        key = autograd.storage_key
+        assert key(chunks[1].untyped_storage()) == key(y.untyped_storage())
+        total = fake_operators.Results.of(x + y, [x, y]).again([x, y])
+        assert total.device.type == 'cpu' and fake.is_fake(total)
+        assert total.untyped_storage().nbytes() == 48
+        assert key(total.untyped_storage()) not in (
+            key(x.untyped_storage()),
+            key(y.untyped_storage()),
+        )
+        assert fake_operators.Results.of(7, [x]) is None
+        assert (total * 2).shape == (3, 4)
 
 
 # --- products ---

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
@@ -15,12 +18,17 @@ from torch._subclasses.fake_tensor import (
 
 __all__ = [
     'ASKS_FOR_THE_DEVICE',
+    'COMPARES',
     'FAKE_REFUSES',
+    'MAPS_A_FILE',
     'SHAPE_OF_VALUES',
     'READS_A_NUMBER',
     'FakeTensorMode',
+    'fake_mode',
+    'fake_on',
     'is_fake',
     'unset_fake_temporarily',
+    'without_modes',
 ]
 
 FAKE_REFUSES = (
@@ -36,11 +44,48 @@ SHAPE_OF_VALUES = DynamicOutputShapeException
 READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default
 """The operator under ``tensor.item()``."""
 
+MAPS_A_FILE = torch.ops.aten.from_file.default
+"""The operator under ``torch.from_file``, which fake tensors do not know."""
+
+COMPARES = torch.ops.aten.equal.default
+"""The operator under ``torch.equal``, which is not asked where values are known to be the same."""
+
 
 ASKS_FOR_THE_DEVICE = torch.ops.prim.device.default
 """The operator under ``tensor.device``, which modes see of tensors such as fake ones."""
 
 
+def fake_mode() -> FakeTensorMode:
+    """The mode in which tensors are fake.
+
+    Without its cache of results, which holds storages that operators were given (``set_``) for the
+    life of the process; ``fake_operators.py`` has another one.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False
+    return mode
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor has no memory behind it."""
     return isinstance(tensor, FakeTensor)
+
+
+without_modes = torch._C._DisableTorchDispatch
+"""A context in which tensors are what they are, for the parts of those that modes have made."""
+
+
+def fake_on(memory: Tensor, device: torch.device, attributes: Mapping[str, Any]) -> Tensor:
+    """A fake tensor, as its class makes it in three times the time.
+
+    Args:
+        memory: A meta tensor of its shape.
+        device: For which it stands.
+        attributes: Of another one on that device, in the same mode.
+    """
+    tensor = Tensor._make_subclass(
+        FakeTensor, memory, False, dispatch_device=True, device_for_backend_keys=device
+    )
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    vars(tensor).update(attributes)
+    return tensor

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from memengine.losses.gather import Gather, all_gather_rows, rows_per_rank, sum_to_owners
-from memengine.losses.global_batch import (
+from memengine.losses.disco import (
     BatchLoss,
     combine_logsumexp,
     mean_over_ranks,
     own_rows,
     ranks_of,
 )
+from memengine.losses.gather import Gather, all_gather_rows, rows_per_rank, sum_to_owners
 from memengine.losses.logsumexp import RunningLogSumExp, weighted_softmax
 from memengine.losses.precision import Products, scaled_product
 from memengine.losses.tiles import (
@@ -213,7 +213,7 @@ class ClipLoss(BatchLoss):
     choosing a text, its columns texts choosing an image.
 
     Args:
-        tile_size: See :class:`~memengine.losses.global_batch.BatchLoss`, also for the loss over
+        tile_size: See :class:`~memengine.losses.disco.BatchLoss`, also for the loss over
             several ranks.
         precision: See there, too.
 

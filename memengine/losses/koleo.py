@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from memengine.losses.gather import Gather
-from memengine.losses.global_batch import (
+from memengine.losses.disco import (
     BatchLoss,
     at_least_fp32,
     mean_over_ranks,
     own_rows,
     ranks_of,
 )
+from memengine.losses.gather import Gather
 
 __all__ = ['KoLeoLoss', 'koleo_loss']
 
@@ -35,7 +35,7 @@ def koleo_loss(
         eps: Added to the distances, so that equal rows have a finite loss; their gradient is zero.
         process_group: Ranks whose rows are one batch; None for this process alone. The value is
             then that of the whole batch, and the gradient as
-            :mod:`memengine.losses.global_batch` promises.
+            :mod:`memengine.losses.disco` promises.
 
     Returns:
         Scalar, in fp32 or wider.

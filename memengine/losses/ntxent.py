@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from memengine.losses.global_batch import (
+from memengine.losses.disco import (
     BatchLoss,
     log_partition,
     mean_over_ranks,
@@ -29,7 +29,7 @@ class NTXentLoss(BatchLoss):
 
     Args:
         temperature: Of the similarities.
-        tile_size: See :class:`~memengine.losses.global_batch.BatchLoss`, also for the loss over
+        tile_size: See :class:`~memengine.losses.disco.BatchLoss`, also for the loss over
             several ranks.
         precision: See there, too.
 

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from memengine.losses.gather import Gather
-from memengine.losses.global_batch import (
+from memengine.losses.disco import (
     BatchLoss,
     log_partition,
     mean_over_ranks,
@@ -20,6 +19,7 @@ from memengine.losses.global_batch import (
     ranks_of,
     sum_over_ranks,
 )
+from memengine.losses.gather import Gather
 from memengine.losses.precision import Precision, Products
 
 __all__ = [
@@ -126,9 +126,9 @@ def contrastive_rows(
         anchors: Their number M.
         positives: Of the B samples.
         temperature: Positive.
-        products: As in :func:`~memengine.losses.global_batch.log_partition`.
-        tile_size: As in :func:`~memengine.losses.global_batch.log_partition`.
-        group: As in :func:`~memengine.losses.global_batch.log_partition`.
+        products: As in :func:`~memengine.losses.disco.log_partition`.
+        tile_size: As in :func:`~memengine.losses.disco.log_partition`.
+        group: As in :func:`~memengine.losses.disco.log_partition`.
 
     Returns:
         Losses [M], 0 for an anchor without positives, and which anchors have positives, bool [M].
@@ -176,7 +176,7 @@ class SupConLoss(BatchLoss):
         temperature: Of the similarities; right down to 0.01 and below.
         contrast_mode: ``'all'`` views are anchors, or ``'one'``: the first of each sample only.
         base_temperature: The loss is in units of ``temperature / base_temperature``.
-        tile_size: See :class:`~memengine.losses.global_batch.BatchLoss`, also for the loss over
+        tile_size: See :class:`~memengine.losses.disco.BatchLoss`, also for the loss over
             several ranks.
         precision: See there, too.
 

@@ -1,4 +1,4 @@
-"""What kernels of the CPU, and the allocator, take beside the tensors that a program sees.
+"""What an operator makes and costs; what kernels of the CPU, and the allocator, take beside it.
 
 Measured by the kernel's high-water mark on x86 with AVX-512 (torch 2.15, one thread): oneDNN
 convolutions reorder images, gradients and weights into blocks of channels; MKL's products of
@@ -10,12 +10,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ['library_bytes', 'mapped_bytes', 'packed_bytes', 'workspace_bytes']
+from memengine._torch_private.autograd import storage_key
+from memengine._torch_private.fake_operators import Results
+from memengine._torch_private.ops import FLOPS_OF, OpOverload, pytree, written_arguments
+
+__all__ = ['MOST_COMPUTED_BYTES', 'Operator', 'library_bytes', 'mapped_bytes', 'tensors_of']
+
+MOST_COMPUTED_BYTES = 4096
+"""Of a result whose numbers are computed, if those of the inputs are known."""
 
 _LEAST_OF_LIBRARIES = 2**19
 _SHARE_OF_LIBRARIES = 0.01
@@ -25,6 +32,71 @@ _SINGLE_BLOCK = 64 * 2**10  # from here on a block is mapped by itself
 _FEWEST_CHANNELS = 8  # that are put into blocks
 
 
+class Operator(NamedTuple):
+    """What an operator makes and costs, for inputs of certain shapes.
+
+    Attributes:
+        name: Of the operator.
+        results: From which its results can be made again; None where they do not follow.
+        fresh: Which of the tensors in them are new memory.
+        written: Whether it writes to an input.
+        may_be_small: Whether its results are so small that their numbers are computed.
+        flops: As :class:`LiveMemory` counts them.
+        moved_bytes: As well.
+        workspace_bytes: What it takes while it runs.
+        packed_bytes: What MKL keeps for it: needed, and written.
+    """
+
+    name: str
+    results: Results | None
+    fresh: tuple[int, ...]
+    written: bool
+    may_be_small: bool
+    flops: int
+    moved_bytes: int
+    workspace_bytes: int
+    packed_bytes: tuple[int, int]
+
+    @classmethod
+    def of(
+        cls, func: OpOverload, args: Any, kwargs: Any, out: Any, inputs: list[Tensor]
+    ) -> Operator:
+        """What it has made.
+
+        Args:
+            func: The operator.
+            args: Its arguments.
+            kwargs: As well, by name.
+            out: What it has returned.
+            inputs: The tensors among its arguments.
+        """
+        there = {storage_key(t.untyped_storage()) for t in inputs if t.layout == torch.strided}
+        made = tensors_of(out)
+        fresh = tuple(
+            index
+            for index, tensor in enumerate(made)
+            if storage_key(tensor.untyped_storage()) not in there
+        )
+        written = bool(written_arguments(func, args, kwargs))
+        flops = FLOPS_OF.get(func.overloadpacket) if fresh or written else None
+        return cls(
+            str(func),
+            Results.of(out, inputs),
+            fresh,
+            written,
+            bool(made) and all(_nbytes(tensor) <= MOST_COMPUTED_BYTES for tensor in made),
+            int(flops(*args, **kwargs, out_val=out)) if flops is not None else 0,
+            sum(map(_nbytes, [*inputs, *(made[index] for index in fresh)])),
+            _workspace_bytes(func, args, out),
+            _packed_bytes(func, args),
+        )
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors among an operator's arguments or results."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
 def mapped_bytes(nbytes: int) -> int:
     """What a block takes of the system: whole pages, and the allocator's own line before it."""
     if nbytes < _SINGLE_BLOCK:
@@ -32,7 +104,7 @@ def mapped_bytes(nbytes: int) -> int:
     return math.ceil((nbytes + 128) / _PAGE) * _PAGE
 
 
-def workspace_bytes(func: Any, args: Sequence[Any], out: Any) -> int:
+def _workspace_bytes(func: Any, args: Sequence[Any], out: Any) -> int:
     """Bytes that an operator takes while it runs, beside its inputs and results."""
     aten = torch.ops.aten
     if func is aten.convolution.default:
@@ -44,7 +116,7 @@ def workspace_bytes(func: Any, args: Sequence[Any], out: Any) -> int:
     return 0
 
 
-def packed_bytes(func: Any, args: Sequence[Any]) -> tuple[int, int]:
+def _packed_bytes(func: Any, args: Sequence[Any]) -> tuple[int, int]:
     """Bytes of the buffer that MKL packs a product's factors into, and how many it writes to.
 
     It keeps one for each product that needs a larger one than any before, and so more where slices

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -26,19 +26,21 @@ from memengine._torch_private.autograd import (
 )
 from memengine._torch_private.fake import (
     ASKS_FOR_THE_DEVICE,
+    COMPARES,
+    MAPS_A_FILE,
     READS_A_NUMBER,
     SHAPE_OF_VALUES,
     is_fake,
     unset_fake_temporarily,
 )
+from memengine._torch_private.fake_operators import inputs_by_shape
 from memengine._torch_private.ops import (
-    FLOPS_OF,
     OpOverload,
     TorchDispatchMode,
     pytree,
     written_arguments,
 )
-from memengine.memory.cpu_workspaces import packed_bytes, workspace_bytes
+from memengine.memory.cpu_workspaces import MOST_COMPUTED_BYTES, Operator, tensors_of
 from memengine.memory.ledger import Block, Ledger, blocks_of
 from memengine.memory.meter import SavedBytes
 
@@ -46,7 +48,6 @@ __all__ = ['SAVED', 'TRANSIENT', 'Allocation', 'LiveMemory', 'Origin']
 
 TRANSIENT, SAVED, WORKSPACE = 'transients', 'saved activations', 'workspaces'
 
-_MOST_BYTES = 4096  # of memory whose numbers are computed
 _DRAWS = torch.Tag.nondeterministic_seeded
 _CARRIES_OUT = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
 
@@ -127,6 +128,7 @@ class LiveMemory(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self._operators: dict[Hashable, Operator] = {}  # by the shapes of their inputs
         self.events: list[tuple[int, Allocation]] = []
         self.begun: list[tuple[int, str]] = []
         self.flops = self.moved_bytes = self.operators = self.guessed = 0
@@ -225,28 +227,45 @@ class LiveMemory(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is ASKS_FOR_THE_DEVICE:  # more often than all else together
-            return func(*args)
+            return args[0].fake_device if is_fake(args[0]) else func(*args)
         if func is READS_A_NUMBER:
             return self._read(args[0])
+        if func is COMPARES:
+            return self._compare(*args)
+        if func is MAPS_A_FILE:  # into memory that is the file's
+            return torch.empty(args[2], dtype=kwargs['dtype'])
         self._origin = self._find_origin()
-        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        there = {storage_key(t.untyped_storage()) for t in inputs if t.layout == torch.strided}
+        inputs: list[Tensor] = []
+        shapes = inputs_by_shape(func, args, kwargs, inputs)
+        operator = self._operators.get(shapes) if shapes is not None else None
+        if operator is not None:
+            assert operator.results is not None
+            out = operator.results.again(inputs)
+        else:
+            out = self._carry_out(func, args, kwargs)
+            inputs = tensors_of((args, kwargs))
+            operator = Operator.of(func, args, kwargs, out, inputs)
+            is_so_again = inputs_by_shape(func, args, kwargs, []) == shapes
+            if shapes is not None and is_so_again and operator.results is not None:
+                self._operators[shapes] = operator
+        made = [out] if isinstance(out, Tensor) else tensors_of(out)
+        for index in operator.fresh:
+            self.note(made[index], op=operator.name)
+        if operator.fresh or operator.written:
+            self._count_cost(operator)
+        if operator.may_be_small or operator.written:
+            self._compute_small(func, args, kwargs, inputs, made)
+        return out
+
+    def _carry_out(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         try:
-            out = func(*args, **kwargs)
+            return func(*args, **kwargs)
         except SHAPE_OF_VALUES:
             with unset_fake_temporarily():
-                if any(self._value_of(tensor) is None for tensor in inputs):
+                if any(self._value_of(tensor) is None for tensor in tensors_of((args, kwargs))):
                     raise
                 values = func(*self._with_values(args), **self._with_values(kwargs))
-            out = pytree.tree_map_only(Tensor, torch.empty_like, values)
-        made = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
-        fresh = [t for t in made if storage_key(t.untyped_storage()) not in there]
-        for tensor in fresh:
-            self.note(tensor, op=str(func))
-        if fresh or written_arguments(func, args, kwargs):
-            self._count_cost(func, args, kwargs, out, [*inputs, *fresh])
-        self._compute_small(func, args, kwargs, inputs, made)
-        return out
+            return pytree.tree_map_only(Tensor, torch.empty_like, values)
 
     def _find_origin(self) -> Origin:
         """Where the program stands; in backward, where the forward stood that it is of."""
@@ -259,21 +278,17 @@ class LiveMemory(TorchDispatchMode):
         self._origins.setdefault(next_node_number() - 1, origin)
         return origin
 
-    def _count_cost(
-        self, func: OpOverload, args: Any, kwargs: Any, out: Any, tensors: list[Tensor]
-    ) -> None:
-        flops = FLOPS_OF.get(func.overloadpacket)
-        if flops is not None:
-            self.flops += flops(*args, **kwargs, out_val=out)
+    def _count_cost(self, operator: Operator) -> None:
+        self.flops += operator.flops
         self.operators += 1
-        self.moved_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        if nbytes := workspace_bytes(func, args, out):
-            allocation = Allocation(nbytes, WORKSPACE, self._origin, str(func))
+        self.moved_bytes += operator.moved_bytes
+        if nbytes := operator.workspace_bytes:
+            allocation = Allocation(nbytes, WORKSPACE, self._origin, operator.name)
             self.events += [(nbytes, allocation), (-nbytes, allocation)]
-        needed, written = packed_bytes(func, args)
+        needed, written = operator.packed_bytes
         if needed > self._largest_buffer:
             self._largest_buffer = needed
-            allocation = Allocation(written, WORKSPACE, Origin(), str(func))
+            allocation = Allocation(written, WORKSPACE, Origin(), operator.name)
             self._buffers.append(allocation)
             self.events.insert(self.begin, (written, allocation))  # there since the first step
             self.begin += 1
@@ -293,6 +308,15 @@ class LiveMemory(TorchDispatchMode):
                 # `trunc_normal_` draws again until it does not.
                 return torch.full((), not is_any, dtype=tensor.dtype).item()
             return value.item()
+
+    def _compare(self, tensor: Tensor, other: Tensor) -> bool:
+        """Whether two tensors are equal; if that cannot be known, as if all were as it should."""
+        with unset_fake_temporarily():
+            value, another = self._value_of(tensor), self._value_of(other)
+            if value is not None and another is not None:
+                return torch.equal(value, another)
+        self.guessed += 1
+        return tensor.shape == other.shape
 
     def _value_of(self, tensor: Tensor) -> Tensor | None:
         """A real tensor on the known numbers of a fake one's memory."""
@@ -317,7 +341,7 @@ class LiveMemory(TorchDispatchMode):
     ) -> None:
         """Give small results their numbers, if those of the inputs are known."""
         allocations = [self._allocation_of(tensor) for tensor in made]
-        small = made and all(p is not None and p.nbytes <= _MOST_BYTES for p in allocations)
+        small = made and all(p is not None and p.nbytes <= MOST_COMPUTED_BYTES for p in allocations)
         if small and _DRAWS not in func.tags:
             with unset_fake_temporarily():
                 if all(self._value_of(tensor) is not None for tensor in inputs):

@@ -1,7 +1,9 @@
 """The predicted peak of a training step, against sums that follow from its shapes."""
 
 import dataclasses
+import json
 import os
+import statistics
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 from memengine.memory import TrainingStep, UnpredictableError, predict, timeline
+from memengine.techniques.checkpointing.checkpoint_activations import checkpoint_activations
 from tests.docs_pages import ROOT
 
 MIB = 2**20
@@ -98,6 +101,51 @@ def test_shapes_that_depend_on_values_are_refused():
         predict(lambda: perceptron(loss=lambda out: out[out > 0].sum()))
 
 
+def convolutions():
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten())
+    model.append(nn.Linear(16 * 14 * 14, 10))
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    batch = torch.randn(8, 3, 16, 16)
+
+    def run():
+        model[4].weight.requires_grad_(len(optimizer.state) > 0)  # not in the first step
+        for part in batch.split(4):
+            nn.functional.cross_entropy(model(part), torch.zeros(4, dtype=torch.long)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return TrainingStep(run, model, optimizer, batch)
+
+
+def attention_of_two_precisions():
+    layers = [nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(2)]
+    model = nn.Sequential(layers[0], nn.GELU(), layers[1])
+    handle = checkpoint_activations(model, ['0', '2'], budget=0.5)
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randn(8, 16, 32)
+
+    def run():
+        assert handle.names
+        for is_half in (False, True):
+            with torch.autocast('cpu', torch.bfloat16, enabled=is_half):
+                loss = model[1:](batch) if is_half else model(batch)
+            loss.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return TrainingStep(run, model, optimizer, batch)
+
+
+@pytest.mark.parametrize('build', [perceptron, convolutions, attention_of_two_precisions])
+def test_operators_that_follow_from_their_first_results_change_nothing(build, monkeypatch):
+    followed = timeline(build)
+    monkeypatch.setattr('memengine.memory.live_memory.inputs_by_shape', lambda *_: None)
+    each = timeline(build)
+    assert followed.predicted == each.predicted
+    most = [{name: max(n) for name, n in course.live.items()} for course in (followed, each)]
+    assert most[0] == most[1]
+
+
 MEASURE = """
 from memengine.memory import measure, predict
 from tests.memory.test_prediction import perceptron
@@ -121,3 +169,23 @@ def test_measured_in_a_process_of_its_own():
     predicted, peak, held = map(int, ran.stdout.split())
     assert peak > held > 7 * 4 * MIB  # two layers with AdamW's states, and a teacher
     assert peak == pytest.approx(predicted, rel=0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='asks the kernel')
+def test_what_techniques_leave_is_predicted_as_it_is_measured():
+    ran = subprocess.run(
+        [sys.executable, '-m', 'tests.memory.beside_measured'],
+        cwd=ROOT,
+        env=os.environ | {'OMP_NUM_THREADS': '1'},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    steps = {(model, how): sizes for model, how, *sizes in map(json.loads, ran.stdout.splitlines())}
+    errors = {name: predicted / measured - 1 for name, (predicted, measured) in steps.items()}
+    assert len(errors) >= 6 and all(-0.01 < error < 0.05 for error in errors.values()), errors
+    assert statistics.median(map(abs, errors.values())) < 0.02, errors
+    most = steps['vit', 'plain'][1]
+    for how in ('recomputed', '8 bits', 'recomputed, 4 bits', 'offloaded'):
+        assert steps['vit', how][1] < 0.85 * most, how

@@ -28,9 +28,7 @@ from memengine.techniques.modules.fetched_later import FetchedLater
 __all__ = ['RecomputedActivations', 'RecomputedActivationsSettings', 'recompute_activations']
 
 _SETTING = 'recomputed_activations'
-_DecisionKey = tuple[
-    Any, ...
-]  # its number among its kind, the module's name, the need, the operation
+_DecisionKey = tuple[Any, ...]  # number among its kind, module's name, need, operation
 
 
 def recompute_activations(
