@@ -380,6 +380,7 @@ ABSENT = {  # what some configs need and a checkout lacks; they fail for the wan
     'mine/finetuned.py': 'work_dirs/dino_vit can not be found',
     'mine/folder.py': "there is no folder 'data/pictures/train'",
     'mine/split.py': "there is no folder 'data/pictures'",
+    'mine/video.py': "there is no folder 'data/videos'",
     'mine/stream.py': 'failed with exit status 1: cat: /mnt/store/train-',
     'mine/dino_sharded.py': 'needs several processes',
     'mine/old.py': 'needs several processes',

@@ -5,7 +5,9 @@ import inspect
 import pickle
 import subprocess
 import sys
+import tempfile
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import active_children
@@ -709,6 +711,12 @@ def test_fake_tensors():
         with pytest.raises(fake.FAKE_REFUSES):
             torch.nonzero(x)
     assert not fake.is_fake(torch.ones(4))
+    with fake.fake_mode():
+        storage = torch.ones(4).untyped_storage()
+        is_held = weakref.ref(storage)
+        torch.empty(0).set_(storage, 0, (2,), (1,))
+        del storage
+        assert is_held() is None
     seen = []
 
     class See(ops.TorchDispatchMode):
@@ -718,7 +726,12 @@ def test_fake_tensors():
 
     with See():
         torch.ones(1).item()
-    assert seen[-1] is fake.READS_A_NUMBER
+        assert seen[-1] is fake.READS_A_NUMBER
+        torch.equal(torch.ones(1), torch.ones(1))
+        assert seen[-1] is fake.COMPARES
+        with tempfile.NamedTemporaryFile() as file:
+            torch.from_file(file.name, shared=True, size=4, dtype=torch.uint8)
+        assert seen[-1] is fake.MAPS_A_FILE
 
 
 @relies_on('lets fake tensors be made of meta tensors, as their class does')

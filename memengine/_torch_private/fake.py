@@ -19,10 +19,13 @@ from torch._subclasses.fake_tensor import (
 
 __all__ = [
     'ASKS_FOR_THE_DEVICE',
+    'COMPARES',
     'FAKE_REFUSES',
+    'MAPS_A_FILE',
     'SHAPE_OF_VALUES',
     'READS_A_NUMBER',
     'FakeTensorMode',
+    'fake_mode',
     'fake_on',
     'is_fake',
     'resizes_noted',
@@ -42,6 +45,12 @@ SHAPE_OF_VALUES = DynamicOutputShapeException
 
 READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default
 """The operator under ``tensor.item()``."""
+
+MAPS_A_FILE = torch.ops.aten.from_file.default
+"""The operator under ``torch.from_file``, which fake tensors do not know."""
+
+COMPARES = torch.ops.aten.equal.default
+"""The operator under ``torch.equal``, which is not asked where values are known to be the same."""
 
 
 ASKS_FOR_THE_DEVICE = torch.ops.prim.device.default
@@ -66,6 +75,17 @@ def resizes_noted(note: Callable[[torch.UntypedStorage, int], None]) -> Iterator
         yield
     finally:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+def fake_mode() -> FakeTensorMode:
+    """The mode in which tensors are fake.
+
+    Without its cache of results, which holds storages that operators were given (``set_``) for the
+    life of the process; ``fake_operators.py`` has another one.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False
+    return mode
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -19,6 +19,7 @@ from memengine.datasets.sources import (
     Shards,
     Split,
     UnlabelledFolder,
+    VideoFrames,
 )
 from memengine.datasets.streamed import HuggingFaceStream, ShardStream, StreamedImageDataset
 from memengine.datasets.text import TextBlocks
@@ -66,6 +67,7 @@ __all__ = [
     'Tokenize',
     'TransformersTokenizer',
     'UnlabelledFolder',
+    'VideoFrames',
     'WordTokenizer',
     'list_samples',
     'stack_views',

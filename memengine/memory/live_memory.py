@@ -26,6 +26,8 @@ from memengine._torch_private.autograd import (
 )
 from memengine._torch_private.fake import (
     ASKS_FOR_THE_DEVICE,
+    COMPARES,
+    MAPS_A_FILE,
     READS_A_NUMBER,
     SHAPE_OF_VALUES,
     is_fake,
@@ -229,6 +231,10 @@ class LiveMemory(TorchDispatchMode):
             return args[0].fake_device if is_fake(args[0]) else func(*args)
         if func is READS_A_NUMBER:
             return self._read(args[0])
+        if func is COMPARES:
+            return self._compare(*args)
+        if func is MAPS_A_FILE:  # into memory that is the file's
+            return torch.empty(args[2], dtype=kwargs['dtype'])
         self._origin = self._find_origin()
         inputs: list[Tensor] = []
         shapes = inputs_by_shape(func, args, kwargs, inputs)
@@ -319,6 +325,15 @@ class LiveMemory(TorchDispatchMode):
                 # `trunc_normal_` draws again until it does not.
                 return torch.full((), not is_any, dtype=tensor.dtype).item()
             return value.item()
+
+    def _compare(self, tensor: Tensor, other: Tensor) -> bool:
+        """Whether two tensors are equal; if that cannot be known, as if all were as it should."""
+        with unset_fake_temporarily():
+            value, another = self._value_of(tensor), self._value_of(other)
+            if value is not None and another is not None:
+                return torch.equal(value, another)
+        self.guessed += 1
+        return tensor.shape == other.shape
 
     def _value_of(self, tensor: Tensor) -> Tensor | None:
         """A real tensor on the known numbers of a fake one's memory."""

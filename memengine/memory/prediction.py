@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from torch import Tensor, nn
 
-from memengine._torch_private.fake import FAKE_REFUSES, FakeTensorMode, resizes_noted
+from memengine._torch_private.fake import FAKE_REFUSES, fake_mode, resizes_noted
 from memengine.memory.cpu_workspaces import library_bytes, mapped_bytes
 from memengine.memory.ledger import tensors_in
 from memengine.memory.live_memory import SAVED, TRANSIENT, Allocation, LiveMemory
@@ -71,7 +71,7 @@ def on_fake_tensors() -> Iterator[LiveMemory]:
     """
     memory = LiveMemory()
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), memory, resizes_noted(memory.resize):
+        with fake_mode(), memory, resizes_noted(memory.resize):
             yield memory
     except (*FAKE_REFUSES, RuntimeError, TypeError) as error:  # also what leaves torch
         raise UnpredictableError(

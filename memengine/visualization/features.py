@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from matplotlib.axes import Axes
 from torch import Tensor, nn
 
 from memengine.visualization.attention import in_eval_mode
@@ -16,11 +17,13 @@ from memengine.visualization.figures import figure_of, for_imshow, save_figure
 
 __all__ = [
     'dense_features',
+    'nearest_rows',
     'patch_colours',
     'principal_components',
     'save_map',
     'save_neighbours',
     'save_patches',
+    'scatter',
 ]
 
 _LEGEND = 20  # classes that fit beside a map
@@ -80,6 +83,22 @@ def save_patches(images: Tensor, colours: Tensor, path: str | Path) -> None:
     save_figure(figure, path)
 
 
+def nearest_rows(features: Tensor, rows: Tensor, count: int, among: Tensor | None = None) -> Tensor:
+    """The nearest of some of the samples, without themselves, nearest first: Long[B, K].
+
+    Args:
+        features: Of length 1, [N, D].
+        rows: Whose neighbours are wanted, Long[B].
+        count: K, less where there are not as many.
+        among: Which samples may be neighbours, Bool[N]; by default all.
+    """
+    among = torch.ones(len(features), dtype=torch.bool) if among is None else among
+    similarity = features[rows] @ features.T  # [B, N]
+    similarity[:, ~among] = -torch.inf
+    similarity[torch.arange(len(rows)), rows] = -torch.inf
+    return similarity.topk(min(count, int(among.sum()) - int(among[rows].any())), dim=1).indices
+
+
 def save_neighbours(
     images: Tensor,
     neighbours: Sequence[Tensor],
@@ -117,22 +136,32 @@ def save_map(
 ) -> None:
     """Draw points [N, 2], coloured by their labels Long[N], with a legend of a few classes."""
     figure, ((axis,),) = figure_of(1, 1, width=7, height=5.5)
+    scatter(axis, points, labels, names)
+    axis.set_title(title, fontsize=10)
+    save_figure(figure, path)
+
+
+def scatter(
+    axis: Axes,
+    points: Tensor,
+    labels: Tensor | None = None,
+    names: Sequence[str] = (),
+    legend: bool = True,
+) -> None:
+    """Points [N, 2], coloured by their labels Long[N], with a legend of a few classes."""
     across, up = points.cpu().double().numpy().T
     if labels is None:
         axis.scatter(across, up, s=6, linewidths=0)
     else:
         classes = labels.unique().tolist()
-        few = len(classes) <= _LEGEND
         for place, label in enumerate(classes):
             of_it = (labels == label).cpu().numpy()
             name = names[label] if label < len(names) else str(label)
             colour = f'C{place}' if len(classes) <= 10 else None
             axis.scatter(across[of_it], up[of_it], s=6, linewidths=0, color=colour, label=name)
-        if few:
+        if legend and len(classes) <= _LEGEND:
             axis.legend(
                 fontsize=7, frameon=False, markerscale=2, loc='center left', bbox_to_anchor=(1, 0.5)
             )
-    axis.set_title(title, fontsize=10)
     axis.set_xticks([])
     axis.set_yticks([])
-    save_figure(figure, path)

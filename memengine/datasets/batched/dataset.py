@@ -16,7 +16,7 @@ from memengine.datasets.build import one_line
 from memengine.datasets.image_dataset import ImageDataset
 from memengine.registry import DATASETS
 
-__all__ = ['BatchedImageDataset']
+__all__ = ['BatchedImageDataset', 'pixels_of']
 
 
 @DATASETS.register_module()
@@ -41,7 +41,7 @@ class BatchedImageDataset(ImageDataset):
         """The items at ``indices``, the random numbers of each being a function of its seed."""
         samples = [self._read(index) for index in indices]
         by_size: dict[tuple[int, ...], list[int]] = {}
-        pixels = [_pixels(sample.pop('img')) for sample in samples]
+        pixels = [pixels_of(sample.pop('img')) for sample in samples]
         for row, array in enumerate(pixels):
             by_size.setdefault(array.shape, []).append(row)
         items: dict[int, dict[str, Any]] = {}
@@ -68,8 +68,10 @@ class BatchedImageDataset(ImageDataset):
         return self.seeded_items(indices, seeds)
 
 
-def _pixels(image: Image.Image) -> np.ndarray:
+def pixels_of(image: Image.Image | list[Image.Image]) -> np.ndarray:
     """[H, W] or [H, W, 3], uint8."""
+    if isinstance(image, list):
+        raise ValueError("frames of a video become views by type='ImageDataset' only")
     return np.asarray(image if image.mode in ('L', 'RGB') else image.convert('RGB'))
 
 

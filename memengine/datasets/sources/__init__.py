@@ -12,6 +12,7 @@ from memengine.datasets.sources.hugging_face import HuggingFace
 from memengine.datasets.sources.shards import Shards
 from memengine.datasets.sources.split import Split
 from memengine.datasets.sources.tables import CocoCaptions, ImageTable
+from memengine.datasets.sources.video import VideoFrames
 
 __all__ = [
     'CIFAR10',
@@ -26,4 +27,5 @@ __all__ = [
     'Shards',
     'Split',
     'UnlabelledFolder',
+    'VideoFrames',
 ]

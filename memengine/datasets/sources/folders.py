@@ -27,6 +27,8 @@ __all__ = [
     'ImageFolder',
     'ImageNet',
     'UnlabelledFolder',
+    'existing_folder',
+    'files_below',
     'load_rgb',
 ]
 
@@ -88,7 +90,8 @@ def _as_rgb(image: Image.Image) -> Image.Image:
     return image.convert('RGB')
 
 
-def _existing_folder(root: str, setting: str = 'root') -> Path:
+def existing_folder(root: str, setting: str = 'root') -> Path:
+    """A folder of a setting; ValueError where there is none."""
     folder = Path(root).expanduser()
     if not folder.is_dir():
         raise ValueError(
@@ -97,14 +100,18 @@ def _existing_folder(root: str, setting: str = 'root') -> Path:
     return folder
 
 
-def _files_below(folder: str, entered: set[tuple[int, int]], again: list[str]) -> Iterator[str]:
+def files_below(
+    folder: str, entered: set[tuple[int, int]] | None = None, again: list[str] | None = None
+) -> Iterator[str]:
     """Files in and below a folder, by folder; each folder once, wherever links lead.
 
     Args:
         folder: Where to begin.
-        entered: Folders that are not entered any more; grows.
+        entered: Folders that are not entered any more; grows. By default the folder itself.
         again: Takes up the paths of those that were come upon.
     """
+    entered = {_identity(folder)} if entered is None else entered
+    again = [] if again is None else again
     found = []
     for path, folders, files in os.walk(folder, followlinks=True):
         new = []
@@ -145,7 +152,7 @@ class ImageFolder:
     """
 
     def __init__(self, root: str, max_pixels: int = MOST_PIXELS) -> None:
-        folder = _existing_folder(root)
+        folder = existing_folder(root)
         self._max_pixels = max_pixels
         self.classes: list[str] = sorted(each.name for each in os.scandir(folder) if each.is_dir())
         if not self.classes:
@@ -165,7 +172,7 @@ class ImageFolder:
         self._samples: list[tuple[str, int]] = []
         left_out: Counter[str] = Counter()
         for label, name in enumerate(self.classes):
-            files = list(_files_below(str(folder / name), entered, again))
+            files = list(files_below(str(folder / name), entered, again))
             images = [(file, label) for file in files if file.lower().endswith(SUFFIXES)]
             left_out.update(Path(file).suffix.lower() or 'without suffix' for file in files)
             if not images:
@@ -225,8 +232,8 @@ class UnlabelledFolder:
     """
 
     def __init__(self, root: str, max_pixels: int = MOST_PIXELS) -> None:
-        folder = _existing_folder(root)
-        files = _files_below(str(folder), {_identity(str(folder))}, [])
+        folder = existing_folder(root)
+        files = files_below(str(folder))
         self._files = [file for file in files if file.lower().endswith(SUFFIXES)]
         self._max_pixels = max_pixels
         if not self._files:
@@ -262,8 +269,8 @@ class ImageNet(ImageFolder):
     ) -> None:
         if split not in ('train', 'val'):
             raise ValueError(f"split must be 'train' or 'val', got {split!r}")
-        folder = _existing_folder(root) / split
-        split_folder = _existing_folder(str(folder), 'root (the folder of train and val)')
+        folder = existing_folder(root) / split
+        split_folder = existing_folder(str(folder), 'root (the folder of train and val)')
         super().__init__(str(split_folder), max_pixels)
 
 
@@ -284,7 +291,7 @@ class CIFAR10:
         from torchvision import datasets
 
         if not download:
-            _existing_folder(root)
+            existing_folder(root)
         name = type(self).__name__
         reader: Any = getattr(datasets, name)
         try:

@@ -1,8 +1,9 @@
 """What the dataset asks of a source.
 
 A source is a map-style object: ``len(source)``, ``source[i] -> (PIL image, int label)`` and
-``source.classes``. Where its images are files, ``source.path(i)`` names them. An image that cannot
-be read raises ``OSError``, which is what the dataset's ``on_error`` setting acts on.
+``source.classes``. In place of an image there may be a list of frames, which the transforms take
+for views of one sample. Where its images are files, ``source.path(i)`` names them. An image that
+cannot be read raises ``OSError``, which is what the dataset's ``on_error`` setting acts on.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]: ...
+    def __getitem__(self, index: int) -> tuple[Image.Image | list[Image.Image], int]: ...
 
 
 @runtime_checkable

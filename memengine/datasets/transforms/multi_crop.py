@@ -22,6 +22,9 @@ class _Group(TypedDict):
 class MultiCrop:
     """Replace the image by a list of views of it, each drawn by itself.
 
+    Of the frames of a video (see ``VideoFrames``) the first view is made of the first one, the
+    second of the second, and so on, from the first again where there are more views.
+
     DINO's ImageNet recipe has two global views with a pipeline each, then eight local ones::
 
         dict(type='MultiCrop', views=[
@@ -59,18 +62,24 @@ class MultiCrop:
         return sum(num for num, _ in self.groups)
 
     def __call__(self, results: dict[str, Any]) -> dict[str, Any]:
-        """Replace ``results['img']`` by the list of its views."""
+        """Replace ``results['img']`` by the list of its views; of several frames each has one."""
         # A PIL image is never written into, so that the views may share it.
-        results['img'] = to_torchvision(results['img'], results.pop('channel_order', 'bgr'))
-        views = []
+        image, order = results['img'], results.pop('channel_order', 'bgr')
+        frames = [to_torchvision(one, order) for one in _listed(image)]
+        views: list[Any] = []
         for num, pipeline in self.groups:
-            for view in pipeline.apply_to_all([dict(results) for _ in range(num)]):
+            given = (frames[(len(views) + place) % len(frames)] for place in range(num))
+            for view in pipeline.apply_to_all([{**results, 'img': frame} for frame in given]):
                 views.append(to_torchvision(view['img'], view.get('channel_order', 'bgr')))
         results['img'] = views
         return results
 
     def __repr__(self) -> str:
         return f'MultiCrop(views={[num for num, _ in self.groups]})'
+
+
+def _listed(image: Any) -> list[Any]:
+    return image if isinstance(image, list) else [image]
 
 
 def _check_group(where: str, group: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,12 @@ import torch
 from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.logging import MMLogger
-from torch import Tensor
 
 from memengine.engine.config.training_step import loader_of, step_of
-from memengine.visualization.figures import figure_of, for_imshow, save_figure
+from memengine.visualization.views import save_views, views_of
 
-__all__ = ['bottleneck', 'examine_data', 'views_of']
+__all__ = ['bottleneck', 'examine_data']
 
-_ROWS, _COLUMNS = 8, 12
 _BATCHES, _STEPS = 5, 3
 
 
@@ -32,7 +30,7 @@ def examine_data(cfg: Config) -> str:
     images = views_of(batch)
     if images:
         path = Path(cfg.work_dir) / 'data' / 'views.png'
-        _draw(images, path)
+        save_views(images, path)
         shapes = ', '.join('×'.join(map(str, view.shape)) for view in images[0])
         lines = [f'{path}: {len(images)} samples, their views side by side ({shapes})']
     else:
@@ -45,23 +43,6 @@ def examine_data(cfg: Config) -> str:
         return '\n'.join([*lines, 'the data has one batch only, too few to be timed'])
     workers = cfg.train_dataloader.get('num_workers', 0)
     return '\n'.join([*lines, *bottleneck(size / loading, size / training, workers)])
-
-
-def views_of(batch: Any) -> list[list[Tensor]]:
-    """The views of each sample, [C, h, w] each; empty where a batch holds something else."""
-    inputs = batch.get('inputs') if isinstance(batch, Mapping) else None
-    if isinstance(inputs, Tensor):
-        inputs = [inputs]
-    if not isinstance(inputs, (list, tuple)) or not all(isinstance(x, Tensor) for x in inputs):
-        return []
-    if all(view.ndim == 4 for view in inputs):
-        samples = [list(views) for views in zip(*inputs, strict=True)]
-    elif all(image.ndim == 3 for image in inputs):  # of several sizes, as detectors take them
-        samples = [[image] for image in inputs]
-    else:
-        return []
-    drawable = all(view.shape[0] in (1, 3) for views in samples for view in views)
-    return [views[:_COLUMNS] for views in samples[:_ROWS]] if drawable else []
 
 
 def bottleneck(data: float, model: float, workers: int) -> list[str]:
@@ -107,14 +88,3 @@ def _median_seconds(carry_out: Callable[[], Any], times: int) -> float | None:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds) if seconds else None
-
-
-def _draw(samples: list[list[Tensor]], path: Path) -> None:
-    columns = max(map(len, samples))
-    figure, axes = figure_of(len(samples), columns, 1.2 * columns, 1.2 * len(samples))
-    for row, views in zip(axes, samples, strict=True):
-        for place in row:
-            place.set_axis_off()
-        for place, view in zip(row, views, strict=False):
-            place.imshow(for_imshow(view), cmap='gray', vmin=0, vmax=1)
-    save_figure(figure, path)

@@ -260,8 +260,10 @@ def _add_after(commands: Any, name: str, does: str) -> None:
         parser.add_argument(
             '--to',
             nargs='+',
+            choices=('weights', 'onnx', 'torch_export', 'open_clip'),
             metavar='FORM',
-            help='weights, onnx, torch_export; or open_clip (export.to)',
+            help='weights (named as timm, torchvision or transformers do, whichever has the '
+            'network), onnx, torch_export; or open_clip (export.to)',
         )
     _add_options(parser)
 

@@ -24,6 +24,7 @@ from memengine.visualization.attention import (
 )
 from memengine.visualization.features import (
     dense_features,
+    nearest_rows,
     patch_colours,
     principal_components,
     save_map,
@@ -115,11 +116,7 @@ class LookLoop:
         places = torch.arange(len(features))
         in_bank = found.get('bank', torch.ones(len(features))).bool()
         rows = torch.tensor(_spread(places if in_bank.all() else places[~in_bank], self.images))
-        similarity = features[rows] @ features.T  # [B, N]
-        similarity[:, ~in_bank] = -torch.inf
-        similarity[torch.arange(len(rows)), rows] = -torch.inf  # itself
-        count = min(self.neighbours, int(in_bank.sum()) - int(in_bank.all()))
-        nearest = similarity.topk(count, dim=1).indices  # [B, K]
+        nearest = nearest_rows(features, rows, self.neighbours, in_bank)  # [B, K]
         names = self._names(found)
         images = images_of(self.runner, [*rows.tolist(), *nearest.flatten().tolist()]).cpu()
         save_neighbours(

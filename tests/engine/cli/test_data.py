@@ -7,8 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
-from memengine.engine.cli.data import bottleneck, views_of
+from memengine.engine.cli.data import bottleneck
 from memengine.engine.cli.main import main
+from memengine.visualization.views import views_of
 from tests.docs_pages import ROOT
 
 QUICK = ['train_dataloader.batch_size=4', 'train_dataloader.dataset.indices=12']

@@ -3,6 +3,7 @@
 import json
 import logging
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -11,10 +12,11 @@ from torch import nn
 
 from memengine.engine.hooks import ReportHook
 from memengine.engine.hooks import report as module
-from memengine.visualization import attention
+from memengine.visualization import attention, features, over_time, views
 from tests.engine.hooks.images import BANK, QUERIES, Classifier, Images, image_runner, loader
 
-ALWAYS = {'index.html', 'memory.json'}
+ALWAYS = {'index.html', 'memory.json', 'views.png', 'neighbours.png', 'embedding_map.png'}
+MOMENTS = 'embedding_map'
 
 
 class Wrapped(nn.Module):
@@ -92,7 +94,7 @@ def test_curves_and_attention_of_the_teacher_on_queries(tmp_path, drawn):
     )
     runner.train()
     names = {path.name for path in (tmp_path / 'report').iterdir()}
-    assert names == {*ALWAYS, 'curves.png', 'summary.json', 'attention.png'}
+    assert names == {*ALWAYS, MOMENTS, 'curves.png', 'summary.json', 'attention.png'}
     backbone, images, maps = drawn
     assert backbone is runner.model.teacher.backbone.model
     assert maps.shape == (4, 2, 2, 2)
@@ -118,7 +120,7 @@ def test_without_attention_the_log_says_so(tmp_path, undrawn):
     assert [text for text in told if 'no attention maps' in text and 'Sequential' in text]
     assert not errors
     names = {path.name for path in (tmp_path / 'report').iterdir()}
-    assert names == {*ALWAYS, 'curves.png', 'summary.json'}
+    assert names == {*ALWAYS, MOMENTS, 'curves.png', 'summary.json'}
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_the_page_says_where_memory_went(tmp_path):
     assert held['weights'] == sum(p.nbytes for p in runner.model.parameters())
     page = (tmp_path / 'report' / 'index.html').read_text()
     assert 'Where memory went' in page and '<td>weights</td>' in page
-    assert page.count('data:image/png;base64,') == 1, 'the attention maps'
+    assert page.count('data:image/png;base64,') == 4, 'attention, views, map, neighbours'
 
 
 @pytest.mark.parametrize('broken', ['attention_maps', 'write_report'])
@@ -189,6 +191,101 @@ def test_no_images_are_asked_for(tmp_path, drawn):
     hook = dict(type='ReportHook', num_images=0)
     image_runner(tmp_path, hook, model=WithTeacher(), epochs=1).train()
     assert drawn == []
+    names = {path.name for path in (tmp_path / 'report').glob('*.png')}
+    assert names == {'curves.png', 'embedding_map.png'}
     with pytest.raises(ValueError, match='num_images must not be negative'):
         ReportHook(num_images=-1)
+    with pytest.raises(ValueError, match='map_points must not be negative'):
+        ReportHook(map_points=-1)
     assert module.ReportHook is ReportHook
+
+
+class Normalised(Classifier):
+    """With running statistics, which a forward pass in training mode would move."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__()
+        self.backbone.append(nn.BatchNorm1d(6))
+
+
+def moments_of(work_dir):
+    found = {}
+    for path in sorted((work_dir / 'report' / MOMENTS).glob('*.npz')):
+        with np.load(path) as held:
+            found[int(path.stem)] = dict(held)
+    return found
+
+
+def test_the_map_is_of_held_out_samples_at_each_evaluation(tmp_path, undrawn, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(
+        over_time, 'save_maps', lambda moments, path, names: seen.update(moments=moments)
+    )
+    hooks = (dict(type='ReportHook', map_points=12), dict(type='EvaluateFirstHook'))
+    runner = image_runner(tmp_path, *hooks, model=Normalised(), val_dataloader=loader(Queried()))
+    runner.train()
+    first, _, last = seen['moments']
+    assert [moment.iteration for moment in seen['moments']] == [0, 6, 12]
+    places = torch.arange(BANK, BANK + QUERIES, 2)  # 12 of the 24 queries
+    assert torch.equal(last.places, places) and torch.equal(first.places, places)
+    assert torch.equal(last.labels, Images().labels[places])
+    with torch.no_grad():
+        expected = runner.model.backbone.eval()(Images().images[places])
+    expected = nn.functional.normalize(expected, dim=1)
+    torch.testing.assert_close(last.features, expected, atol=1e-3, rtol=0)
+    assert (first.features - last.features).abs().max() > 0.1
+
+
+def test_training_is_the_same_with_and_without_the_map(tmp_path, undrawn):
+    states = []
+    for name, hooks in (('plain', ()), ('map', (dict(type='ReportHook'),))):
+        runner = image_runner(tmp_path / name, *hooks, model=Normalised())
+        runner.train()
+        states.append(runner.model.state_dict())
+    assert moments_of(tmp_path / 'map').keys() == {6, 12}
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def test_a_run_that_is_gone_on_with_has_all_moments_and_a_new_one_its_own(tmp_path, undrawn):
+    hook = dict(type='ReportHook')
+    image_runner(tmp_path / 'whole', hook, model=Normalised()).train()
+    whole = moments_of(tmp_path / 'whole')
+    image_runner(tmp_path / 'parts', hook, model=Normalised(), epochs=1).train()
+    resumed = image_runner(tmp_path / 'parts', hook, model=Normalised(), resume=True)
+    resumed.train()
+    parts = moments_of(tmp_path / 'parts')
+    assert [*parts] == [*whole] == [6, 12]
+    for moment in whole:
+        assert all((whole[moment][key] == parts[moment][key]).all() for key in whole[moment])
+    image_runner(tmp_path / 'whole', hook, model=Normalised(), epochs=1).train()
+    assert [*moments_of(tmp_path / 'whole')] == [6]
+
+
+def test_a_disk_that_is_full_costs_the_map_only(tmp_path, undrawn, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError('No space left on device')
+
+    monkeypatch.setattr(np, 'savez', full)
+    runner = image_runner(tmp_path, dict(type='ReportHook'), epochs=1)
+    errors, told = messages_of(runner, logging.ERROR), messages_of(runner, logging.INFO)
+    runner.train()
+    assert len(errors) == 1 and 'No space left' in errors[0]
+    assert [text for text in told if 'no map of embeddings' in text]
+    assert (tmp_path / 'epoch_1.pth').exists()
+
+
+def test_neighbours_and_views_are_those_of_the_samples(tmp_path, monkeypatch, undrawn):
+    seen = {}
+    monkeypatch.setattr(features, 'save_neighbours', lambda *drawn: seen.update(near=drawn))
+    monkeypatch.setattr(views, 'save_views', lambda samples, path: seen.update(views=samples))
+    hook = dict(type='ReportHook', num_images=3)
+    image_runner(tmp_path, hook, epochs=1, val_dataloader=loader(Queried())).train()
+    images, neighbours, _, names, others = seen['near']
+    held_out = Images().images[BANK:]
+    assert torch.equal(images, held_out[[0, 12, 23]]) and neighbours.shape[:2] == (3, 5)
+    assert names == [str(int(Images().labels[BANK + row])) for row in (0, 12, 23)]
+    assert [len(row) for row in others] == [5, 5, 5]
+    assert torch.equal(
+        torch.cat([sample[0] for sample in seen['views']]).cpu(), Images().images[[0, 24, 47], 0]
+    )
