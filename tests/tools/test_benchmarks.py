@@ -20,6 +20,7 @@ PAGES = {
     'recomputed_activations': ROOT / 'docs/techniques/recomputed_activations.md',
     'dropit_selection': ROOT / 'docs/techniques/compressed_activations.md',
     'sharding_memory': ROOT / 'docs/techniques/fsdp.md',
+    'plans': ROOT / 'docs/memory.md',
     'memory_prediction': ROOT / 'docs/memory.md',
     'meter_cost': ROOT / 'docs/memory.md',
     'batched_augmentation': ROOT / 'docs/data.md',
