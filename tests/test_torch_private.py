@@ -6,7 +6,9 @@ import pickle
 import re
 import subprocess
 import sys
+import tempfile
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import active_children
@@ -20,7 +22,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import sdpa_flop_count
@@ -577,9 +578,8 @@ def test_step_hooks():
 
 @pytest.fixture
 def group():
-    dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=2)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+    with distributed.pretended_ranks(2):
+        yield dist.group.WORLD
 
 
 @pytest.fixture
@@ -711,6 +711,26 @@ def test_end_workers():
 # ------------------------------------------------------------------ fake tensors
 
 
+@relies_on('resizes storages by an attribute of their class, from sharding, too')
+def test_resizes_of_storages():
+    seen = []
+    with fake.FakeTensorMode(), fake.resizes_noted(lambda storage, nbytes: seen.append(nbytes)):
+        storage = torch.ones(4).untyped_storage()
+        storage.resize_(0)
+        storage.resize_(16)
+    storage.resize_(0)
+    assert seen == [0, 16]
+
+
+@relies_on('has a process group that sends nothing')
+def test_pretended_ranks():
+    with distributed.pretended_ranks(3):
+        everything = [torch.zeros(2) for _ in range(3)]
+        dist.all_gather(everything, torch.ones(2))
+        assert dist.get_world_size() == 3
+    assert not dist.is_initialized()
+
+
 @relies_on('has tensors without memory, below which modes see every operator')
 def test_fake_tensors():
     with fake.FakeTensorMode():
@@ -721,6 +741,12 @@ def test_fake_tensors():
         with pytest.raises(fake.FAKE_REFUSES):
             torch.nonzero(x)
     assert not fake.is_fake(torch.ones(4))
+    with fake.fake_mode():
+        storage = torch.ones(4).untyped_storage()
+        is_held = weakref.ref(storage)
+        torch.empty(0).set_(storage, 0, (2,), (1,))
+        del storage
+        assert is_held() is None
     seen = []
 
     class See(ops.TorchDispatchMode):
@@ -730,7 +756,12 @@ def test_fake_tensors():
 
     with See():
         torch.ones(1).item()
-    assert seen[-1] is fake.READS_A_NUMBER
+        assert seen[-1] is fake.READS_A_NUMBER
+        torch.equal(torch.ones(1), torch.ones(1))
+        assert seen[-1] is fake.COMPARES
+        with tempfile.NamedTemporaryFile() as file:
+            torch.from_file(file.name, shared=True, size=4, dtype=torch.uint8)
+        assert seen[-1] is fake.MAPS_A_FILE
 
 
 @relies_on('lets fake tensors be made of meta tensors, as their class does')

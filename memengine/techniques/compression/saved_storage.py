@@ -338,14 +338,14 @@ class _CodedPart:
     """A code, and which part of a storage it stands for."""
 
     __slots__ = (
-        '__weakref__', '_decoded', '_decoded_in', '_decoded_layout', '_dtype', '_end', '_is_dense',
-        '_layout', 'code', 'is_counted', 'nbytes',
+        '__weakref__', '_decoded', '_decoded_in', '_decoded_layout', '_device', '_dtype', '_end',
+        '_is_dense', '_layout', 'code', 'is_counted', 'nbytes',
     )  # fmt: skip
 
     def __init__(self, code: Code, base: Tensor, nbytes: int) -> None:
         self.code, self.nbytes, self.is_counted = code, nbytes, False
         self._layout, self._dtype, self._is_dense = _layout_of(base), base.dtype, is_dense(base)
-        self._end = _end_of(base)
+        self._end, self._device = _end_of(base), base.device
         self._decoded: weakref.ref[torch.UntypedStorage] | None = None
         self._decoded_in, self._decoded_layout = -1, self._layout  # in which backward, and how
 
@@ -367,7 +367,7 @@ class _CodedPart:
         offset, shape, stride = self._decoded_layout
         if layout != self._layout:
             offset, shape, stride = offset + layout[0] - self._layout[0], *layout[1:]
-        view = torch.empty(0, dtype=self._dtype, device=storage.device)
+        view = torch.empty(0, dtype=self._dtype, device=self._device)
         return view.set_(storage, offset, shape, stride)
 
 
