@@ -3,9 +3,12 @@
 import functools
 import inspect
 import pickle
+import re
 import subprocess
 import sys
+import tempfile
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import active_children
@@ -19,13 +22,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import sdpa_flop_count
 
 from memengine._torch_private import (
     allocator,
+    attention,
     autograd,
     data_loading,
     distributed,
@@ -389,6 +392,34 @@ def test_foreach():
     assert copies[1] == 3
 
 
+@relies_on('gives output and log-sum-exp of fused attention as its nodes save them')
+@pytest.mark.parametrize('options', [{}, dict(is_causal=True), dict(attn_mask=torch.ones(5, 5))])
+def test_fused_attention(options):
+    q, k, v = (torch.randn(2, 3, 5, 8, requires_grad=True) for _ in range(3))
+    node = F.scaled_dot_product_attention(q, k, v, scale=0.5, **options).grad_fn
+    form = attention.FUSED_ATTENTION[operation_name(node)]
+    mask = [m for m in [autograd.saved_by(node, form.mask)] if m is not None]
+    settings = {name: autograd.saved_by(node, name) for name in ('is_causal', 'scale')}
+    output, log_sum, *_ = form.attend(q, k, v, *mask, **settings)
+    assert torch.equal(output, autograd.saved_by(node, 'output'))
+    assert torch.equal(log_sum, autograd.saved_by(node, form.log_sum))
+
+
+@relies_on('has fused attention for GPUs with these fields and arguments')
+@pytest.mark.parametrize('name', attention.FUSED_ATTENTION)
+def test_fields_of_fused_attention(name):
+    form, kind = attention.FUSED_ATTENTION[name], getattr(torch._C._functions, f'{name}Backward0')
+    has = [hasattr(kind, f'_saved_{field}') for field in ('attn_mask', 'attn_bias', 'output')]
+    assert has == [form.mask == 'attn_mask', form.mask == 'attn_bias', True]
+    for field in ('query', 'key', 'value', 'is_causal', 'scale', 'dropout_p', form.log_sum):
+        assert hasattr(kind, f'_saved_{field}'), field
+    words = re.findall('[A-Z][a-z]+', name)
+    op = getattr(torch.ops.aten, f'_{"_".join(words).lower()}').default
+    arguments = ops.argument_names(op)
+    assert {'is_causal', 'scale'} <= {*arguments}
+    assert [result.name for result in op._schema.returns][:2] == ['output', form.log_sum]
+
+
 @relies_on('has RMSNorm as one operator, that gives the result first')
 def test_fused_rms_norm():
     x, weight = torch.randn(2, 4), torch.randn(4)
@@ -548,9 +579,8 @@ def test_step_hooks():
 
 @pytest.fixture
 def group():
-    dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=2)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+    with distributed.pretended_ranks(2):
+        yield dist.group.WORLD
 
 
 @pytest.fixture
@@ -682,6 +712,26 @@ def test_end_workers():
 # ------------------------------------------------------------------ fake tensors
 
 
+@relies_on('resizes storages by an attribute of their class, from sharding, too')
+def test_resizes_of_storages():
+    seen = []
+    with fake.FakeTensorMode(), fake.resizes_noted(lambda storage, nbytes: seen.append(nbytes)):
+        storage = torch.ones(4).untyped_storage()
+        storage.resize_(0)
+        storage.resize_(16)
+    storage.resize_(0)
+    assert seen == [0, 16]
+
+
+@relies_on('has a process group that sends nothing')
+def test_pretended_ranks():
+    with distributed.pretended_ranks(3):
+        everything = [torch.zeros(2) for _ in range(3)]
+        dist.all_gather(everything, torch.ones(2))
+        assert dist.get_world_size() == 3
+    assert not dist.is_initialized()
+
+
 @relies_on('has tensors without memory, below which modes see every operator')
 def test_fake_tensors():
     with fake.FakeTensorMode():
@@ -692,6 +742,12 @@ def test_fake_tensors():
         with pytest.raises(fake.FAKE_REFUSES):
             torch.nonzero(x)
     assert not fake.is_fake(torch.ones(4))
+    with fake.fake_mode():
+        storage = torch.ones(4).untyped_storage()
+        is_held = weakref.ref(storage)
+        torch.empty(0).set_(storage, 0, (2,), (1,))
+        del storage
+        assert is_held() is None
     seen = []
 
     class See(ops.TorchDispatchMode):
@@ -701,7 +757,12 @@ def test_fake_tensors():
 
     with See():
         torch.ones(1).item()
-    assert seen[-1] is fake.READS_A_NUMBER
+        assert seen[-1] is fake.READS_A_NUMBER
+        torch.equal(torch.ones(1), torch.ones(1))
+        assert seen[-1] is fake.COMPARES
+        with tempfile.NamedTemporaryFile() as file:
+            torch.from_file(file.name, shared=True, size=4, dtype=torch.uint8)
+        assert seen[-1] is fake.MAPS_A_FILE
 
 
 @relies_on('lets fake tensors be made of meta tensors, as their class does')

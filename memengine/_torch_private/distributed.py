@@ -17,11 +17,13 @@ __all__ = [
     'CAN_SHARD_ON_CPU',
     'FORGETS_SHARDED_STEPS',
     'METADATA_RECORDS',
+    'are_ranks_pretended',
     'around_collectives',
     'forget_reduction',
     'gather_on_compute_stream',
     'gradient_holders',
     'mark_as_root',
+    'pretended_ranks',
     'process_group_of',
 ]
 
@@ -59,6 +61,27 @@ METADATA_RECORDS = frozenset(
 def default_store() -> dist.Store:
     """The store through which the ranks of the job have found each other."""
     return dist.distributed_c10d._get_default_store()
+
+
+@contextmanager
+def pretended_ranks(number: int) -> Iterator[None]:
+    """A process group of which this process is the first rank, and no other exists.
+
+    Collectives send nothing and give what was there. It is torch's for tests, which its own
+    estimates of memory use, too.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=number)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def are_ranks_pretended() -> bool:
+    """Whether the process group is one of :func:`pretended_ranks`."""
+    return dist.is_initialized() and dist.get_backend() == 'fake'
 
 
 def process_group_of(group: Any) -> dist.ProcessGroup:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,12 +19,16 @@ from torch._subclasses.fake_tensor import (
 
 __all__ = [
     'ASKS_FOR_THE_DEVICE',
+    'COMPARES',
     'FAKE_REFUSES',
+    'MAPS_A_FILE',
     'SHAPE_OF_VALUES',
     'READS_A_NUMBER',
     'FakeTensorMode',
+    'fake_mode',
     'fake_on',
     'is_fake',
+    'resizes_noted',
     'unset_fake_temporarily',
     'without_modes',
 ]
@@ -41,9 +46,46 @@ SHAPE_OF_VALUES = DynamicOutputShapeException
 READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default
 """The operator under ``tensor.item()``."""
 
+MAPS_A_FILE = torch.ops.aten.from_file.default
+"""The operator under ``torch.from_file``, which fake tensors do not know."""
+
+COMPARES = torch.ops.aten.equal.default
+"""The operator under ``torch.equal``, which is not asked where values are known to be the same."""
+
 
 ASKS_FOR_THE_DEVICE = torch.ops.prim.device.default
 """The operator under ``tensor.device``, which modes see of tensors such as fake ones."""
+
+
+@contextmanager
+def resizes_noted(note: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
+    """Be told of storages and the bytes that they are resized to, which is seen by no mode.
+
+    So ``fully_shard`` frees what it has gathered.
+    """
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_note(storage: Any, nbytes: int) -> Any:
+        resized = resize(storage, nbytes)
+        note(storage, nbytes)
+        return resized
+
+    torch.UntypedStorage.resize_ = resize_and_note  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+def fake_mode() -> FakeTensorMode:
+    """The mode in which tensors are fake.
+
+    Without its cache of results, which holds storages that operators were given (``set_``) for the
+    life of the process; ``fake_operators.py`` has another one.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False
+    return mode
 
 
 def is_fake(tensor: Tensor) -> bool:

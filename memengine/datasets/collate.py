@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from mmengine.registry import FUNCTIONS as ROOT_FUNCTIONS
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
 from memengine.registry import FUNCTIONS
@@ -22,16 +23,18 @@ def stack_views(batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Args:
         batch: B items ``dict(inputs=..., data_samples=dict(label=int, ...))``; ``inputs`` is a
-            tensor ``[C, H, W]`` or a list of V of them.
+            tensor ``[C, H, W]`` or a list of V of them, or a file ``[L]`` that is not decoded yet.
 
     Returns:
-        ``inputs``: a tensor ``[B, C, H, W]``, or a list of V tensors ``[B, C, h, w]``;
+        ``inputs``: a tensor ``[B, C, H, W]``, or a list of V tensors ``[B, C, h, w]``, or files
+        ``[B, L]``, the shorter ones with zeros at their ends;
         ``data_samples``: numbers and booleans as tensors ``[B]``, strings as lists.
 
     Raises:
         ValueError: When the samples differ in their number of views, in the shape of a view, or
             in the names of their ``data_samples``.
     """
+    batch = _padded(batch)
     first = batch[0]
     for item in batch[1:]:
         _check_same_shapes(item, first)
@@ -42,6 +45,14 @@ def stack_views(batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 'keys for all samples'
             )
     return default_collate(list(batch))
+
+
+def _padded(batch: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    files = [item['inputs'] for item in batch]
+    if not all(isinstance(file, torch.Tensor) and file.ndim == 1 for file in files):
+        return batch
+    padded = pad_sequence(files, batch_first=True)
+    return [{**item, 'inputs': file} for item, file in zip(batch, padded, strict=True)]
 
 
 def _name(item: Mapping[str, Any]) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmengine.logging import print_log
-from PIL import Image
 from torch.utils.data import Dataset
 
 from memengine.datasets.build import build, one_line
@@ -102,13 +101,17 @@ class ImageDataset(Dataset):
                 return results
         raise ValueError(f'none of the {len(self)} images of {self._source_name} can be read')
 
-    def _load(self, index: int) -> tuple[Image.Image | list[Image.Image], int] | None:
-        """Image, or frames, and label, or None where it is unreadable and to be skipped."""
+    def _load(self, index: int) -> tuple[Any, int] | None:
+        """Image and label, or None where it is unreadable and to be skipped."""
         try:
-            return self.source[self.indices[index]]
+            return self._sample(self.indices[index])
         except OSError as error:
             self._broken.note(index, self.sample_name(index), error)
             return None
+
+    def _sample(self, row: int) -> tuple[Any, int]:
+        """What the source has at a row."""
+        return self.source[row]
 
     def _item(self, results: dict[str, Any]) -> dict[str, Any]:
         return make_item(self.pipeline, results, self.sample_name(results['index']))

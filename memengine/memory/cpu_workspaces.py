@@ -27,6 +27,13 @@ MOST_COMPUTED_BYTES = 4096
 _LEAST_OF_LIBRARIES = 2**19
 _SHARE_OF_LIBRARIES = 0.01
 
+# Which oneDNN makes for a convolution of each new shape, and keeps (up to 1024): the means of
+# tools/benchmarks/convolution_kernels.py.
+_KERNEL_BYTES = {
+    torch.ops.aten.convolution.default: 36 * 2**10,
+    torch.ops.aten.convolution_backward.default: 150 * 2**10,
+}
+
 _PAGE = 4096
 _SINGLE_BLOCK = 64 * 2**10  # from here on a block is mapped by itself
 _FEWEST_CHANNELS = 8  # that are put into blocks
@@ -45,6 +52,8 @@ class Operator(NamedTuple):
         moved_bytes: As well.
         workspace_bytes: What it takes while it runs.
         packed_bytes: What MKL keeps for it: needed, and written.
+        kernel: What its kernels are made for: the operator and the shapes.
+        kernel_bytes: What oneDNN keeps of them.
     """
 
     name: str
@@ -56,6 +65,8 @@ class Operator(NamedTuple):
     moved_bytes: int
     workspace_bytes: int
     packed_bytes: tuple[int, int]
+    kernel: tuple[Any, ...]
+    kernel_bytes: int
 
     @classmethod
     def of(
@@ -89,6 +100,8 @@ class Operator(NamedTuple):
             sum(map(_nbytes, [*inputs, *(made[index] for index in fresh)])),
             _workspace_bytes(func, args, out),
             _packed_bytes(func, args),
+            (str(func), *(tensor.shape for tensor in inputs)),
+            _KERNEL_BYTES.get(func, 0),
         )
 
 
@@ -184,7 +197,7 @@ def _by_blocks_of_channels(weight: Tensor) -> int:
 def library_bytes(tensors_bytes: int) -> int:
     """What else is taken where tensors take so much at their peak, as measured.
 
-    It is blocks too small for a page of their own, Python's objects of the graph, code that
-    oneDNN makes for each shape, the kernel's tables.
+    It is blocks too small for a page of their own, Python's objects of the graph, the kernel's
+    tables.
     """
     return _LEAST_OF_LIBRARIES + int(_SHARE_OF_LIBRARIES * tensors_bytes)

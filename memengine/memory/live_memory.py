@@ -26,6 +26,8 @@ from memengine._torch_private.autograd import (
 )
 from memengine._torch_private.fake import (
     ASKS_FOR_THE_DEVICE,
+    COMPARES,
+    MAPS_A_FILE,
     READS_A_NUMBER,
     SHAPE_OF_VALUES,
     is_fake,
@@ -132,8 +134,9 @@ class LiveMemory(TorchDispatchMode):
         self.flops = self.moved_bytes = self.operators = self.guessed = 0
         self.begin, self._is_over = 0, False
         self._allocations: dict[int, Allocation] = {}
-        self._buffers: list[Allocation] = []  # which MKL keeps, each larger than those before
+        self._kept: list[Allocation] = []  # by libraries
         self._largest_buffer = 0
+        self._kernels: set[Hashable] = set()
         self._modules: list[str] = []
         self._origin = Origin()  # of the operator that is being carried out
         self._origins: dict[int, Origin] = {}  # of autograd's nodes, by their numbers
@@ -164,7 +167,7 @@ class LiveMemory(TorchDispatchMode):
 
     def start_again(self) -> None:
         """Begin the account anew, with what is there now."""
-        self.events = [(one.nbytes, one) for one in (*self._buffers, *self._allocations.values())]
+        self.events = [(one.nbytes, one) for one in (*self._kept, *self._allocations.values())]
         self.begin = len(self.events)
         self.begun.clear()
         self._modules.clear()
@@ -228,6 +231,10 @@ class LiveMemory(TorchDispatchMode):
             return args[0].fake_device if is_fake(args[0]) else func(*args)
         if func is READS_A_NUMBER:
             return self._read(args[0])
+        if func is COMPARES:
+            return self._compare(*args)
+        if func is MAPS_A_FILE:  # into memory that is the file's
+            return torch.empty(args[2], dtype=kwargs['dtype'])
         self._origin = self._find_origin()
         inputs: list[Tensor] = []
         shapes = inputs_by_shape(func, args, kwargs, inputs)
@@ -282,11 +289,27 @@ class LiveMemory(TorchDispatchMode):
         needed, written = operator.packed_bytes
         if needed > self._largest_buffer:
             self._largest_buffer = needed
-            allocation = Allocation(written, WORKSPACE, Origin(), operator.name)
-            self._buffers.append(allocation)
-            self.events.insert(self.begin, (written, allocation))  # there since the first step
-            self.begin += 1
-            self.begun = [(index + 1, name) for index, name in self.begun]
+            self._keep(written, operator.name)
+        if operator.kernel_bytes and operator.kernel not in self._kernels:
+            self._kernels.add(operator.kernel)
+            self._keep(operator.kernel_bytes, operator.name)
+
+    def _keep(self, nbytes: int, op: str) -> None:
+        """Count what a library keeps for good, and so has since the first step."""
+        allocation = Allocation(nbytes, WORKSPACE, Origin(), op)
+        self._kept.append(allocation)
+        self.events.insert(self.begin, (nbytes, allocation))
+        self.begin += 1
+        self.begun = [(index + 1, name) for index, name in self.begun]
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Count memory that is now larger or smaller than it was made."""
+        key = storage_key(storage)
+        before = self._allocations.get(key)
+        if before is not None and before.nbytes != nbytes:
+            now = Allocation(nbytes, before.category, before.origin, before.op, before.shape)
+            now.watch, self._allocations[key] = before.watch, now
+            self.events += [(-before.nbytes, before), (nbytes, now)]
 
     # ------------------------------------------------------------------ values
 
@@ -302,6 +325,15 @@ class LiveMemory(TorchDispatchMode):
                 # `trunc_normal_` draws again until it does not.
                 return torch.full((), not is_any, dtype=tensor.dtype).item()
             return value.item()
+
+    def _compare(self, tensor: Tensor, other: Tensor) -> bool:
+        """Whether two tensors are equal; if that cannot be known, as if all were as it should."""
+        with unset_fake_temporarily():
+            value, another = self._value_of(tensor), self._value_of(other)
+            if value is not None and another is not None:
+                return torch.equal(value, another)
+        self.guessed += 1
+        return tensor.shape == other.shape
 
     def _value_of(self, tensor: Tensor) -> Tensor | None:
         """A real tensor on the known numbers of a fake one's memory."""

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from torch import Tensor, nn
 
-from memengine._torch_private.fake import FAKE_REFUSES, FakeTensorMode
+from memengine._torch_private.fake import FAKE_REFUSES, fake_mode, resizes_noted
 from memengine.memory.cpu_workspaces import library_bytes, mapped_bytes
 from memengine.memory.ledger import tensors_in
 from memengine.memory.live_memory import SAVED, TRANSIENT, Allocation, LiveMemory
@@ -20,6 +20,7 @@ __all__ = ['UnpredictableError', 'Prediction', 'on_fake_tensors', 'predict']
 
 PARAMETERS, GRADIENTS, OPTIMIZER = 'parameters', 'gradients', 'optimiser state'
 BUFFERS, TEACHER, BATCH, ALLOCATOR = 'buffers', 'teacher', 'batch', 'allocator'
+BUCKETS = 'buckets'
 _NEGLIGIBLE_BYTES = 64 * 2**10  # bytes: a loss to log, a centre
 
 
@@ -35,9 +36,9 @@ class Prediction:
         peak_bytes: The most at once.
         by_category: The peak's bytes by what they are for, the largest first: ``'parameters'``,
             ``'gradients'``, ``'optimiser state'``, ``'buffers'``, ``'teacher'`` (all parameters
-            that are not trained), ``'batch'``, ``'saved activations'`` (by autograd, or in its
-            place), ``'transients'``, ``'workspaces'`` of kernels and ``'allocator'`` (whole pages,
-            what libraries keep).
+            that are not trained), ``'batch'``, ``'buckets'`` of DDP, ``'saved activations'`` (by
+            autograd, or in its place), ``'transients'``, ``'workspaces'`` of kernels and
+            ``'allocator'`` (whole pages, what libraries keep).
         by_module: The peak's activations and transients by the module in whose forward they were
             made, or in the backward of it, the largest first; ``''`` is what was made outside.
         by_part: Bytes when a part of the model (its child) last began a forward pass, and the most
@@ -70,7 +71,7 @@ def on_fake_tensors() -> Iterator[LiveMemory]:
     """
     memory = LiveMemory()
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), memory:
+        with fake_mode(), memory, resizes_noted(memory.resize):
             yield memory
     except (*FAKE_REFUSES, RuntimeError, TypeError) as error:  # also what leaves torch
         raise UnpredictableError(
@@ -135,6 +136,8 @@ def _assign(memory: LiveMemory, step: TrainingStep) -> None:
         memory.note(buffer, BUFFERS)
     for tensor in tensors_in(step.batch):
         memory.note(tensor, BATCH)
+    for tensor in tensors_in(step.buckets):
+        memory.note(tensor, BUCKETS)
     if step.optimizer is not None:
         for tensor in tensors_in(list(step.optimizer.state.values())):
             memory.note(tensor, OPTIMIZER)

@@ -21,6 +21,7 @@ class TrainingStep:
         model: What is trained. Its parts that are not trained, such as a teacher, belong to it.
         optimizer: What updates it.
         batch: What ``run`` is about: tensors in containers.
+        buckets: What DDP holds beside gradients: copies of them, which ranks exchange.
         is_settled: Whether nothing decides in the first step how those that follow are carried out.
     """
 
@@ -28,4 +29,5 @@ class TrainingStep:
     model: nn.Module
     optimizer: Optimizer | None = None
     batch: Any = None
+    buckets: Any = None
     is_settled: bool = False

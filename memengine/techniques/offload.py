@@ -186,7 +186,7 @@ class _Offloading(saved_tensors_hooks):
             stored = known[2]()
             if stored is not None:
                 return stored
-        content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        content = tensor.new_empty(0, dtype=torch.uint8).set_(storage)
         read = _store(self._offload, content, self._leaving)
         stored = _OffloadedStorage(self._offload, storage.nbytes(), read, self._storages)
         self._storages.append(weakref.ref(stored))

@@ -1,7 +1,9 @@
 """The predicted peak of a training step, against sums that follow from its shapes."""
 
 import dataclasses
+import json
 import os
+import statistics
 import subprocess
 import sys
 
@@ -167,3 +169,23 @@ def test_measured_in_a_process_of_its_own():
     predicted, peak, held = map(int, ran.stdout.split())
     assert peak > held > 7 * 4 * MIB  # two layers with AdamW's states, and a teacher
     assert peak == pytest.approx(predicted, rel=0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='asks the kernel')
+def test_what_techniques_leave_is_predicted_as_it_is_measured():
+    ran = subprocess.run(
+        [sys.executable, '-m', 'tests.memory.beside_measured'],
+        cwd=ROOT,
+        env=os.environ | {'OMP_NUM_THREADS': '1'},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    steps = {(model, how): sizes for model, how, *sizes in map(json.loads, ran.stdout.splitlines())}
+    errors = {name: predicted / measured - 1 for name, (predicted, measured) in steps.items()}
+    assert len(errors) >= 6 and all(-0.01 < error < 0.05 for error in errors.values()), errors
+    assert statistics.median(map(abs, errors.values())) < 0.02, errors
+    most = steps['vit', 'plain'][1]
+    for how in ('recomputed', '8 bits', 'recomputed, 4 bits', 'offloaded'):
+        assert steps['vit', how][1] < 0.85 * most, how

@@ -20,6 +20,7 @@ PAGES = {
     'recomputed_activations': ROOT / 'docs/techniques/recomputed_activations.md',
     'dropit_selection': ROOT / 'docs/techniques/compressed_activations.md',
     'sharding_memory': ROOT / 'docs/techniques/fsdp.md',
+    'plans': ROOT / 'docs/memory.md',
     'memory_prediction': ROOT / 'docs/memory.md',
     'meter_cost': ROOT / 'docs/memory.md',
     'batched_augmentation': ROOT / 'docs/data.md',
@@ -181,6 +182,25 @@ def test_a_peer_comes_from_its_folder_and_not_from_the_script_of_its_name(script
     finally:
         del sys.modules['grad_cache']
     assert all(parameter.grad is not None for parameter in task.model.parameters())
+
+
+@pytest.mark.slow
+@NEEDS_SHARDING
+def test_plans(script, tmp_path, monkeypatch):
+    benchmark = script('plans')
+    measured = []
+    monkeypatch.setattr(benchmark, 'SHARES', (1.0,))
+    monkeypatch.setattr(
+        benchmark, 'measure', lambda *step: measured.append(step) or {'peak_bytes': 2**20}
+    )
+    page = page_with(tmp_path, 'plans')
+    for _ in range(2):  # what is there is kept
+        only = '--only', 'classifier, sharded over two ranks'
+        benchmark.run('--out', tmp_path, '--page', page, *only)
+    (row,) = results_of(tmp_path, 'plans')['rows']
+    assert not row['options'] and row['predicted_bytes'] <= row['budget']
+    assert [ranks for *_, ranks in measured] == [2]
+    assert '1 of 1 plans within their budget' in page.read_text()
 
 
 @pytest.mark.slow

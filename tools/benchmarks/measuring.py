@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import statistics
 import sys
 import time
@@ -189,7 +190,7 @@ def where(device: torch.device, packages: Sequence[str] = ()) -> dict[str, Any]:
     gpu = torch.cuda.get_device_name(device) if device.type == 'cuda' else None
     modules = [importlib.import_module(name) for name in ('torch', 'timm', *packages)]
     return {
-        'command': 'python ' + ' '.join(command),
+        'command': 'python ' + shlex.join(command),
         'date': datetime.date.today().isoformat(),
         'machine': gpu or f'{_processor()}, {torch.get_num_threads()} thread(s)',
         'load_average': round(os.getloadavg()[0], 1),

@@ -21,6 +21,7 @@ import torch
 
 CACHE = ('optim_wrapper.type=GradCacheOptimWrapper', 'optim_wrapper.chunk_size=64')
 SLICES = ('optim_wrapper.type=AccumulationOptimWrapper', 'optim_wrapper.micro_batch_size=16')
+LAUNCHER = ['--launcher', 'pytorch']
 STEPS: list[tuple[str, tuple[str, ...]]] = [
     ('classify_vit', ()),
     ('clip_vit', ()),
@@ -35,9 +36,11 @@ STEPS: list[tuple[str, tuple[str, ...]]] = [
 ]
 
 
-def measure(config: str, options: tuple[str, ...]) -> dict[str, Any]:
-    """Bytes of the peak of one config's step, predicted and measured."""
-    command = [sys.executable, '-m', 'memengine', 'measure', f'configs/{config}.py', '--json']
+def measure(config: str, options: tuple[str, ...], ranks: int = 1) -> dict[str, Any]:
+    """Bytes of the peak of one config's step, predicted and measured; of several ranks of one."""
+    started = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', str(ranks)]
+    command = [sys.executable, *(started if ranks > 1 else []), '-m', 'memengine', 'measure']
+    command += [f'configs/{config}.py', '--json', *(LAUNCHER if ranks > 1 else [])]
     command += ['--cfg-options', *options] if options else []
     done = subprocess.run(
         command,

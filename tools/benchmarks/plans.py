@@ -12,18 +12,19 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import measuring
 import torch
 from memory_prediction import measure
 from mmengine.logging import MMLogger
 
+from memengine._torch_private.distributed import pretended_ranks
+from memengine.engine.cli.commands import read_config
 from memengine.engine.cli.parser import make_parser
 from memengine.engine.cli.plan import said
-from memengine.engine.config.check import check_config
-from memengine.engine.config.file import load_config
 from memengine.engine.config.planning import Planner, budget_for
 
 DEIT = "type='TimmBackbone',model_name='deit_tiny_patch16_224',img_size=112,in_chans=1,depth=4"
@@ -41,21 +42,28 @@ RGB = (  # a pipeline, for models that want three channels
 TEXT = ('model.text.width=256', 'model.text.depth=4')
 
 
-def _step(
-    config: str, size: int, batch: int, backbone: str, *options: str
-) -> tuple[str, tuple[str, ...]]:
+class Step(NamedTuple):
+    """A config, what is set in it, and how many processes carry it out."""
+
+    config: str
+    options: tuple[str, ...]
+    ranks: int = 1
+
+
+def _step(config: str, size: int, batch: int, backbone: str, *options: str, ranks: int = 1) -> Step:
     """A shipped config with another backbone, on its digits enlarged to ``size`` pixels."""
     place = 'image' if config in ('clip_vit', 'siglip_vit') else 'backbone'
     views = '.views.0.pipeline.0' if config in ('simclr_vit', 'dino_vit') else ''
-    return config, (
+    settings = (
         f'model.{place}=dict(_delete_=True,{backbone})',
         f'{CROP}{views}.size={size}',
         f'train_dataloader.batch_size={batch}',
         *options,
     )
+    return Step(config, settings, ranks)
 
 
-STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
+STEPS: dict[str, Step] = {
     'classifier, ViT': _step('classify_vit', 112, 64, DEIT),
     'CLIP, two towers': _step('clip_vit', 112, 64, DEIT, *TEXT),
     'SimCLR, ConvNet': _step('simclr_vit', 64, 32, CONVNEXT),
@@ -74,18 +82,32 @@ STEPS: dict[str, tuple[str, tuple[str, ...]]] = {
     'SimCLR, ViT': _step('simclr_vit', 112, 32, DEIT),
     'SigLIP, ConvNet and text': _step('siglip_vit', 64, 64, CONVNEXT, *TEXT),
     'DINO, ViT and BatchNorm': _step('dino_vit', 112, 32, DEIT),
+    'CLIP over two ranks, DDP': _step(
+        'clip_vit',
+        112,
+        32,
+        DEIT,
+        *TEXT,
+        'model_wrapper_cfg.type=DisCoDistributedDataParallel',
+        ranks=2,
+    ),
+    'classifier, sharded over two ranks': _step(
+        'classify_vit',
+        112,
+        32,
+        DEIT,
+        'model_wrapper_cfg.type=FullyShardedDataParallel',
+        ranks=2,
+    ),
 }
 SHARES = (0.9, 0.6, 0.4)
 
 
 def plans(name: str, shares: Sequence[float]) -> Iterator[dict[str, Any]]:
     """Predicted and measured, of the plans of one config for shares of what it takes as it is."""
-    config, options = STEPS[name]
-    file = f'configs/{config}.py'
-    args = make_parser().parse_args(['predict', file, *_options(options)])
-    cfg = load_config(str(measuring.ROOT / file), args.cfg_options or {})
-    cfg.setdefault('default_scope', 'memengine')
-    check_config(cfg)
+    config, options, ranks = STEPS[name]
+    command = ['predict', f'configs/{config}.py', '--gpus', str(ranks), '--cfg-options', *options]
+    cfg = read_config(make_parser().parse_args(command))
     planner = Planner(cfg)
     whole = planner.plain().peak_bytes
     for share in shares:
@@ -99,13 +121,9 @@ def plans(name: str, shares: Sequence[float]) -> Iterator[dict[str, Any]]:
         yield row | {
             'options': line,
             'predicted_bytes': found.chosen.cost.peak_bytes,
-            'measured_bytes': measure(config, (*options, *line))['peak_bytes'],
+            'measured_bytes': measure(config, (*options, *line), ranks)['peak_bytes'],
             'times': found.chosen.seconds / found.plain.seconds,
         }
-
-
-def _options(options: tuple[str, ...]) -> list[str]:
-    return ['--cfg-options', *options] if options else []
 
 
 def tables(results: Mapping[str, Any]) -> dict[str, str]:
@@ -140,15 +158,26 @@ def main() -> None:
     parser.add_argument('--only', nargs='+', choices=STEPS, default=list(STEPS), metavar='STEP')
     args = parser.parse_args()
     MMLogger.get_current_instance().setLevel('ERROR')
-    file = args.out / 'plans.json'
-    rows = json.loads(file.read_text())['rows'] if file.is_file() else []
     for name in args.only:
-        done = [row['share'] for row in rows if row['name'] == name]
-        open_shares = [share for share in SHARES if share not in done]
-        for row in plans(name, open_shares) if open_shares else ():
-            rows.append(row)
-            results = {'run': measuring.where(torch.device('cpu')), 'rows': rows}
-            measuring.publish(results, 'plans', tables, args.out, args.page)
+        done = {row['share'] for row in _rows(args.out) if row['name'] == name}
+        todo, ranks = [share for share in SHARES if share not in done], STEPS[name].ranks
+        with pretended_ranks(ranks) if ranks > 1 else nullcontext():
+            for row in plans(name, todo) if todo else ():
+                _publish([*_rows(args.out), row], args.out, None)
+    _publish(_rows(args.out), args.out, args.page)
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    """What is there already, also by another run that goes on beside this one."""
+    file = folder / 'plans.json'
+    return json.loads(file.read_text())['rows'] if file.is_file() else []
+
+
+def _publish(rows: list[dict[str, Any]], folder: Path, page: Path | None) -> None:
+    order = list(STEPS)
+    rows.sort(key=lambda row: (order.index(row['name']), -row['share']))
+    results = {'run': measuring.where(torch.device('cpu')), 'rows': rows}
+    measuring.publish(results, 'plans', tables, folder, page)
 
 
 if __name__ == '__main__':

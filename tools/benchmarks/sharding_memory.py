@@ -17,10 +17,9 @@ from typing import Any
 import measuring
 import timm
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from memengine._torch_private.distributed import pretended_ranks
 from memengine.memory.allocated import allocated_peak_bytes
 from memengine.techniques import shard_model
 
@@ -38,8 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def peak_bytes(ranks: int, settings: Mapping[str, Any], model: Mapping[str, Any]) -> int:
     """Most bytes that a step allocates beyond shards and their gradients."""
-    dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=ranks)
-    try:
+    with pretended_ranks(ranks):
         torch.manual_seed(0)
         sharded = shard_model(timm.create_model(**model), **settings)
 
@@ -49,8 +47,6 @@ def peak_bytes(ranks: int, settings: Mapping[str, Any], model: Mapping[str, Any]
 
         step()
         return allocated_peak_bytes(step)
-    finally:
-        dist.destroy_process_group()
 
 
 def _size(module: nn.Module) -> int:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 from mmengine.config import Config
 from mmengine.dist import get_rank
 
+from memengine._torch_private.distributed import pretended_ranks
 from memengine.engine.checkpoint.checksums import verify as compare_checksums
 from memengine.engine.checkpoint.convert import convert
 from memengine.engine.checkpoint.files import DamagedError
@@ -38,7 +40,7 @@ def read_config(args: argparse.Namespace) -> Config:
         _check_exists(args.checkpoint, 'CHECKPOINT')
     cfg = load_config(args.config, args.cfg_options)
     cfg.setdefault('default_scope', 'memengine')
-    _set_launcher(cfg, args.launcher)
+    _set_launcher(cfg, 'pytorch' if _ranks(args) > 1 else args.launcher)
     if getattr(args, 'work_dir', None) is not None:
         cfg.work_dir = args.work_dir
     elif cfg.get('work_dir') is None:
@@ -68,18 +70,20 @@ def read_config(args: argparse.Namespace) -> Config:
 
 def carry_out(args: argparse.Namespace, cfg: Config) -> str:
     """Train, test, or look at data and memory, as a checked config says; what is to be printed."""
-    if args.command == 'plan':
+    if args.command in ('plan', 'predict'):
+        from memengine.engine.cli.memory import predict_step
         from memengine.engine.cli.plan import plan_step
 
-        return plan_step(cfg, args)
+        with pretended_ranks(_ranks(args)) if _ranks(args) > 1 else nullcontext():
+            return plan_step(cfg, args) if args.command == 'plan' else predict_step(cfg, args.json)
     if args.command == 'memory':
         from memengine.engine.cli.memory_report import report_memory
 
         return report_memory(cfg, args.json)
-    if args.command in ('predict', 'measure'):
-        from memengine.engine.cli.memory import measure_step, predict_step
+    if args.command == 'measure':
+        from memengine.engine.cli.memory import measure_step
 
-        return (predict_step if args.command == 'predict' else measure_step)(cfg, args.json)
+        return measure_step(cfg, args.json)
     if args.command == 'data':
         from memengine.engine.cli.data import examine_data
 
@@ -142,6 +146,11 @@ def _check_exists(checkpoint: str, option: str) -> None:
     if '://' not in checkpoint and not is_there:
         like = similar_files(checkpoint, ('*.pth', '*.dcp', '*.safetensors'))
         raise ConfigError(f'{option}: there is no checkpoint {checkpoint}{like}')
+
+
+def _ranks(args: argparse.Namespace) -> int:
+    """How many processes a plan or a prediction is for."""
+    return getattr(args, 'gpus', 1) * getattr(args, 'nodes', 1)
 
 
 def _set_launcher(cfg: Config, launcher: str | None) -> None:

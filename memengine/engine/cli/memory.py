@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
+import torch.distributed as dist
 from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.logging import MMLogger
 
+from memengine._torch_private.distributed import pretended_ranks
 from memengine.engine.config.training_step import first_batch, step_of
+from memengine.engine.distributed.launchers import read_rank
+from memengine.engine.distributed.processes import cpu_group, init_process_group, together
 from memengine.memory import Prediction, UnpredictableError, map_blocks_singly, measure, predict
 
 __all__ = ['measure_step', 'predict_step']
@@ -23,17 +28,31 @@ _MOST_MODULES = 5
 def measure_step(cfg: Config, as_json: bool = False) -> str:
     """What real steps of a config take, beside what was predicted where that can be.
 
+    Of several ranks it is what the one takes that takes most, which the first says.
+
     To be called in a process of its own: the kernel counts all of it.
     """
-    step = step_of(cfg, _quietly_loaded(cfg))
-    if get_device() == 'cpu':
-        map_blocks_singly()
-    try:
-        predicted: Prediction | None = predict(step)  # which also imports all that a step needs
-    except UnpredictableError:
-        predicted = None
+    launcher = cfg.get('launcher', 'none')
+    is_alone = launcher == 'none'
+    with nullcontext() if is_alone else pretended_ranks(read_rank(launcher).world_size):
+        step = step_of(cfg, _quietly_loaded(cfg))
+        if get_device() == 'cpu':
+            map_blocks_singly()
+        try:
+            predicted: Prediction | None = predict(step)  # which also imports what a step needs
+        except UnpredictableError:
+            predicted = None
+    if not is_alone:
+        init_process_group(launcher, (cfg.get('env_cfg') or {}).get('dist_cfg') or {})
+    if predicted is None:
         step().run()
-    measured = measure(step, get_device())
+    every = together(lambda: measure(step, get_device()), cpu_group('measuring'))
+    measured = max(every, key=lambda one: one.peak_bytes)
+    if not is_alone:
+        rank = dist.get_rank()
+        dist.destroy_process_group()  # whose threads would outlive what they call
+        if rank:
+            return ''
     figures = asdict(measured) | {'predicted_bytes': predicted and predicted.peak_bytes}
     if as_json:
         return json.dumps(figures)
@@ -60,7 +79,7 @@ def predict_step(cfg: Config, as_json: bool = False) -> str:
     }
     largest = dict(list(modules.items())[:_MOST_MODULES])
     lines = [
-        f'{_mib(predicted.peak_bytes)} at the peak of a training step, predicted for one process '
+        f'{_mib(predicted.peak_bytes)} at the peak of a training step, predicted for a process '
         f'on a CPU; reached in {predicted.at}',
         '',
         *_table(predicted.by_category),

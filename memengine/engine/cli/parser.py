@@ -57,6 +57,7 @@ examples:
   memengine plan simclr_vit --budget 40MiB
   memengine plan simclr_vit --budget 40MiB --batch 512 --write simclr_40mib.py
   memengine plan simclr_vit --budget 40MiB --max-batch
+  memengine plan clip_vit --budget 20MiB --batch 512 --gpus 8
   memengine plan simclr_vit --fit balanced --plot plans.png
 """
 REPLAY_EXAMPLES = """\
@@ -199,6 +200,8 @@ def _add_memory_commands(commands: Any) -> None:
         command.add_argument('--json', action='store_true', help='print figures in bytes')
         if name == 'memory':
             command.add_argument('--work-dir', metavar='DIR', help='for DIR/report/memory')
+        if name == 'predict':
+            _add_ranks(command)
         _add_options(command)
     plan = _add_command(
         commands, 'plan', 'say what to switch on so that training fits a budget', PLAN_EXAMPLES
@@ -213,7 +216,9 @@ def _add_memory_commands(commands: Any) -> None:
         'fastest); 0.5 is balanced',
     )
     batch = plan.add_mutually_exclusive_group()
-    batch.add_argument('--batch', type=int, metavar='N', help='train_dataloader.batch_size')
+    batch.add_argument(
+        '--batch', type=int, metavar='N', help='images or pairs in a batch, of all GPUs together'
+    )
     batch.add_argument(
         '--max-batch', action='store_true', help='plan for the largest batch that fits the budget'
     )
@@ -223,10 +228,25 @@ def _add_memory_commands(commands: Any) -> None:
         default='exact',
         help='techniques that leave what is learned as it is (exact), or other precisions, too',
     )
+    _add_ranks(plan)
     plan.add_argument('--plot', metavar='FILE', help='draw the plans that no other beats, as a PNG')
     plan.add_argument('--write', metavar='FILE', help='write the config with the plan in it')
     plan.add_argument('--json', action='store_true', help='print figures in bytes')
     _add_options(plan)
+
+
+def _add_ranks(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        '--gpus', type=_count, default=1, metavar='N', help='processes on a machine, one for a GPU'
+    )
+    command.add_argument('--nodes', type=_count, default=1, metavar='N', help='machines')
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f'expected at least 1, got {text}')
+    return number
 
 
 def _add_after(commands: Any, name: str, does: str) -> None:
@@ -240,8 +260,10 @@ def _add_after(commands: Any, name: str, does: str) -> None:
         parser.add_argument(
             '--to',
             nargs='+',
+            choices=('weights', 'onnx', 'torch_export', 'open_clip'),
             metavar='FORM',
-            help='weights, onnx, torch_export; or open_clip (export.to)',
+            help='weights (named as timm, torchvision or transformers do, whichever has the '
+            'network), onnx, torch_export; or open_clip (export.to)',
         )
     _add_options(parser)
 

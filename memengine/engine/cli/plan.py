@@ -16,6 +16,7 @@ from typing import Any
 
 from mmengine.config import Config
 from mmengine.device import get_device
+from mmengine.dist import get_world_size
 from mmengine.logging import MMLogger
 
 from memengine.engine.config.check import ConfigError
@@ -64,7 +65,7 @@ def _found(cfg: Config, args: argparse.Namespace) -> tuple[Planner, Found]:
     except ValueError as error:
         raise ConfigError(f'{option}: {error}') from error
     if args.batch is not None:
-        merge_options(cfg, {'train_dataloader.batch_size': args.batch})
+        merge_options(cfg, {'train_dataloader.batch_size': _of_a_rank(args.batch)})
     planner = Planner(cfg, args.allow)
     if args.budget is None:
         if args.max_batch:
@@ -75,6 +76,14 @@ def _found(cfg: Config, args: argparse.Namespace) -> tuple[Planner, Found]:
     return planner, planner.find(int(asked))
 
 
+def _of_a_rank(batch: int) -> int:
+    """How much of a batch each process has."""
+    ranks = get_world_size()
+    if batch % ranks:
+        raise ConfigError(f'--batch={batch} cannot be shared out among {ranks} processes alike')
+    return batch // ranks
+
+
 def _as_measured(cfg: Config, args: argparse.Namespace, error: UnpredictableError) -> str:
     """Whether a step that cannot be predicted fits as it is: real ones are measured.
 
@@ -82,6 +91,8 @@ def _as_measured(cfg: Config, args: argparse.Namespace, error: UnpredictableErro
         ConfigError: When it does not fit, or what is asked for takes predictions.
     """
     for option, value in (
+        ('--gpus', args.gpus > 1),
+        ('--nodes', args.nodes > 1),
         ('--fit', args.fit),
         ('--max-batch', args.max_batch),
         ('--plot', args.plot),
@@ -163,7 +174,8 @@ def _report(
         )
     yield f'{_mib(cost.peak_bytes)} at the peak, {cost.how}: {what_for}'
     if args.max_batch:
-        yield f'{size:9}     images or pairs in a batch: the largest that fits, to a thirty-second'
+        whole = size * get_world_size()
+        yield f'{whole:9}     images or pairs in a batch: the largest that fits, to a thirty-second'
     yield ''
     yield _command(args, options)
     yield ''
@@ -187,7 +199,12 @@ def _report(
 def _command(args: argparse.Namespace, options: Mapping[str, Any]) -> str:
     """What trains with a plan, and with what the command line has set beside it."""
     line = said({**(args.cfg_options or {}), **options})
-    return f'memengine train {args.config}{f" --cfg-options {line}" if line else ""}'
+    start, launcher = 'memengine', ''
+    if get_world_size() > 1:
+        nodes = f'--nnodes {args.nodes} ' if args.nodes > 1 else ''
+        start = f'torchrun {nodes}--nproc_per_node {args.gpus} -m memengine'
+        launcher = ' --launcher pytorch'
+    return f'{start} train {args.config}{launcher}{f" --cfg-options {line}" if line else ""}'
 
 
 def _others(planner: Planner, found: Found) -> Iterator[str]:

@@ -10,20 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import memengine
+from memengine.engine.config.error import ConfigError
+from memengine.suggest import similar
 
 __all__ = [
     'SHIPPED',
+    'SUFFIXES',
     'UNKNOWN',
+    'assigned',
     'base_file',
     'config_files',
+    'existing_config',
     'find_config',
     'merged',
+    'similar_files',
     'used_names',
     'values_in_text',
 ]
 
 UNKNOWN = object()
 """A value that the text of a config does not tell."""
+SUFFIXES = ('.py', '.yaml', '.yml', '.json')
 SHIPPED = 'memengine::'
 """What a base's name begins with if it is a config that comes along."""
 
@@ -40,6 +47,44 @@ def find_config(name: str | Path) -> Path:
     """
     file = _shipped_configs() / f'{name}.py'
     return Path(name) if os.path.exists(name) or not file.is_file() else file
+
+
+def existing_config(name: str | Path) -> Path:
+    """The file that a config's name stands for.
+
+    Raises:
+        ConfigError: When there is none, or it is no config.
+    """
+    path = find_config(name)
+    if not path.exists():
+        raise ConfigError(f'there is no config file {path}{similar_files(path)}')
+    if path.is_dir():
+        inside = sorted(map(str, path.rglob('*.py')))[:3]
+        such_as = f', such as {" or ".join(inside)}' if inside else ''
+        raise ConfigError(f'{path} is a folder; give a config file{such_as}')
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(
+            f'{path} is no config file: its name must end in .py, .yaml, .yml or .json'
+        )
+    return path
+
+
+def similar_files(path: str | Path, patterns: tuple[str, ...] = ('*.py',)) -> str:
+    """A clause that names existing files like ``path``: beside it, below ``configs/``, our own."""
+    path = Path(path)
+    folders = [(path.parent, 'glob'), (Path('configs'), 'rglob')]
+    found = {
+        file.name: str(file)
+        for folder, search in reversed(folders)
+        if folder.is_dir()
+        for pattern in patterns
+        for file in getattr(folder, search)(pattern)
+    }
+    stems = {Path(name).stem: file for name, file in found.items()}
+    if path.parent == Path() and not path.suffix:  # as the configs are called that come along
+        stems = {file.stem: file.stem for file in _shipped_configs().glob('*.py')} | stems
+    like = similar(path.stem, stems)
+    return f': did you mean {" or ".join(stems[stem] for stem in like)}?' if like else ''
 
 
 def base_file(name: str, by: Path) -> Path:
@@ -65,14 +110,13 @@ def used_names(file: Path) -> set[str]:
     """Names that a Python config or one of its bases reads somewhere, which are no settings.
 
     Args:
-        file: The config; one that is not there or not in Python uses none.
+        file: The config; one that is not there uses none.
     """
     names: set[str] = set()
     for path, _ in config_files(file):
-        if path.suffix == '.py' and path.is_file():
-            text = path.read_text(encoding='utf-8')
-            names |= set(re.findall(r'_base_\.(\w+)', text))
-            nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)]
+        if path.is_file():
+            names |= set(re.findall(r'_base_\.(\w+)', path.read_text(encoding='utf-8')))
+            nodes = [node for node in ast.walk(_parsed(path)) if isinstance(node, ast.Name)]
             names |= {node.id for node in nodes if isinstance(node.ctx, ast.Load)}
     return names
 
@@ -88,12 +132,13 @@ def config_files(
 
     Raises:
         SyntaxError: With the file's name.
+        ValueError: When YAML or JSON cannot be read.
     """
     file = file.resolve()
     yield file, (including[-1] if including else None)
-    if file.suffix != '.py' or not file.is_file() or file in including:
+    if not file.is_file() or file in including:
         return
-    for node in ast.walk(ast.parse(file.read_text(encoding='utf-8'), str(file))):
+    for node in ast.walk(_parsed(file)):
         if isinstance(node, ast.Assign) and '_base_' in map(ast.unparse, node.targets):
             for constant in ast.walk(node.value):
                 if isinstance(constant, ast.Constant) and isinstance(constant.value, str):
@@ -103,8 +148,36 @@ def config_files(
             yield from config_files(file.parent / f'{module}.py', (*including, file))
 
 
+def assigned(file: Path) -> Iterator[tuple[str, bool]]:
+    """Names that a config's top level assigns, and whether to a plain value."""
+    for node in _parsed(file).body:
+        if isinstance(node, ast.Assign):
+            value = node.value
+            plain = isinstance(value, (ast.Constant, ast.Dict, ast.List, ast.Tuple)) or (
+                isinstance(value, ast.Call) and ast.unparse(value.func) == 'dict'
+            )
+            for target in node.targets:
+                if isinstance(target, ast.Name) and target.id != '_base_':
+                    yield target.id, plain
+
+
+def _parsed(file: Path) -> ast.Module:
+    """A config as Python; YAML and JSON as the assignments that say the same."""
+    text = file.read_text(encoding='utf-8')
+    if file.suffix == '.py':
+        return ast.parse(text, str(file))
+    import yaml  # which reads JSON, too
+
+    try:
+        entries = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(' '.join(str(error).split())) from error
+    pairs = entries.items() if isinstance(entries, dict) else ()
+    return ast.parse('\n'.join(f'{key} = {value!r}' for key, value in pairs), str(file))
+
+
 def values_in_text(file: Path) -> dict[str, Any] | None:
-    """The settings of a Python config and its bases, as far as their text tells; nothing is run.
+    """The settings of a config and its bases, as far as their text tells; nothing is run.
 
     Args:
         file: The config.
@@ -114,7 +187,7 @@ def values_in_text(file: Path) -> dict[str, Any] | None:
         and names of the same file; None when a file does more than assign.
     """
     own: dict[str, Any] = {}
-    for statement in ast.parse(file.read_text(encoding='utf-8')).body:
+    for statement in _parsed(file).body:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
                 own[name] = _value(value, own)
@@ -129,7 +202,7 @@ def values_in_text(file: Path) -> dict[str, Any] | None:
     named = [named] if isinstance(named, str) else named
     values: dict[str, Any] = {}
     for base in named if isinstance(named, list) else [UNKNOWN]:
-        below = base_file(base, file) if isinstance(base, str) and base.endswith('.py') else None
+        below = base_file(base, file) if isinstance(base, str) else None
         read = values_in_text(below) if below is not None and below.is_file() else None
         if read is None:
             return None

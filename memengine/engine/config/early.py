@@ -6,26 +6,30 @@ not tell for sure is left to the check of the whole config (:mod:`memengine.engi
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from memengine.engine.config.bases import (
+    assigned,
     config_files,
-    find_config,
+    existing_config,
     merged,
     used_names,
     values_in_text,
 )
 from memengine.engine.config.error import FREE_KEYS, ConfigError, unknown_key, unknown_option
 from memengine.engine.config.sources import (
+    SEARCHED,
+    TIMM,
     arguments_in_source,
+    arguments_of_network,
     is_a_word,
+    of_other_packages,
     registered_types,
     settings_in_source,
 )
-from memengine.suggest import STRICT, STRICTER, did_you_mean, similar
+from memengine.suggest import LOOSE, ONE_LETTER, STRICT, STRICTER, did_you_mean, similar
 
 __all__ = ['KNOWN_KEYS', 'check_names']
 
@@ -91,7 +95,7 @@ _KEYS_THAT_ADD_KEYS = {'custom_imports', 'runner_type'}
 
 
 def check_names(config: str | Path, options: Mapping[str, Any] | None) -> None:
-    """Refuse keys and types that are misspelt for sure.
+    """Refuse a config that is not there, and keys and types that are misspelt for sure.
 
     Args:
         config: As on the command line.
@@ -100,26 +104,25 @@ def check_names(config: str | Path, options: Mapping[str, Any] | None) -> None:
     Raises:
         ConfigError: With one sentence for each.
     """
-    file = find_config(config)
-    if file.suffix != '.py' or not file.is_file():
-        return
+    file = existing_config(config)
     try:
-        files = [path for path, _ in config_files(file) if path.suffix == '.py' and path.is_file()]
-        keys = dict(key for path in files for key in _assigned(path))
+        files = [path for path, _ in config_files(file) if path.is_file()]
+        keys = dict(key for path in files for key in assigned(path))
         used = used_names(file)
     except (SyntaxError, ValueError):
         return  # which reading the config explains
     first = [path.partition('.')[0] for path in options or ()]
-    # What a run has written holds the names that its config used, without their use.
-    if _KEYS_THAT_ADD_KEYS & {*keys, *first} or 'work_dir' in keys and used <= {'dict'}:
+    if _KEYS_THAT_ADD_KEYS & {*keys, *first}:
         return
+    # What a run has written holds the names that its config used, without their use.
+    is_written = 'work_dir' in keys and used <= {'dict'}
     problems = [
         unknown_option(key, KNOWN_KEYS) for key in first if _misspelt(key) and key not in keys
     ]
     problems += [
         unknown_key(key, KNOWN_KEYS)
         for key, plain in keys.items()
-        if plain and _misspelt(key) and key not in used
+        if plain and not is_written and _misspelt(key) and key not in used
     ]
     problems += _nested_problems(file, options or {}) if not problems else []
     if problems:
@@ -149,13 +152,21 @@ def _problems_at(value: Any, path: str) -> Iterator[str]:
     if not isinstance(value, dict):
         return
     kind = value.get('type', _default_type(path, value))
-    taken = arguments_in_source(kind) if isinstance(kind, str) else settings_in_source(path)
+    known = arguments_in_source(kind) if isinstance(kind, str) else settings_in_source(path)
+    taken, takes_others = known
+    places = list(SEARCHED)
+    if kind == 'TimmBackbone':  # which hands on what it does not know
+        taken = {*taken, *arguments_of_network(str(value.get('model_name')))}
+        places += TIMM
+    cutoff = ONE_LETTER if takes_others else LOOSE
     if isinstance(kind, str) and (fault := _type_fault(kind)):
         yield f'{path}.type: {fault}'
     for key, entry in value.items():
-        if taken and key not in taken and similar(key, taken, STRICT) and not is_a_word(key):
+        near = similar(key, taken, cutoff) if key not in taken else []
+        if near and not is_a_word(key, *places):
             named = isinstance(kind, str) and kind != 'DataLoader'
-            fault = f"{kind} takes no argument '{key}'" if named else 'there is no such setting'
+            name = str(kind).rpartition('/')[2]
+            fault = f"{name} takes no argument '{key}'" if named else 'there is no such setting'
             yield f'{path}.{key}: {fault}{did_you_mean(key, taken)}'
         yield from _problems_at(entry, f'{path}.{key}')
 
@@ -172,7 +183,9 @@ def _default_type(path: str, value: Mapping[str, Any]) -> str | None:
 
 def _type_fault(kind: str) -> str | None:
     """What is wrong with a type's name, if it is one letter or two beside a real one."""
-    if not kind.isidentifier() or is_a_word(kind):
+    if not kind.removeprefix('torchvision/').isidentifier() or is_a_word(
+        kind.rpartition('/')[2], *SEARCHED
+    ):
         return None
     near = similar(kind, registered_types(), STRICTER)
     if not near:
@@ -181,17 +194,7 @@ def _type_fault(kind: str) -> str | None:
 
 
 def _misspelt(key: str) -> bool:
-    return key not in KNOWN_KEYS and bool(similar(key, KNOWN_KEYS, STRICT))
-
-
-def _assigned(file: Path) -> Iterator[tuple[str, bool]]:
-    """Names that a config's top level assigns, and whether to a plain value."""
-    for node in ast.parse(file.read_text(encoding='utf-8')).body:
-        if isinstance(node, ast.Assign):
-            value = node.value
-            plain = isinstance(value, (ast.Constant, ast.Dict, ast.List, ast.Tuple)) or (
-                isinstance(value, ast.Call) and ast.unparse(value.func) == 'dict'
-            )
-            for target in node.targets:
-                if isinstance(target, ast.Name) and target.id != '_base_':
-                    yield target.id, plain
+    """Whether it looks like a key, and is none that an installed technique may go by."""
+    if key in KNOWN_KEYS or not similar(key, KNOWN_KEYS, STRICT):
+        return False
+    return not is_a_word(key, *of_other_packages())

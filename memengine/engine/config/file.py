@@ -12,28 +12,18 @@ from typing import Any
 from mmengine.config import Config
 from mmengine.config.utils import ConfigParsingError
 
-from memengine.engine.config.bases import SHIPPED, base_file, config_files, find_config
+from memengine.engine.config.bases import (
+    SHIPPED,
+    base_file,
+    config_files,
+    existing_config,
+    find_config,
+    similar_files,
+)
 from memengine.engine.config.check import import_custom_modules, known_keys
 from memengine.engine.config.error import ConfigError, unknown_option
-from memengine.suggest import similar
 
 __all__ = ['find_config', 'load_config', 'merge_options', 'similar_files']
-
-
-def similar_files(path: str | Path, patterns: tuple[str, ...] = ('*.py',)) -> str:
-    """A clause that names existing files like ``path``, beside it or below ``configs/``."""
-    path = Path(path)
-    folders = [(path.parent, 'glob'), (Path('configs'), 'rglob')]
-    found = {
-        file.name: str(file)
-        for folder, search in reversed(folders)
-        if folder.is_dir()
-        for pattern in patterns
-        for file in getattr(folder, search)(pattern)
-    }
-    stems = {Path(name).stem: file for name, file in found.items()}
-    like = similar(path.stem, stems)
-    return f': did you mean {" or ".join(stems[stem] for stem in like)}?' if like else ''
 
 
 def load_config(path: str | Path, options: Mapping[str, Any] | None = None) -> Config:
@@ -51,17 +41,7 @@ def load_config(path: str | Path, options: Mapping[str, Any] | None = None) -> C
         ConfigError: When the file or one of its bases is not there or has an error (with file and
             line), or an option does not fit.
     """
-    path = find_config(path)
-    if not os.path.exists(path):
-        raise ConfigError(f'there is no config file {path}{similar_files(path)}')
-    if os.path.isdir(path):
-        inside = sorted(map(str, Path(path).rglob('*.py')))[:3]
-        such_as = f', such as {" or ".join(inside)}' if inside else ''
-        raise ConfigError(f'{path} is a folder; give a config file{such_as}')
-    if Path(path).suffix not in ('.py', '.yaml', '.yml', '.json'):
-        raise ConfigError(
-            f'{path} is no config file: its name must end in .py, .yaml, .yml or .json'
-        )
+    path = existing_config(path)
     try:
         with _shipped_bases():
             cfg = Config.fromfile(path, import_custom_modules=False)

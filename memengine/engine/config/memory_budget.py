@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,12 +15,15 @@ import torch
 import torch.distributed as dist
 from mmengine.config import Config
 from mmengine.device import get_device
+from mmengine.dist import get_world_size
 from mmengine.logging import MMLogger
 
 import memengine
+from memengine._torch_private.distributed import pretended_ranks
 from memengine.engine.config.check import ConfigError
 from memengine.engine.config.file import merge_options
 from memengine.engine.config.planning import Planner, budget_for
+from memengine.engine.distributed.launchers import read_rank
 from memengine.engine.distributed.processes import cpu_group, init_process_group, together
 from memengine.memory import UnpredictableError, room_bytes
 from memengine.memory.planning import parse_bytes, parse_fit
@@ -31,6 +34,7 @@ T = TypeVar('T')
 
 PLAN_FILE = 'memory_plan.json'
 _KEYS_WITHOUT_EFFECT = ('work_dir', 'resume', 'load_from', 'console', 'log_level', 'visualizer')
+_KEYS = ('memory_budget', 'memory')
 _SIZES = ('micro_batch_size', 'chunk_size')
 _PLANNED_WITH_IT = ('keep_graph', 'forward_chunk_size')
 _ONE_SLICE = {'slices': 1, 'kept': 1.0}  # a batch in one slice
@@ -78,6 +82,17 @@ def open_auto_sizes(cfg: Config) -> str:
     return setting
 
 
+def _open_kept_graphs(cfg: Config) -> str:
+    """Leave open ``keep_graph='auto'`` beside a number of images; the setting, or empty."""
+    wrapper = cfg.get('optim_wrapper') or {}
+    is_number = isinstance(wrapper.get('chunk_size'), int)
+    if wrapper.get('keep_graph') != 'auto' or not is_number or wrapper.get('forward_chunk_size'):
+        return ''
+    del wrapper['chunk_size'], wrapper['keep_graph']
+    wrapper['type'] = 'OptimWrapper'
+    return 'keep_graph'
+
+
 def keep_budget(cfg: Config) -> str:
     """Set in a config what keeps its training step within ``memory_budget``, or what is free.
 
@@ -91,16 +106,15 @@ def keep_budget(cfg: Config) -> str:
         A sentence for the log; empty when nothing was done.
 
     Raises:
-        ConfigError: When nothing fits, both keys are set, the model is sharded, or a size is
-            ``'auto'`` where slices would be another training, or cannot be predicted. On several
-            ranks on all of them.
+        ConfigError: When nothing fits, both keys are set, or a size is ``'auto'`` where slices
+            would be another training, or cannot be predicted. On several ranks on all of them.
     """
     if cfg.get('train_dataloader') is None:
         return ''
     asked = copy.deepcopy(cfg)
     wrapper = cfg.get('optim_wrapper') or {}
-    kind, setting = wrapper.get('type'), open_auto_sizes(asked)
-    keys = [key for key in ('memory_budget', 'memory') if cfg.get(key) is not None]
+    kind, setting = wrapper.get('type'), open_auto_sizes(asked) or _open_kept_graphs(asked)
+    keys = [key for key in _KEYS if cfg.get(key) is not None]
     if len(keys) > 1:
         raise ConfigError(
             f'memory={cfg.memory!r} and memory_budget={cfg.memory_budget!r} both say what a step '
@@ -108,22 +122,20 @@ def keep_budget(cfg: Config) -> str:
         )
     if not keys and not setting:
         return ''
-    if keys and wrapper.get('keep_graph') == 'auto' and not setting:
-        raise ConfigError(
-            f"optim_wrapper.keep_graph='auto': with {keys[0]} it is planned together with the "
-            "size of slices; set chunk_size='auto', too, or a number of graphs"
-        )
     name = f'{keys[0]}={cfg[keys[0]]}' if keys else f"{setting}='auto'"
     is_alone = cfg.get('launcher', 'none') == 'none'
     of_model = str((cfg.get('model_wrapper_cfg') or {}).get('type', ''))
-    if not is_alone and ('Shard' in of_model or 'DisCo' in of_model):
+    if dist.is_initialized() and 'Shard' in of_model:
         raise ConfigError(
-            f'{name}: what a rank of {of_model} takes is not predicted; leave it out, and '
-            'see what one takes with default_hooks.memory'
+            f'{name}: what a rank of {of_model} takes is predicted before torch.distributed is '
+            'initialised; leave that to the Runner'
         )
-    # Before ranks know of each other, as a step is predicted for one process; what came of it is
+    # Before ranks know of each other, so that nothing of a prediction is sent; what came of it is
     # told to all, so that none waits for one that cannot plan.
-    plan = _outcome(lambda: _planned(cfg, asked, setting, is_alone))
+    is_pretended = not is_alone and not dist.is_initialized()
+    ranks = read_rank(cfg.launcher).world_size if is_pretended else 1
+    with pretended_ranks(ranks) if is_pretended else nullcontext():
+        plan = _outcome(lambda: _planned_or_measured(cfg, asked, setting))
     if not is_alone:
         init_process_group(cfg.launcher, (cfg.get('env_cfg') or {}).get('dist_cfg') or {})
     every = together(plan, None if is_alone else cpu_group('memory_budget'))
@@ -132,6 +144,8 @@ def keep_budget(cfg: Config) -> str:
         path = _file(cfg)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(chosen), indent=2))
+    if setting and not chosen.options:
+        return f'{name}: not predicted; it is measured in the first iterations'
     if setting:
         if chosen.options['optim_wrapper.type'] != kind:
             raise ConfigError(
@@ -158,14 +172,23 @@ def _outcome(act: Callable[[], T]) -> Callable[[], T]:
     return lambda: result
 
 
-def _planned(cfg: Config, asked: Config, setting: str, is_alone: bool) -> _Planned:
+def _planned_or_measured(cfg: Config, asked: Config, setting: str) -> _Planned:
+    """As :func:`_planned`; ``keep_graph`` alone without options, where they cannot be planned."""
+    try:
+        return _planned(cfg, asked, setting)
+    except ConfigError:
+        if setting != 'keep_graph' or any(cfg.get(key) is not None for key in _KEYS):
+            raise
+        return _Planned(_key(cfg), 0, {})
+
+
+def _planned(cfg: Config, asked: Config, setting: str) -> _Planned:
     """The plan of this config, from the work dir if it is there.
 
     Args:
         cfg: As it was written.
         asked: With what is planned left open.
         setting: The size that is ``'auto'``, if one is.
-        is_alone: Whether there is one process only.
     """
     path, key = _file(cfg), _key(cfg)
     if path.is_file():
@@ -173,23 +196,19 @@ def _planned(cfg: Config, asked: Config, setting: str, is_alone: bool) -> _Plann
         if known['key'] == key:
             return _Planned(**known)
     budget, fit = cfg.get('memory_budget'), cfg.get('memory')
+    chunk_size = cfg.optim_wrapper.chunk_size if setting == 'keep_graph' else None
     room = parse_bytes(budget) if budget else room_bytes(torch.device(get_device()))
     with _quiet():
         try:
-            planner = Planner(asked)
+            planner = Planner(asked, chunk_size=chunk_size)
             if setting:
                 _leave_to_slices(planner, setting, budget is None and fit is None)
-            # DDP's buckets hold all gradients again.
-            of_ranks = 0 if is_alone else planner.plain().by_category['parameters']
-            if fit is not None:
-                found = planner.fitting(parse_fit(fit))
-            else:
-                found = planner.find(room - of_ranks)
+            found = planner.find(room) if fit is None else planner.fitting(parse_fit(fit))
         except UnpredictableError as error:
             key = setting or ('memory' if budget is None else 'memory_budget')
             raise ConfigError(f'{key}: {error}; then give numbers') from error
     if found.chosen is None:
-        least = (budget_for(found.leanest.cost.peak_bytes) + of_ranks) / 2**20
+        least = budget_for(found.leanest.cost.peak_bytes) / 2**20
         see = f'; see memengine plan CONFIG --budget {budget}' if budget else ''
         raise ConfigError(
             f'{"memory_budget" if budget else setting}: nothing fits '
@@ -215,9 +234,9 @@ def _file(cfg: Config) -> Path:
 
 
 def _key(cfg: Mapping[str, Any]) -> str:
-    """Of all that a plan depends on: the config, the versions, the device and how large it is."""
+    """Of all that a plan depends on: config, versions, the device, how large it is, ranks."""
     stated = {name: value for name, value in cfg.items() if name not in _KEYS_WITHOUT_EFFECT}
-    depends = [stated, torch.__version__, memengine.__version__, get_device()]
+    depends = [stated, torch.__version__, memengine.__version__, get_device(), get_world_size()]
     if get_device() == 'cuda':
         depends.append(torch.cuda.get_device_properties(0).total_memory)
     return hashlib.sha256(json.dumps(depends, sort_keys=True, default=str).encode()).hexdigest()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from mmengine.config import Config
 from mmengine.device import get_device
+from mmengine.dist import get_world_size
 from torch import Tensor, nn
 
 from memengine._torch_private.fake import unset_fake_temporarily
@@ -21,6 +22,7 @@ from memengine.engine.config.file import merge_options
 from memengine.engine.config.training_step import FewSamples, step_of
 from memengine.engine.config.types import arguments_of, find_type
 from memengine.engine.step import SlicedModel
+from memengine.engine.wrappers.disco import losses_with_a_group
 from memengine.memory import TrainingStep, UnpredictableError, predict
 from memengine.memory.planning import (
     Cost,
@@ -55,6 +57,7 @@ _OPTION_OF_KNOB = dict(
     adamw_bf16='optim_wrapper.optimizer.type',
     mixed_precision='optim_wrapper.precision',
 )
+_LOCAL_LOSSES = 'MMDistributedDataParallel'  # where samples meet, those of one rank only
 _PLAIN_WRAPPERS = ('OptimWrapper', 'AmpOptimWrapper')
 
 
@@ -83,6 +86,7 @@ class Planner:
         cfg: A checked config of training. What it sets itself stays as it is.
         allow: ``'exact'`` for techniques that change nothing of what is learned; ``'rounding'`` for
             other precisions, too.
+        chunk_size: The size of slices, where that is settled.
         like: A planner of the same config for another batch, whose samples and predictions it uses.
 
     Attributes:
@@ -90,8 +94,14 @@ class Planner:
         left_out: Why a technique is not among them, by its key.
     """
 
-    def __init__(self, cfg: Config, allow: str = 'exact', like: Planner | None = None) -> None:
-        self.cfg, self._allow = cfg, allow
+    def __init__(
+        self,
+        cfg: Config,
+        allow: str = 'exact',
+        chunk_size: int | None = None,
+        like: Planner | None = None,
+    ) -> None:
+        self.cfg, self._allow, self._chunk_size = cfg, allow, chunk_size
         self.left_out: dict[str, str] = dict(like.left_out) if like else {}
         self._batch: FewSamples = like._batch if like else FewSamples(cfg)
         self._samples = cfg.train_dataloader.batch_size
@@ -99,12 +109,13 @@ class Planner:
         self._known: dict[tuple[tuple[str, Any], ...], Cost | None] = like._known if like else {}
         self._wrapper, self._rows = '', 0
         self._towers: Counter[str | None] = Counter()
+        self._sharded: dict[str, Any] = {}
         self._coupled: dict[int, int] = {}  # slices that the coupled loss reads, by their size
         with on_fake_tensors():
             step = step_of(cfg, self._batch(cfg))()
             whole = self._cut_batch(step)
         self.knobs = [*self._slices(step.model, whole), *self._checkpointing(step.model)]
-        self.knobs += [*self._tiles(), *self._of_optim_wrapper(allow)]
+        self.knobs += [*self._tiles(), *self._of_optim_wrapper(allow), *self._sharding(step.model)]
 
     def find(self, budget_bytes: int) -> Found:
         """The fastest plan within what is usable of a budget."""
@@ -136,7 +147,7 @@ class Planner:
         """A planner of the same config for another batch, which knows what this one knows."""
         other = copy.deepcopy(self.cfg)
         other.train_dataloader.batch_size = batch_size
-        return Planner(other, self._allow, like=self)
+        return Planner(other, self._allow, self._chunk_size, self)
 
     def largest(self, budget_bytes: int) -> Planner:
         """A planner for the largest batch that fits a budget, by any plan; the first for none.
@@ -151,7 +162,8 @@ class Planner:
             plan = {knob.name: knob.levels[-1] for knob in planner.knobs if knob.name in names}
             return planner._whole(plan).peak_bytes
 
-        size = largest(peak_of, usable_bytes(budget_bytes), self._samples, self._batch.most)
+        most = self._batch.most and self._batch.most // get_world_size()
+        size = largest(peak_of, usable_bytes(budget_bytes), self._samples, most)
         return planners.get(size, self)
 
     def plain(self) -> Cost:
@@ -175,7 +187,7 @@ class Planner:
         for name, level in plan.items():
             if name in _OPTION_OF_KNOB:
                 options[_OPTION_OF_KNOB[name]] = level
-        return options
+        return options | (self._sharded if 'sharding' in plan else {})
 
     def cost(self, plan: Plan) -> Cost | None:
         """What a plan's step costs; None if the engine refuses it, which ``left_out`` then says.
@@ -220,7 +232,7 @@ class Planner:
         if self._wrapper != 'GradCache':
             return Cost(0, 0, 0, 0)
         few = {name: value for name, value in options.items() if not name.startswith(CHECKPOINTING)}
-        return self._predicted({**few, 'optim_wrapper.chunk_size': self._size(2)})
+        return self._predicted({**few, 'optim_wrapper.chunk_size': math.ceil(self._rows / 2)})
 
     def _predicted(self, options: Mapping[str, Any]) -> Cost | None:
         key = self._key(options)
@@ -248,7 +260,7 @@ class Planner:
     # ------------------------------------------------------------------ what is open
 
     def _size(self, slices: int) -> int:
-        return math.ceil(self._rows / slices)
+        return self._chunk_size or math.ceil(self._rows / slices)
 
     def _is_plain(self) -> bool:
         kind = self.cfg.optim_wrapper.get('type', 'OptimWrapper')
@@ -288,7 +300,8 @@ class Planner:
         inputs, samples = batch['inputs'], batch.get('data_samples')
         self._towers = Counter(piece.tower for piece in model.slices(inputs, samples, 1))
         self._rows = max(self._towers.values())
-        levels = list({self._size(n): n for n in _SLICES if n <= self._rows}.values())
+        several = [math.ceil(self._rows / self._chunk_size)] if self._chunk_size else _SLICES
+        levels = list({self._size(n): n for n in several if n <= self._rows}.values())
         for size in map(self._size, [1, *levels]):
             pieces = model.slices(inputs, samples, size)
             self._coupled[size] = sum(piece.coupled for piece in pieces)
@@ -312,6 +325,18 @@ class Planner:
             kind = find_type('MODELS', kind, self.cfg.get('default_scope', 'memengine'))
         if kind and 'tile_size' in arguments_of(kind).names and not loss.get('tile_size'):
             yield Knob('tiled_loss', ('auto',))
+
+    def _sharding(self, model: nn.Module) -> Iterator[Knob]:
+        if get_world_size() == 1:
+            return
+        stated = self.cfg.get('model_wrapper_cfg') or {'type': _LOCAL_LOSSES}
+        if stated not in ({'type': _LOCAL_LOSSES}, {'type': 'DisCoDistributedDataParallel'}):
+            self.left_out['sharding'] = 'model_wrapper_cfg is set by the config'
+            return
+        self._sharded['model_wrapper_cfg.type'] = 'FullyShardedDataParallel'
+        if stated['type'] == _LOCAL_LOSSES and losses_with_a_group(model):
+            self._sharded['model_wrapper_cfg.global_losses'] = False
+        yield Knob('sharding', ('over all ranks',))
 
     def _of_optim_wrapper(self, allow: str) -> Iterator[Knob]:
         wrapper = self.cfg.optim_wrapper

@@ -11,9 +11,19 @@ import functools
 import importlib.util
 import re
 from collections.abc import Collection, Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 
-__all__ = ['arguments_in_source', 'is_a_word', 'registered_types', 'settings_in_source']
+__all__ = [
+    'SEARCHED',
+    'TIMM',
+    'arguments_in_source',
+    'arguments_of_network',
+    'is_a_word',
+    'of_other_packages',
+    'registered_types',
+    'settings_in_source',
+]
 
 # Where types come from that a config names without their module.
 _SEARCHED_PACKAGES = (
@@ -25,38 +35,66 @@ _SEARCHED_PACKAGES = (
     'torchao/optim',
     'bitsandbytes/optim',
 )
+_TORCHVISION = ('torchvision/transforms/v2',)
+SEARCHED = (*_SEARCHED_PACKAGES, *_TORCHVISION)
+TIMM = ('timm/models', 'timm/layers')
+_PREFIX = 'torchvision/'  # of its transforms' names
+NOTHING_KNOWN: tuple[Collection[str], bool] = (frozenset(), True)
 _TITLES = r"^(\w+) = (?:Registry|_child)\(\s*'([\w ]+)'"  # MODELS = Registry('model', ...)
 _REGISTERED = r'^@(\w+)\.register_module\(\)(?:\n@.*)*\nclass (\w+)'
 
 
 @functools.cache
-def _texts() -> tuple[str, ...]:
+def _texts(places: tuple[str, ...] = _SEARCHED_PACKAGES) -> tuple[str, ...]:
     """All files of the places that are there."""
-    folders = []
-    for place in _SEARCHED_PACKAGES:
+    files: set[Path] = set()
+    for place in places:
         package, _, below = place.partition('/')
-        spec = importlib.util.find_spec(package)
-        folders += [Path(root) / below for root in (spec and spec.submodule_search_locations) or ()]
-    files = sorted(file for folder in folders for file in folder.rglob('*.py'))
-    return tuple(file.read_text(encoding='utf-8') for file in files)
+        if spec := importlib.util.find_spec(package):
+            folders = [Path(root, below) for root in spec.submodule_search_locations or ()]
+            files |= {file for folder in folders for file in folder.rglob('*.py')}
+            files |= set() if folders else {Path(str(spec.origin))}
+    return tuple(file.read_text(encoding='utf-8') for file in sorted(files))
 
 
-def is_a_word(name: str) -> bool:
+@functools.cache
+def of_other_packages() -> tuple[str, ...]:
+    """Installed packages that have techniques of their own."""
+    entries = entry_points(group='memengine.techniques')
+    return tuple(sorted({entry.module.partition('.')[0] for entry in entries}))
+
+
+def is_a_word(name: str, *places: str) -> bool:
     """Whether some code has it as a name or in quotes, so that it may mean something there."""
     pattern = re.compile(rf'[\'"]{name}[\'"]|\b{name}(?:\(| ?[:=])')
-    return any(name in text and pattern.search(text) for text in _texts())
+    return any(name in text and pattern.search(text) for text in _texts(places))
 
 
 @functools.cache
 def registered_types() -> dict[str, str]:
-    """The classes that a decorator registers, and the title of their registry."""
+    """The classes that a decorator registers, torchvision's, and their registries' titles."""
+    transforms = [_PREFIX + name for text in _texts(_TORCHVISION) for name in _classes_in(text)]
     titles = {key: title for text in _texts() for key, title in re.findall(_TITLES, text, re.M)}
     pairs = [pair for text in _texts() for pair in re.findall(_REGISTERED, text, re.M)]
-    return {name: titles[key].replace('_', ' ') for key, name in pairs if key in titles}
+    named = {name: titles[key].replace('_', ' ') for key, name in pairs if key in titles}
+    return named | dict.fromkeys(transforms, 'transform')
 
 
-def settings_in_source(technique: str) -> Collection[str] | None:
-    """The settings of a technique by its key; None if they are unknown."""
+def _classes_in(text: str) -> list[str]:
+    return re.findall(r'^class ([A-Z]\w+)', text, re.M)
+
+
+@functools.cache
+def arguments_of_network(name: str) -> Collection[str]:
+    """What the networks take of the file in which timm has a model; nothing if it is unknown."""
+    text = next((it for it in _texts(TIMM) if f'\ndef {name}(' in it), '')
+    classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    taken = [_arguments_of(node)[0] for node in classes]
+    return frozenset(key for keys in taken if 'num_classes' in keys for key in keys)
+
+
+def settings_in_source(technique: str) -> tuple[Collection[str], bool]:
+    """The settings of a technique by its key, as :func:`arguments_in_source` says them."""
     return arguments_in_source(_settings().get(technique, ''))
 
 
@@ -75,47 +113,56 @@ def _settings() -> dict[str, str]:
 
 
 @functools.cache
-def arguments_in_source(name: str) -> Collection[str] | None:
-    """The arguments that all classes of a name take by keyword; None if they are unknown."""
+def arguments_in_source(name: str) -> tuple[Collection[str], bool]:
+    """What classes of a name take.
+
+    Returns:
+        The arguments that all of them name, and whether they may take others; none are known of a
+        class that is not found, or has a base that is not found.
+    """
     classes = list(_classes(name))
-    found = [_arguments_of(node) for node in classes]
-    if not found or any(arguments is None for arguments in found):
-        return None
-    return frozenset(key for arguments in found for key in arguments or ())
+    prefix = _PREFIX if name.startswith(_PREFIX) else ''
+    found = [_arguments_of(node, prefix, len(classes) == 1) for node in classes]
+    return _together(found) if found else NOTHING_KNOWN
+
+
+def _together(found: Collection[tuple[Collection[str], bool]]) -> tuple[Collection[str], bool]:
+    if NOTHING_KNOWN in found:
+        return NOTHING_KNOWN
+    return frozenset().union(*(names for names, _ in found)), any(others for _, others in found)
 
 
 def _classes(name: str) -> Iterator[ast.ClassDef]:
-    for text in _texts():
-        if f'class {name}' in text:
+    bare = name.removeprefix(_PREFIX)
+    for text in _texts() if name == bare else _texts(_TORCHVISION):
+        if f'class {bare}' in text:
             body = ast.parse(text).body
-            yield from (it for it in body if isinstance(it, ast.ClassDef) and it.name == name)
+            yield from (it for it in body if isinstance(it, ast.ClassDef) and it.name == bare)
 
 
-def _arguments_of(node: ast.ClassDef) -> Collection[str] | None:
-    """Those of a class's constructor, and of its bases' where it hands all others on to them."""
+def _arguments_of(
+    node: ast.ClassDef, prefix: str = '', is_alone: bool = True
+) -> tuple[Collection[str], bool]:
+    """Those of a class's constructor, and of its bases' where it hands all others on to them.
+
+    A base of the same name is looked at as one of the classes of that name, if there are others.
+    """
     if any('dataclass' in ast.unparse(decorator) for decorator in node.decorator_list):
         plain = [ast.unparse(base) for base in node.bases] in ([], ['Settings'])
-        return (
-            {ast.unparse(it.target) for it in node.body if isinstance(it, ast.AnnAssign)}
-            if plain
-            else None
-        )
-    own: set[str] = set()
-    inherits = True
+        fields = {ast.unparse(it.target) for it in node.body if isinstance(it, ast.AnnAssign)}
+        return (fields, False) if plain else NOTHING_KNOWN
+    own: frozenset[str] = frozenset()
     for function in node.body:
         if isinstance(function, ast.FunctionDef) and function.name == '__init__':
             taken = function.args
-            own = {one.arg for one in (*taken.args[1:], *taken.kwonlyargs)}
-            if taken.kwarg and not _only_hands_on(function, taken.kwarg.arg):
-                return None
-            inherits = taken.kwarg is not None
-    if not inherits:
-        return own
+            own = frozenset(one.arg for one in (*taken.args[1:], *taken.kwonlyargs))
+            if not taken.kwarg or not _only_hands_on(function, taken.kwarg.arg):
+                return own, taken.kwarg is not None
     names = [ast.unparse(base).rpartition('.')[2] for base in node.bases]
-    bases = [arguments_in_source(name) for name in names if name != node.name]
-    if not bases or len(bases) < len(names) or any(base is None for base in bases):
-        return None
-    return own.union(*(base or () for base in bases))
+    others = [name for name in names if name.lstrip('_') != node.name]
+    if is_alone and len(others) < len(names):
+        return NOTHING_KNOWN
+    return _together([(own, False), *(arguments_in_source(prefix + name) for name in others)])
 
 
 def _only_hands_on(function: ast.FunctionDef, kwargs: str) -> bool:

@@ -8,19 +8,24 @@ from itertools import cycle, islice
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from mmengine.config import Config
 from mmengine.device import get_device
+from mmengine.dist import get_world_size, is_distributed
 from mmengine.logging import MMLogger
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import DefaultScope
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from memengine._torch_private.fake import is_fake
 from memengine._torch_private.ops import pytree
 from memengine.engine.apply import apply_before_wrapping, apply_to_model, hooks_of_keys, refuse
 from memengine.engine.hooks import AlgorithmHook
 from memengine.engine.hooks.technique import TechniqueHook
 from memengine.engine.step import run_step
+from memengine.engine.wrappers.disco import DisCoDistributedDataParallel
 from memengine.memory import TrainingStep
 from memengine.registry import HOOKS, MODELS
 
@@ -72,7 +77,8 @@ class FewSamples:
 def step_of(cfg: Config, batch: Any) -> Callable[[], TrainingStep]:
     """What builds model, techniques and optimiser of a config, and gives their training step.
 
-    It is the step of one process: what ranks exchange, evaluation and checkpoints are not in it.
+    It is the step of one process, or within a process group that of a rank, under DDP or sharded as
+    the config says. Evaluation and checkpoints are not in it.
 
     Args:
         cfg: A checked config of training.
@@ -94,21 +100,19 @@ def _scope(cfg: Mapping[str, Any]) -> Any:
 def _build(cfg: Config, batch: Any) -> TrainingStep:
     with _scope(cfg):
         model = MODELS.build(cfg.model)
-        apply_before_wrapping(model, cfg)
-        if get_device() != 'cpu':  # fake parameters cannot be moved, not even to where they are
-            model = model.to(get_device())
+        logger = MMLogger.get_current_instance()
+        wrapped, buckets = _spread(cfg, model, logger)
         custom = [
             HOOKS.build(hook) for hook in cfg.get('custom_hooks') or [] if _is_technique(hook)
         ]
         hooks = [*hooks_of_keys(cfg).values(), *custom]
         refuse(cfg, hooks)
-        logger = MMLogger.get_current_instance()
         apply_to_model(model, logger, hooks)
-        wrapper = build_optim_wrapper(model, cfg.optim_wrapper)
+        wrapper = build_optim_wrapper(wrapped, cfg.optim_wrapper)
     wrapper.initialize_count_status(model, 0, 1)
     # What hooks ask of a Runner.
     place = SimpleNamespace(
-        model=model, optim_wrapper=wrapper, hooks=hooks, logger=logger, iter=0, max_iters=1
+        model=wrapped, optim_wrapper=wrapper, hooks=hooks, logger=logger, iter=0, max_iters=1
     )
     place.epoch, place.max_epochs = 0, 1
     every = [AlgorithmHook(), *hooks]
@@ -119,12 +123,37 @@ def _build(cfg: Config, batch: Any) -> TrainingStep:
     def run() -> None:
         for hook in every:
             hook.before_train_iter(place, 0, copy)
-        run_step(model, copy, wrapper)
+        run_step(model, copy, wrapper) if wrapped is model else wrapped.train_step(copy, wrapper)
         for hook in hooks:
             hook.after_train_iter(place, 0, copy)
 
     is_settled = not hooks and 'auto' not in cfg.optim_wrapper.values()
-    return TrainingStep(run, model, getattr(wrapper, 'optimizer', None), copy, is_settled)
+    return TrainingStep(run, model, getattr(wrapper, 'optimizer', None), copy, buckets, is_settled)
+
+
+def _spread(cfg: Config, model: nn.Module, logger: Any) -> tuple[Any, list[Tensor]]:
+    """The model as one process, or one of several ranks, has it; and what DDP adds to a step.
+
+    DDP cannot be made of tensors without memory. Its buckets are as large as all gradients.
+    """
+    from memengine.engine.runner.wrapping import wrap, wrapper_type
+
+    wrapper_cfg = cfg.get('model_wrapper_cfg')
+    kind = wrapper_type(wrapper_cfg) if is_distributed() else None
+    is_ddp = kind is not None and issubclass(kind, nn.parallel.DistributedDataParallel)
+    if kind is not None and not (is_ddp and is_fake(next(model.parameters()))):
+        ranks = SimpleNamespace(
+            distributed=True, world_size=get_world_size(), cfg=cfg, logger=logger
+        )
+        return wrap(ranks, wrapper_cfg, model), []
+    apply_before_wrapping(model, cfg)
+    if get_device() != 'cpu':  # fake parameters cannot be moved, not even to where they are
+        model = model.to(get_device())
+    if kind is not None and issubclass(kind, DisCoDistributedDataParallel):
+        for loss in kind.find_losses(model).values():
+            loss.process_group = dist.group.WORLD
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return model, [torch.empty_like(parameter) for parameter in trained if is_ddp]
 
 
 def _is_technique(hook: Any) -> bool:

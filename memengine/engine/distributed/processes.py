@@ -13,6 +13,7 @@ from mmengine.device import get_device
 from mmengine.dist import init_dist, is_distributed
 from torch.distributed.rendezvous import rendezvous
 
+from memengine._torch_private.distributed import are_ranks_pretended
 from memengine.engine.distributed.launchers import DEFAULT_TIMEOUT_S, ProcessRank, read_rank
 
 __all__ = ['cpu_group', 'group_of_one', 'init_process_group', 'local_device_ids', 'together']
@@ -102,9 +103,9 @@ def _has_its_own_gpu() -> bool:
 def cpu_group(purpose: str) -> dist.ProcessGroup | None:
     """A gloo group of all ranks for one purpose, so that two threads never share one.
 
-    All ranks must ask for it at the same place. None in one process.
+    All ranks must ask for it at the same place. None in one process, or where ranks are pretended.
     """
-    if not is_distributed():
+    if not is_distributed() or are_ranks_pretended():
         return None
     world = dist.group.WORLD
     assert world is not None

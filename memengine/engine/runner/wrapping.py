@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from mmengine.device import get_device
@@ -15,7 +16,7 @@ from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses
 from memengine.engine.wrappers.fsdp import FullyShardedDataParallel
 from memengine.registry import MODEL_WRAPPERS
 
-__all__ = ['initialize_weights', 'refuse_lone_samples', 'wrap']
+__all__ = ['initialize_weights', 'refuse_lone_samples', 'wrap', 'wrapper_type']
 
 
 @runtime_checkable
@@ -34,17 +35,30 @@ class ActsAfterInit(Protocol):
         """Called once, after the values have been given."""
 
 
+_DEFAULT = {'type': 'MMDistributedDataParallel'}
+
+
+def wrapper_type(wrapper_cfg: Mapping[str, Any] | None) -> type[nn.Module]:
+    """The class that ``model_wrapper_cfg`` names; DDP without one.
+
+    Raises:
+        ValueError: For a wrapper that is not known.
+    """
+    kind: Any = {**_DEFAULT, **(wrapper_cfg or {})}['type']
+    wrapper = MODEL_WRAPPERS.get(kind) if isinstance(kind, str) else kind
+    if wrapper is None:
+        raise ValueError(f"model_wrapper_cfg.type: there is no model wrapper '{kind}'")
+    return wrapper
+
+
 def wrap(runner: Any, wrapper_cfg: dict[str, Any] | None, model: nn.Module) -> nn.Module:
     """Put a model on its device, and on several ranks into its wrapper.
 
     Raises:
         ValueError: For a wrapper that is not known, or would be missed in one process.
     """
-    config = {'type': 'MMDistributedDataParallel', **(wrapper_cfg or {})}
-    kind = config['type']
-    wrapper = MODEL_WRAPPERS.get(kind) if isinstance(kind, str) else kind
-    if wrapper is None:
-        raise ValueError(f"model_wrapper_cfg.type: there is no model wrapper '{kind}'")
+    config = {**_DEFAULT, **(wrapper_cfg or {})}
+    kind, wrapper = config['type'], wrapper_type(wrapper_cfg)
     is_sharded = runner.distributed and issubclass(wrapper, FullyShardedDataParallel)
     if not is_sharded:
         model = model.to(get_device())  # first: what replaces modules asks where they are

@@ -33,6 +33,7 @@ from memengine._torch_private.ops import do_not_compile
 from memengine.memory.ledger import owned_by, tensors_in
 from memengine.memory.meter import is_counting
 from memengine.technique import PausableHandle, Report
+from memengine.techniques.compression.attention import attend_to_codes
 from memengine.techniques.compression.backward_needs import IN_PLACE_FORMS, needs_of, operation_name
 from memengine.techniques.compression.recomputable_ops import Source, recomputation_of
 from memengine.techniques.compression.rules import EXACT, KeptBytes, Rule
@@ -349,6 +350,7 @@ class _ForwardHooks(saved_tensors_hooks):
                 saved.choose_codec(need, node, find)
                 found.append(saved)
         found += [saved for saved in kept if saved not in found]
+        attend_to_codes(node, self._find_source)
         for saved in found:
             saved.is_examined = True
         return found

@@ -5,6 +5,7 @@ Where the bits of a given mean are best spent is measured: :meth:`QuantizedActiv
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -31,6 +32,7 @@ __all__ = ['Bits', 'QuantizedActivations', 'QuantizedActivationsSettings', 'quan
 _SETTING = 'quantized_activations'
 _WIDTHS = (1, 2, 4, 8)
 _UNCOMPRESSED = 32
+_BEYOND_ANY = 1e60  # squared distance of a gradient that two bits made infinite
 _PROBE_BITS = 2  # bits at which sensitivity is measured: where errors are well above rounding
 
 Bits = int | Mapping[str, int]
@@ -61,8 +63,9 @@ def quantize_activations(
     Coded are the inputs of layers, norms and activations, attention's tensors, probabilities and
     factors of products, in any model, however it is written. What is needed for one fact only is
     kept exactly, in less: where ReLU is positive and dropout's masks in one bit, max-pool's
-    indices in the fewest bytes that hold them, pooled inputs as a shape. Statistics, the
-    log-sum-exp of attention, and what the table of operations does not know stay as they are.
+    indices in the fewest bytes that hold them, pooled inputs as a shape. Statistics, and what the
+    table of operations does not know, stay as they are. Below 8 bits fused attention is run once
+    more in backward, on what the codes give back: its gradient is that of attention to these.
     The forward pass is not touched.
 
     Also a context manager: ``with quantize_activations(model, bits=4): ...``.
@@ -179,6 +182,9 @@ class QuantizedActivations(RuleHandle):
         if self.average_bits is None or (self.bits_of and not is_time):
             return
         widths = list(self.allot(self.average_bits, step.loss).values())
+        if not widths:
+            step.log('Quantised activations: the gradient is not finite, so no bits are allotted')
+            return
         counted = (f'{widths.count(width)} places {width} bits' for width in sorted(set(widths)))
         step.log(
             f'Quantised activations: {self.average_bits:g} bits on average: {", ".join(counted)}'
@@ -196,7 +202,8 @@ class QuantizedActivations(RuleHandle):
             loss: Runs the model on a batch, in training mode, and gives the loss.
 
         Returns:
-            Bits by module's name and need, in force from now on.
+            Bits by module's name and need, in force from now on; those of before, where the plain
+            gradient is not finite.
 
         Raises:
             ValueError: For a mean out of range, or when the loss saves nothing to be coded.
@@ -214,6 +221,8 @@ class QuantizedActivations(RuleHandle):
             self._gradient(loss, state, None)
             sizes = {place: before for place, (before, _) in self.kept.places.items()}
             exact = self._gradient(loss, state, {})
+            if not all(g is None or g.isfinite().all() for g in exact):
+                return self.bits_of
             errors = []
             for place in sizes:
                 lossy = self._gradient(loss, state, {place: _PROBE_BITS})
@@ -238,11 +247,12 @@ class QuantizedActivations(RuleHandle):
 
 def _squared_distance(some: list[Tensor | None], others: list[Tensor | None]) -> float:
     pairs = zip(some, others, strict=True)
-    return sum(
+    distance = sum(
         float((one - other).square().sum())
         for one, other in pairs
         if one is not None and other is not None
     )
+    return distance if math.isfinite(distance) else _BEYOND_ANY
 
 
 @dataclass(frozen=True)

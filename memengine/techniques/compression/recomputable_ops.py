@@ -54,8 +54,11 @@ class Source(Protocol):
     def module(self) -> nn.Module | None:
         """Which saved it, if that is known."""
 
+    def decode(self) -> Tensor:
+        """The tensor, or what stands for it."""
+
     def prefetch(self) -> Tensor:
-        """The tensor, before autograd itself asks for it."""
+        """The same, before autograd itself asks for it."""
 
 
 FindSource = Callable[[Any, str], Source | None]  # what hooks hold of a node's field, if ours

@@ -18,7 +18,11 @@ from memengine.techniques.codecs.codec import Code, Codec
 from memengine.techniques.codecs.lossless_by_need import lossless_codec_for
 from memengine.techniques.codecs.memory_order import is_dense
 from memengine.techniques.compression.backward_needs import Need
-from memengine.techniques.compression.recomputable_ops import RecomputedCode, is_recomputable
+from memengine.techniques.compression.recomputable_ops import (
+    Recomputation,
+    RecomputedCode,
+    is_recomputable,
+)
 from memengine.techniques.compression.rules import FindRecomputation, Rule
 from memengine.techniques.modules.saved_tensors import KeptAsIs, current_backward, is_in_backward
 from memengine.techniques.offload import is_offloading, offload_tensor
@@ -42,12 +46,13 @@ class SavedTensor:
         is_examined: Whether its operation has been looked at.
         is_whole: Whether it stays as it is.
         module: Which saved it.
+        follows: Gives what stands for it where others are coded, with which it has to agree.
     """
 
     __slots__ = (
         '__weakref__', '_counted_bytes', '_dtype', '_is_metered', '_kept', '_layout', '_name',
-        '_need', '_offloaded', '_part', '_prefetched', '_rules', 'codec', 'is_examined', 'is_whole',
-        'memory', 'module', 'rule',
+        '_need', '_offloaded', '_part', '_prefetched', '_rules', 'codec', 'follows', 'is_examined',
+        'is_whole', 'memory', 'module', 'rule',
     )  # fmt: skip
 
     def __init__(
@@ -68,6 +73,7 @@ class SavedTensor:
         self._prefetched: Tensor | None = None
         self._offloaded: Callable[[], Tensor] | None = None
         self._need: Need | None = None
+        self.follows: Recomputation | None = None
         memory.add_view(self)
 
     @property
@@ -102,6 +108,8 @@ class SavedTensor:
 
     def __call__(self) -> Tensor:
         """What autograd is given for the tensor."""
+        if self.follows is not None and not self.follows.is_exact:
+            return self.follows()
         if self._kept is not None:
             return self._kept.tensor()
         if self._offloaded is not None:
@@ -109,6 +117,8 @@ class SavedTensor:
         assert self._part is not None
         tensor, self._prefetched = self._prefetched, None
         return self._part.view_at(self._layout) if tensor is None else tensor
+
+    decode = __call__
 
     def prefetch(self) -> Tensor:
         """The tensor, for what is computed from it in backward before autograd asks for it too.
@@ -340,14 +350,14 @@ class _CodedPart:
     """A code, and which part of a storage it stands for."""
 
     __slots__ = (
-        '__weakref__', '_decoded', '_decoded_in', '_decoded_layout', '_dtype', '_end', '_is_dense',
-        '_layout', 'code', 'is_counted', 'nbytes',
+        '__weakref__', '_decoded', '_decoded_in', '_decoded_layout', '_device', '_dtype', '_end',
+        '_is_dense', '_layout', 'code', 'is_counted', 'nbytes',
     )  # fmt: skip
 
     def __init__(self, code: Code, base: Tensor, nbytes: int) -> None:
         self.code, self.nbytes, self.is_counted = code, nbytes, False
         self._layout, self._dtype, self._is_dense = _layout_of(base), base.dtype, is_dense(base)
-        self._end = _end_of(base)
+        self._end, self._device = _end_of(base), base.device
         self._decoded: weakref.ref[torch.UntypedStorage] | None = None
         self._decoded_in, self._decoded_layout = -1, self._layout  # in which backward, and how
 
@@ -369,7 +379,7 @@ class _CodedPart:
         offset, shape, stride = self._decoded_layout
         if layout != self._layout:
             offset, shape, stride = offset + layout[0] - self._layout[0], *layout[1:]
-        view = torch.empty(0, dtype=self._dtype, device=storage.device)
+        view = torch.empty(0, dtype=self._dtype, device=self._device)
         return view.set_(storage, offset, shape, stride)
 
 

@@ -54,6 +54,9 @@ class GradCache:
         backward: Called with the loss, and with a scalar for each chunk, in the place of
             ``loss.backward()``: Lightning's ``self.manual_backward``, accelerate's
             ``accelerator.backward``. It scales by itself, so that it goes without ``scaler``.
+        within: What a trainer has wrapped around the models, if it has (Lightning's
+            ``self.trainer.model``, which is DDP or the module itself): its DDP reduces gradients
+            once, after the last chunk. Without it ``backward`` reduces after each chunk.
 
     Raises:
         TypeError: When neither or both of ``model`` and ``models`` are given, or no chunk size or
@@ -86,6 +89,7 @@ class GradCache:
         keep_graph: int = 0,
         forward_chunk_size: int | None = None,
         backward: Callable[[Tensor], Any] | None = None,
+        within: nn.Module | None = None,
     ) -> None:
         if (model is None) == (models is None):
             raise TypeError('GradCache: give either model= (one encoder) or models= (a list)')
@@ -108,6 +112,7 @@ class GradCache:
         self.fp16 = fp16
         self.scaler = scaler if fp16 else None
         self.backward = backward
+        self.within = within
         self.split_input_fn = split_input_fn or split_batch
         self.get_rep_fn = get_rep_fn
         self.keep_graph = keep_graph
@@ -152,7 +157,13 @@ class GradCache:
                 f'got {len(model_inputs)}'
             )
         towers = [
-            Tower(model, self.split_input_fn(inputs, size), self._encode, per_forward)
+            Tower(
+                model,
+                self.split_input_fn(inputs, size),
+                self._encode,
+                per_forward,
+                within=self.within,
+            )
             for model, inputs, size, per_forward in zip(
                 self.models, model_inputs, self.chunk_sizes, self._per_forward, strict=True
             )
@@ -184,7 +195,7 @@ class GradCache:
     def _check_synchronised(self, no_sync_except_last: bool) -> None:
         from torch.distributed.tensor import DTensor  # which FSDP reduces chunk by chunk
 
-        for model in self.models:
+        for model in self.models if self.within is None else [self.within]:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             is_sharded = any(isinstance(parameter, DTensor) for parameter in trained)
             if not trained or synchronising(model) or (is_sharded and not no_sync_except_last):

@@ -130,7 +130,7 @@ class _Step:
         self._runs = runs
         self._slice_loss = slice_loss
         self._context, self._backward = context, backward
-        self._sync = SyncOnce(run.module for run in runs for _ in range(run.graph_count))
+        self._sync = SyncOnce(run.reducer for run in runs for _ in range(run.graph_count))
 
     def first_pass(self) -> list[Losses]:
         """Embed what the coupled loss reads; additive losses of the slices that keep a graph."""
@@ -140,7 +140,7 @@ class _Step:
                 with torch.no_grad(), self._context():
                     run.embed_without_graph(group)
             for piece in run.kept:
-                with self._sync.next_graph(run.module), self._context():
+                with self._sync.next_graph(run.reducer), self._context():
                     outputs = run.embed_and_keep(piece)
                     if self._slice_loss is not None:
                         kept.append(self._slice_loss(outputs, piece))
@@ -171,8 +171,8 @@ class _Step:
             for number, (run, piece, replay) in enumerate(later, start=1):
                 if number == len(later):
                     before_the_last()
-                with self._sync.next_graph(run.module) as synchronises:
-                    zeros = _zero_gradients(run.module) if synchronises and coupled else []
+                with self._sync.next_graph(run.reducer) as synchronises:
+                    zeros = _zero_gradients(run.reducer) if synchronises and coupled else []
                     losses = self._second_pass_of(run, piece, replay, zeros)
                 if losses is not None:
                     done.append(losses)
@@ -334,16 +334,16 @@ def _check_ddp(runs: Sequence[TowerRun]) -> None:
     other towers for unused before their backward."""
     for run in runs:
         if (
-            isinstance(run.module, DistributedDataParallel)
-            and run.module.static_graph
+            isinstance(run.reducer, DistributedDataParallel)
+            and run.reducer.static_graph
             and len(run.kept) < run.graph_count > 1
         ):
             raise ValueError(
                 'DDP with static_graph=True takes the first backward for a whole step, and a step '
                 'in slices has one for each slice; set static_graph=False'
             )
-    for module in {run.module for run in runs if run.kept}:
-        sharing = [run for run in runs if run.module is module and run.trained]
+    for module in {run.reducer for run in runs if run.kept}:
+        sharing = [run for run in runs if run.reducer is module and run.trained]
         all_kept = all(run.graph_count == len(run.kept) for run in sharing)
         if _finds_unused(module) and len(sharing) > 1 and all_kept:
             raise ValueError(

@@ -50,6 +50,8 @@ class Tower:
         coupled_part: ``coupled_part(embeddings, slice)`` returns what the coupled loss reads of
             them: a tensor, or nested dicts, lists and tuples of tensors, with the samples in
             dimension 0. None for all of it.
+        within: The module around ``module`` that reduces its gradients across ranks (DDP), where a
+            trainer has wrapped what holds the encoder. None for ``module`` itself.
     """
 
     module: nn.Module
@@ -61,3 +63,4 @@ class Tower:
     join: Callable[[Sequence[Any]], Any] = join_slices
     coupled: Callable[[Any], bool] | None = None
     coupled_part: Callable[[Any, Any], Any] | None = None
+    within: nn.Module | None = None

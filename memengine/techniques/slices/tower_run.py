@@ -126,6 +126,7 @@ class TowerRun:
         if coupled:
             _check_tower(tower)
         self.module = tower.module
+        self.reducer = tower.module if tower.within is None else tower.within
         self._tower = tower
         is_read = tower.coupled or (lambda piece: True)
         read = [piece for piece in tower.slices if coupled and is_read(piece)]

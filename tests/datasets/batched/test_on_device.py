@@ -1,7 +1,9 @@
 """Views that the model's device makes are those that a worker makes."""
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader
 
 from memengine.datasets import BatchedViews, PlainImageDataset, stack_views
@@ -38,3 +40,61 @@ def test_what_is_not_trained_on_passes_and_foreign_batches_are_refused(tmp_path)
         views(batch, training=True)
     resized = PlainImageDataset(dict(type='ImageFolder', root=str(tmp_path)), size=[8, 6])
     assert resized[0]['inputs'].shape == (3, 8, 6)
+
+
+def write_jpegs(root):
+    """Smooth images of several sizes, in two classes."""
+    for number in range(6):
+        wide, tall = 40 + 4 * number, 64 - 6 * number
+        across = np.linspace(0, 200, wide)[None, :, None]
+        up = np.linspace(0, 50, tall)[:, None, None]
+        pixels = np.broadcast_to(across + up, (tall, wide, 3)) * np.array([1.0, 0.7, 0.2])
+        folder = root / ('a' if number < 3 else 'b')
+        folder.mkdir(exist_ok=True)
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / f'{number}.jpg', quality=95)
+    return dict(type='ImageFolder', root=str(root))
+
+
+@pytest.mark.parametrize('device', ['cpu', pytest.param('cuda', marks=pytest.mark.gpu)])
+def test_files_that_are_decoded_late_give_the_same_views(tmp_path, device):
+    if device == 'cuda' and torch.cuda.get_device_name() == 'Simulated GPU':
+        pytest.skip('the simulated GPU has no nvJPEG')
+    source = write_jpegs(tmp_path)
+    by_worker = first_batch(PlainImageDataset(source, size=[24, 32]))
+    files = first_batch(PlainImageDataset(source, size=[24, 32], decode='device'))
+    assert files['inputs'].dtype == torch.uint8 and files['inputs'].ndim == 2
+    lengths = [path.stat().st_size for path in sorted(tmp_path.rglob('*.jpg'))]
+    assert files['data_samples']['jpeg_file'][:, 0].tolist() == lengths
+    views = BatchedViews(CROPS[:1]).to(device)
+    expected, made = views(by_worker, training=True), views(files, training=True)
+    assert made['data_samples'].keys() == expected['data_samples'].keys()
+    assert made['data_samples']['label'].tolist() == [0, 0, 0, 1, 1, 1]
+    for view, same in zip(made['inputs'], expected['inputs'], strict=True):
+        assert view.device.type == device and view.shape == same.shape
+        assert (view - same).abs().max() < 0.05  # decoders and resizers round by themselves
+    plain = views(files)['inputs']
+    assert plain.shape == (6, 3, 24, 32) and plain.dtype == torch.uint8
+
+
+def test_what_cannot_be_decoded_is_named(tmp_path):
+    source = write_jpegs(tmp_path)
+    Image.new('RGB', (8, 8)).save(tmp_path / 'a' / '0.jpg', format='PNG')
+    whole = (tmp_path / 'b' / '4.jpg').read_bytes()
+    (tmp_path / 'b' / '4.jpg').write_bytes(whole[: len(whole) - 100])
+    with pytest.raises(ValueError, match=r'sample 0 .*a/0.jpg.*it is a PNG.*takes JPEG files only'):
+        PlainImageDataset(source, size=[8, 8], decode='device')[0]
+    data = PlainImageDataset(source, size=[8, 8], decode='device', on_error='skip', max_skipped=0.5)
+    batch = first_batch(data)
+    assert data.skipped == 1
+    with pytest.raises(ValueError, match=r'^sample 4 cannot be decoded on cpu'):
+        BatchedViews(CROPS[:1])(batch, training=True)
+
+
+def test_late_decoding_needs_a_size_and_files(tmp_path):
+    source = write_jpegs(tmp_path)
+    with pytest.raises(ValueError, match=r'needs size=\[height, width\]'):
+        PlainImageDataset(source, decode='device')
+    with pytest.raises(ValueError, match='a source of files, got size=.* and Digits'):
+        PlainImageDataset(dict(type='Digits', split='train'), size=[8, 8], decode='device')
+    with pytest.raises(ValueError, match="'worker' or 'device'"):
+        PlainImageDataset(source, size=[8, 8], decode='gpu')

@@ -499,7 +499,7 @@ def test_help_has_examples(capsys, command):
         main([command, '--help'])
     said = capsys.readouterr().out
     assert 'examples:' in said
-    assert f'memengine {command} configs/dino_vit.py' in said
+    assert f'memengine {command} dino_vit' in said
 
 
 def test_waiting_threads_leave_the_cores_to_others(cli, monkeypatch):

@@ -9,6 +9,7 @@ from memengine.engine.config.check import check_config, known_keys
 from memengine.engine.config.early import KNOWN_KEYS, check_names
 from memengine.engine.config.error import ConfigError
 from memengine.engine.config.file import load_config
+from memengine.engine.config.sources import of_other_packages
 from tests.docs_pages import ROOT
 from tests.engine.config.mutations import REMOVED, mutations
 from tests.test_configs import CONFIGS
@@ -17,6 +18,7 @@ BELOW = "model.head.nlayer: DINOHead takes no argument 'nlayer': did you mean 'n
 
 
 def write(tmp_path, text, name='config.py'):
+    tmp_path.mkdir(exist_ok=True)
     (tmp_path / name).write_text(text)
     return tmp_path / name
 
@@ -27,6 +29,7 @@ def write(tmp_path, text, name='config.py'):
         ("unknown key 'modl': did you mean 'model'?", ['typo.py']),
         ("unknown key 'modl': did you mean 'model'?", ['fine.py', '--cfg-options', 'modl.type=1']),
         (BELOW, ['fine.py', '--cfg-options', 'model.head.nlayer=1']),
+        ('there is no config file dino_vitt: did you mean dino_vit?', ['dino_vitt']),
     ],
 )
 @pytest.mark.parametrize('command', ['train', 'predict'])
@@ -47,10 +50,23 @@ print(status, [name for name in ('torch', 'mmengine', 'numpy') if name in sys.mo
     assert done.stdout == '1 []\n'
 
 
+VIEW = {'type': 'MultiCrop', 'views': [{'num': 2, 'pipeline': []}]}
+VIEW['views'][0]['pipeline'] = [
+    dict(type='torchvision/RandomResizedCrop', size=16, scal=(0.6, 1.0)),
+    dict(type='torchvision/RandomAffin', degrees=15),
+]
 MISSPELT = {
     'optim_wrapper': dict(optimzer=1),
-    'model': dict(backbon=1, head=dict(type='DINOHed'), teacher=dict(type='Nothing')),
-    'train_dataloader': dict(batchsize=2, dataset=dict(pipeline=[dict(type='MultiCrops')])),
+    'model': dict(
+        backbon=1,
+        backbone=dict(drop_path_rat=0.1),
+        head=dict(type='DINOHed'),
+        teacher=dict(type='Nothing'),
+    ),
+    'train_dataloader': dict(batchsize=2, dataset=dict(pipeline=[dict(type='MultiCrops'), VIEW])),
+    'param_scheduler': [dict(type='LinearLR', start_facto=0.1)],
+    'default_hooks': dict(checkpoint=dict(interva=3)),
+    'val_evaluator': dict(kk=3),
     'train_cfg': dict(max_epoch=3),
     'custom_hooks': [dict(type='CollapsHook'), dict(type='CollapseHook', intervl=1)],
     'dropit': dict(gama=0.5),
@@ -66,8 +82,47 @@ def test_below_the_top_as_the_whole_check_says_it(tmp_path):
     config.merge_from_dict({'model.head.nlayer': 1})
     with pytest.raises(ConfigError) as whole:
         check_config(config)
-    assert len(early.value.problems) == 9, early.value.problems
+    assert len(early.value.problems) == 15, early.value.problems
     assert {*early.value.problems} <= {*whole.value.problems}
+
+
+def problems_early(file, options):
+    with pytest.raises(ConfigError) as error:
+        check_names(file, options)
+    return error.value.problems
+
+
+@pytest.mark.parametrize('name', ['config.yaml', 'config.json'])
+def test_in_yaml_and_json(tmp_path, name):
+    text = '{"_base_": "memengine::dino_vit.py", "model": {"head": {"nlayer": 1}}}'
+    file = write(tmp_path, text, name)
+    assert problems_early(file, {}) == [BELOW]
+    write(tmp_path, text.replace('"model"', '"modl"'), name)
+    assert problems_early(file, {}) == ["unknown key 'modl': did you mean 'model'?"]
+
+
+def test_in_what_a_run_has_written(tmp_path):
+    config = load_config('dino_vit')
+    config.work_dir, config.modl, config.model.head.nlayer = 'x', 'a name that it used', 1
+    config.dump(tmp_path / 'written.py')
+    assert problems_early(tmp_path / 'written.py', {}) == [BELOW]
+    said = problems_early(tmp_path / 'written.py', {'lod_from': 1})
+    assert said == ["unknown key 'lod_from': did you mean 'load_from'?"]
+
+
+def test_a_technique_of_an_installed_package_goes_by_its_own_key(tmp_path, monkeypatch):
+    file = write(tmp_path, "dropti = dict(share=0.5)\nmodel = dict(type='DINO')")
+    with pytest.raises(ConfigError, match="did you mean 'dropit'"):
+        check_names(file, {'dropti.share': 1})
+    write(tmp_path, "TECHNIQUE = Technique(key='dropti')", 'others_technique.py')
+    write(tmp_path / 'others-1.0.dist-info', 'Metadata-Version: 2.1\nName: others', 'METADATA')
+    entries = '[memengine.techniques]\ndropti = others_technique\n'
+    write(tmp_path / 'others-1.0.dist-info', entries, 'entry_points.txt')
+    monkeypatch.syspath_prepend(tmp_path)
+    of_other_packages.cache_clear()
+    check_names(file, {'dropti.share': 1})
+    monkeypatch.undo()
+    of_other_packages.cache_clear()
 
 
 def refused_early(count, seed):
@@ -142,6 +197,6 @@ def test_what_the_text_does_not_tell_is_left_to_the_whole_check(tmp_path, text):
     check_names(write(tmp_path, text), {})
 
 
-def test_other_files_are_left_to_the_whole_check(tmp_path):
-    check_names(write(tmp_path, '{"modl": 1}', 'config.json'), {'modl': 1})
-    check_names(tmp_path / 'nowhere.py', {'modl': 1})
+@pytest.mark.parametrize('text', ['model: {{ _base_.model }}', '- 1', 'a b: 1', '{', '1: 2'])
+def test_yaml_that_says_something_else_is_left_to_the_whole_check(tmp_path, text):
+    check_names(write(tmp_path, text, 'config.yaml'), {})

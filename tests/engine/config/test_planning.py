@@ -4,11 +4,13 @@ import json
 
 import pytest
 
+from memengine._torch_private.distributed import pretended_ranks
 from memengine.engine.cli.main import main
 from memengine.engine.cli.plan import _draw
 from memengine.engine.config.check import check_config
 from memengine.engine.config.file import load_config
 from memengine.engine.config.planning import Planner, budget_for
+from tests.marks import NEEDS_SHARDING
 
 SMALL = {'model.backbone.embed_dim': 32, 'model.backbone.num_heads': 2}
 OPTIONS = [f'{key}={value}' for key, value in SMALL.items()]
@@ -76,6 +78,56 @@ def test_many_slices_follow_from_few(config, batch_size, slices):
     assert followed.operators == pytest.approx(predicted.operators, rel=0.02)
     assert followed.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.02)
     assert followed.flops == pytest.approx(predicted.flops, rel=0.05)
+
+
+@NEEDS_SHARDING
+def test_ranks_have_buckets_or_shards():
+    with pretended_ranks(4):
+        some = planner(SIMCLR, 8, launcher='pytorch')
+        ddp = some.plain().by_category
+        assert ddp['buckets'] == pytest.approx(ddp['parameters'], rel=0.02)  # and scalars
+        options = some.options({'sharding': 'over all ranks'})
+        assert options == {
+            'model_wrapper_cfg.type': 'FullyShardedDataParallel',
+            'model_wrapper_cfg.global_losses': False,  # which is what DDP does without DisCo
+        }
+        sharded = some.cost({'sharding': 'over all ranks'}).by_category
+    assert 'buckets' not in sharded
+    for name in ('parameters', 'optimiser state'):
+        assert sharded[name] == pytest.approx(ddp[name] / 4, rel=0.2)
+
+
+def test_losses_over_ranks_take_what_they_take():
+    def taken_in_loss(wrapper):
+        settings = {'launcher': 'pytorch', 'model_wrapper_cfg': {'type': wrapper}}
+        cost = planner(SIMCLR, 32, **settings).plain()
+        return cost.in_loss_bytes - cost.before_loss_bytes
+
+    with pretended_ranks(16):
+        added = taken_in_loss('DisCoDistributedDataParallel')
+        added -= taken_in_loss('MMDistributedDataParallel')
+    assert added > 15 * 64 * 64 * 4  # similarities of a rank's 64 views with those of the others
+
+
+def test_the_command_starts_ranks(capsys):
+    command = [
+        'plan',
+        CLASSIFIER,
+        '--fit',
+        'fastest',
+        '--gpus',
+        '2',
+        '--nodes',
+        '2',
+        '--batch',
+        '64',
+    ]
+    assert main([*command, '--cfg-options', *OPTIONS]) == 0
+    said = capsys.readouterr().out
+    assert 'torchrun --nnodes 2 --nproc_per_node 2 -m memengine train' in said
+    assert '--launcher pytorch' in said and 'train_dataloader.batch_size=16' in said
+    assert main([*command[:-1], '66', '--cfg-options', *OPTIONS]) == 1
+    assert '4 processes' in capsys.readouterr().err
 
 
 def test_a_plan_is_printed_that_fits(capsys):

@@ -34,10 +34,9 @@ def listens(monkeypatch):
 
 
 def hold_interpreter():
+    sleep = ctypes.PyDLL(None).sleep  # as an endless regular expression does: no other thread runs
     while True:  # a signal wakes it
-        ctypes.PyDLL(None).sleep(
-            1000
-        )  # as an endless regular expression does: no other thread runs
+        sleep(1000)
 
 
 TROUBLES = {

@@ -9,6 +9,7 @@ from mmengine.config import Config
 from safetensors.torch import load_file
 from torch import nn
 
+from memengine.engine.cli.main import main
 from memengine.evaluation.after_training.backbones import find_backbone
 from memengine.evaluation.after_training.exporters import EXPORTERS, relative_error
 from memengine.registry import LOOPS, MODELS
@@ -204,3 +205,10 @@ def test_open_clip_reads_both_towers(tmp_path):
         LOOPS.build(dict(type='ExportLoop', runner=other, **options)).run()
     with pytest.raises(ValueError, match='no other form, no part'):
         LOOPS.build(dict(type='ExportLoop', runner=other, **options, part='backbone'))
+
+
+def test_a_form_that_is_none_is_refused_at_once(capsys):
+    with pytest.raises(SystemExit):
+        main(['export', 'work_dirs/none', '--to', 'timm'])
+    said = capsys.readouterr().err
+    assert all(repr(form) in said for form in EXPORTERS)

@@ -356,6 +356,18 @@ def test_synchronises_in_the_last_backward_only(keep_graph):
     assert backwards == [True] * (passes - 1) + [False]
 
 
+def test_what_a_trainer_has_wrapped_synchronises_in_the_last_backward_only():
+    around, waiting = CanWait(), []
+
+    def backward(loss):
+        waiting.append(around.waiting)
+        loss.backward()
+
+    gc = GradCache(Encoder(), 2, SupConLoss(), 'SimCLR', backward=backward, within=around)
+    gc(torch.randn(8, 12))
+    assert waiting == [True] * 4 + [False]  # the loss's, and those of four chunks
+
+
 MODEL, LOSS = Encoder(), SupConLoss()
 
 

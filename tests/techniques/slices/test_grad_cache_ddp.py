@@ -30,12 +30,12 @@ class Clip(nn.Module):
 
 def make(kind):
     torch.manual_seed(0)
-    return (Clip() if kind == 'clip' else Encoder(norm=nn.BatchNorm1d(16))).double()
+    return (Encoder(norm=nn.BatchNorm1d(16)) if kind == 'simclr' else Clip()).double()
 
 
 def batch(kind, world_size):
     generator = torch.Generator().manual_seed(1)
-    towers = 2 if kind == 'clip' else 1
+    towers = 1 if kind == 'simclr' else 2
     return [
         torch.randn(world_size, PER_RANK, 12, dtype=torch.float64, generator=generator)
         for _ in range(towers)
@@ -44,9 +44,15 @@ def batch(kind, world_size):
 
 def step(kind, model, plain, inputs, keep_graph=0):
     """A rank's step on its own mean loss."""
-    if kind == 'clip':
+    if kind != 'simclr':
+        inner = kind == 'inner towers'  # those of a module that a trainer has wrapped
         towers = [
-            Tower(model, [{name: piece} for piece in x.split(2)])
+            Tower(
+                plain.get_submodule(name) if inner else model,
+                [{name: piece} for piece in x.split(2)],
+                lambda _, piece: model(**piece),
+                within=model if inner else None,
+            )
             for name, x in zip(('image', 'text'), inputs, strict=True)
         ]
         return cached_step(
@@ -71,12 +77,13 @@ def count_reductions(state, bucket):
     return work.then(lambda future: future.value()[0] / dist.get_world_size())
 
 
+KINDS = ('simclr', 'clip', 'inner towers')
 CASES = [
     (kind, keep_graph, find_unused)
-    for kind in ('simclr', 'clip')
+    for kind in KINDS
     for keep_graph in (0, 1, 99)
     for find_unused in (False, True)
-    if (kind, keep_graph, find_unused) != ('clip', 99, True)  # refused
+    if kind == 'simclr' or (keep_graph, find_unused) != (99, True)  # refused
 ]
 
 
@@ -95,8 +102,9 @@ def rank_main(rank, world_size):
             loss = step(kind, model, plain, inputs, keep_graph)
             results.append((kind, loss, gradients(plain), list(reductions)))
     model = DistributedDataParallel(make('clip'), find_unused_parameters=True)
-    with pytest.raises(ValueError, match='find_unused_parameters=True; set it to False'):
-        step('clip', model, model.module, [x[rank] for x in batch('clip', world_size)], 99)
+    for kind in KINDS[1:]:
+        with pytest.raises(ValueError, match='find_unused_parameters=True; set it to False'):
+            step(kind, model, model.module, [x[rank] for x in batch(kind, world_size)], 99)
     return results
 
 
@@ -104,7 +112,7 @@ def rank_main(rank, world_size):
 def test_ranks_follow_one_process_and_reduce_once(world_size):
     ranks = run_ranks(world_size, rank_main)
     losses, mean = {}, {}
-    for kind in ('simclr', 'clip'):
+    for kind in KINDS:
         expected = make(kind)
         inputs = batch(kind, world_size)
         losses[kind] = [
