@@ -106,9 +106,9 @@ def write_config(text, workplace):
     if file := file_name(text):
         path = workplace / file
     else:
-        line = (re.search(r'^_base_ = .*?$', text, re.M) or [''])[0]
-        bases = re.findall(r"'([^':]+\.py)'", line)  # but those that come along
-        if not line:
+        named = [s.value for s in ast.parse(text).body if ast.unparse(s).startswith('_base_ =')]
+        bases = re.findall(r"'([^':]+\.py)'", ''.join(map(ast.unparse, named)))  # not memengine::
+        if not named:
             text = f"_base_ = 'memengine::{Path(QUICK_START).name}'\n{text}"
         folders = [workplace / 'mine', workplace, workplace / 'configs']
         fitting = [f for f in folders if all((f / base).resolve().is_file() for base in bases)]
