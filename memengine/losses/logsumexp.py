@@ -257,8 +257,8 @@ class _OthersOnRanks(torch.autograd.Function):
         unit = products.unit(everyone[:, 1])
         everyone[:, 1] /= unit
         all_lse, all_grad = everyone.unbind(1)
-        of_all, own = (all_lse, all_grad), slice(first, first + mine)
-        of_own = all_lse[own], all_grad[own]
+        of_all, part = (all_lse, all_grad), slice(first, first + mine)
+        of_own = all_lse[part], all_grad[part]
         grad_z = torch.zeros(z.shape, dtype=lse.dtype, device=z.device)
         visits = grid(mine, len(everything), ctx.tile_size)
         for tile in tiles(z, everything, ctx.scale, visits, ctx.tile_size, products):
