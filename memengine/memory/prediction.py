@@ -73,7 +73,8 @@ def on_fake_tensors() -> Iterator[LiveMemory]:
     try:
         with fake_mode(), memory, resizes_noted(memory.resize):
             yield memory
-    except (*FAKE_REFUSES, RuntimeError, TypeError) as error:  # also what leaves torch
+    # Also what leaves torch, or counts on a number that was guessed.
+    except (*FAKE_REFUSES, RuntimeError, TypeError, IndexError) as error:
         raise UnpredictableError(
             'the step cannot be carried out on tensors without values, as a prediction does '
             f'({error}); measure it instead: memengine measure'

@@ -99,6 +99,8 @@ def test_buffers_of_products_are_kept_where_a_larger_one_is_needed():
 def test_shapes_that_depend_on_values_are_refused():
     with pytest.raises(UnpredictableError, match='measure it'):
         predict(lambda: perceptron(loss=lambda out: out[out > 0].sum()))
+    with pytest.raises(UnpredictableError, match='measure it'):  # what is read is taken for 1
+        predict(lambda: perceptron(loss=lambda out: [out.sum()][int(out.min())]))
 
 
 def convolutions():

@@ -187,19 +187,17 @@ def test_a_peer_comes_from_its_folder_and_not_from_the_script_of_its_name(script
 @pytest.mark.slow
 @NEEDS_SHARDING
 def test_plans(script, tmp_path, monkeypatch):
-    benchmark = script('plans')
+    benchmark, name = script('plans'), 'classifier, sharded over two ranks'
+    step, figures = benchmark.STEPS[name], {'predicted_bytes': 2**20, 'measured_bytes': 2**20}
     measured = []
-    monkeypatch.setattr(benchmark, 'SHARES', (1.0,))
-    monkeypatch.setattr(
-        benchmark, 'measure', lambda *step: measured.append(step) or {'peak_bytes': 2**20}
-    )
+    monkeypatch.setitem(benchmark.STEPS, name, step._replace(shares=(1.0,)))
+    monkeypatch.setattr(benchmark, 'taken', lambda *one: measured.append(one) or figures)
     page = page_with(tmp_path, 'plans')
-    for _ in range(2):  # what is there is kept
-        only = '--only', 'classifier, sharded over two ranks'
-        benchmark.run('--out', tmp_path, '--page', page, *only)
+    for again in ((), (), ('--again',)):  # what is there is kept, or measured anew
+        benchmark.run('--out', tmp_path, '--page', page, '--only', name, *again)
     (row,) = results_of(tmp_path, 'plans')['rows']
-    assert not row['options'] and row['predicted_bytes'] <= row['budget']
-    assert [ranks for *_, ranks in measured] == [2]
+    assert not row['options'] and row['measured_bytes'] <= row['budget']
+    assert [(one.ranks, options) for one, options in measured] == [(2, []), (2, [])]
     assert '1 of 1 plans within their budget' in page.read_text()
 
 

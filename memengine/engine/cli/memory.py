@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
+import sys
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -49,9 +52,8 @@ def measure_step(cfg: Config, as_json: bool = False) -> str:
     every = together(lambda: measure(step, get_device()), cpu_group('measuring'))
     measured = max(every, key=lambda one: one.peak_bytes)
     if not is_alone:
-        rank = dist.get_rank()
-        dist.destroy_process_group()  # whose threads would outlive what they call
-        if rank:
+        atexit.register(_end_at_once)
+        if dist.get_rank():
             return ''
     figures = asdict(measured) | {'predicted_bytes': predicted and predicted.peak_bytes}
     if as_json:
@@ -67,6 +69,16 @@ def measure_step(cfg: Config, as_json: bool = False) -> str:
         error = predicted.peak_bytes / measured.peak_bytes - 1
         lines.append(f'{_mib(predicted.peak_bytes)} predicted for a CPU ({error:+.1%})')
     return '\n'.join(lines)
+
+
+def _end_at_once() -> None:
+    """End without the rest of Python's ending, in which gloo's threads now and then abort.
+
+    They outlive ``destroy_process_group``: a sharded model's mesh, which torch keeps, holds them.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def predict_step(cfg: Config, as_json: bool = False) -> str:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import NEEDS_SHARDING
+
 ROOT = Path(__file__).parents[3]
 SMALL = [
     'train_dataloader.num_workers=0',
@@ -127,3 +129,24 @@ def test_train_resume_and_test_by_command(tmp_path):
         *loader,
     )
     assert '20-NN top-1' in out
+
+
+@pytest.mark.slow
+@NEEDS_SHARDING
+def test_a_sharded_step_is_measured_on_two_ranks(tmp_path):
+    """And the ranks end without Python's cleanup, in which gloo's threads now and then abort."""
+    (tmp_path / 'at_the_end.py').write_text(
+        'import atexit, pathlib\n'
+        "atexit.register(lambda: pathlib.Path(__file__).with_name('cleaned_up').touch())\n"
+    )
+    config = tmp_path / 'sharded.py'
+    config.write_text(
+        f'_base_ = {str(ROOT / "configs/classify_vit.py")!r}\n'
+        "custom_imports = dict(imports=['at_the_end'])\n"
+        "model_wrapper_cfg = dict(type='FullyShardedDataParallel')\n"
+    )
+    launch = ['torch.distributed.run', '--standalone', '--nproc_per_node=2', '-m', 'memengine']
+    said = run(*launch, 'measure', config, '--json', '--launcher', 'pytorch')
+    figures = json.loads(said.splitlines()[-1])
+    assert figures['peak_bytes'] == pytest.approx(figures['predicted_bytes'], rel=0.1)
+    assert not (tmp_path / 'cleaned_up').exists()
