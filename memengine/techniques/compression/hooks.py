@@ -33,6 +33,7 @@ from memengine._torch_private.ops import do_not_compile
 from memengine.memory.ledger import owned_by, tensors_in
 from memengine.memory.meter import is_counting
 from memengine.technique import PausableHandle, Report
+from memengine.techniques.activation_offload import ActivationOffload
 from memengine.techniques.compression.attention import attend_to_codes
 from memengine.techniques.compression.backward_needs import IN_PLACE_FORMS, needs_of, operation_name
 from memengine.techniques.compression.recomputable_ops import Source, recomputation_of
@@ -51,7 +52,6 @@ from memengine.techniques.modules.wrapped_forward import (
     is_wrapped,
     wrapper_of,
 )
-from memengine.techniques.offload import ActivationOffload
 
 __all__ = ['RuleHandle', 'add_rule', 'chosen_modules', 'remove_rule', 'rules_of']
 
