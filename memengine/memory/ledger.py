@@ -17,9 +17,10 @@ from memengine._torch_private.autograd import storage_key
 from memengine._torch_private.modules import own_buffers, own_modules, own_parameters
 from memengine._torch_private.ops import parts_of_sparse
 
-__all__ = ['Block', 'Ledger', 'blocks_of', 'owned_by', 'tensors_in']
+__all__ = ['Block', 'Ledger', 'blocks_of', 'key_of', 'owned_by', 'tensors_in']
 
 _opaque_keys = itertools.count(-1, -1)  # never an address
+_OF_ONE_STORAGE = frozenset((Tensor, nn.Parameter))  # where they are strided
 _HOLD_NOTHING = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 
 
@@ -49,6 +50,13 @@ def blocks_of(tensor: Tensor) -> Iterator[Block]:
         yield Block(next(_opaque_keys), tensor.numel() * tensor.element_size(), tensor)
 
 
+def key_of(tensor: Tensor) -> int | None:
+    """The key of a plain tensor's one block; None of others."""
+    if type(tensor) in _OF_ONE_STORAGE and tensor.layout is torch.strided:
+        return storage_key(tensor.untyped_storage())
+    return None
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Tensors in containers and in the attributes of plain objects; modules are not entered."""
     seen: set[int] = set()
@@ -76,32 +84,40 @@ def _slots_of(kind: Any) -> tuple[str, ...]:
 
 def owned_by(owners: Iterable[nn.Module | Tensor]) -> dict[int, Any]:
     """Storages of the owners' parameters, buffers or own data; held, so that no key is reused."""
-    tensors: list[Tensor] = []
+    owned: dict[int, Any] = {}
     for owner in owners:
         if isinstance(owner, nn.Module):
-            tensors += _tensors_of(owner)
+            tensors = _tensors_of(owner)
         elif isinstance(owner, Tensor):
-            tensors.append(owner)
+            tensors = [owner]
         else:
             raise TypeError(
                 f'exclude: expected modules or tensors, got {type(owner).__name__}; '
                 'pass the model whose parameters are not to be counted'
             )
-    return {block.key: block.owner for tensor in tensors for block in blocks_of(tensor)}
+        for tensor in tensors:
+            if type(tensor) in _OF_ONE_STORAGE and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                owned[storage_key(storage)] = storage
+            else:
+                owned.update((block.key, block.owner) for block in blocks_of(tensor))
+    return owned
 
 
-def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+def _tensors_of(module: nn.Module) -> list[Tensor]:
     """Parameters and buffers, without their names, which take longer than they do."""
+    tensors: list[Tensor | None] = []
     seen = {module}
     pending = [module]
     while pending:
         one = pending.pop()
-        yield from (p for p in own_parameters(one).values() if p is not None)
-        yield from (b for b in own_buffers(one).values() if b is not None)
+        tensors.extend(own_parameters(one).values())
+        tensors.extend(own_buffers(one).values())
         for child in own_modules(one).values():
             if child is not None and child not in seen:
                 seen.add(child)
                 pending.append(child)
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 class Ledger:
@@ -138,23 +154,25 @@ class Ledger:
                     del self._holders[key]
                     self._live -= self._nbytes.pop(key)
 
-    def _count_block(self, block: Block) -> None:
-        if block.key not in self._holders:
-            self._holders[block.key] = 0
-            self._nbytes[block.key] = block.nbytes
-            self._live += block.nbytes
-            self._total += block.nbytes
-            self._peak = max(self._peak, self._live)
-        self._holders[block.key] += 1
-
     def count(self, blocks: Iterable[Block]) -> tuple[int, ...]:
         """Count the blocks; their holder appends the returned keys to ``freed`` at its end."""
         with self._lock:
-            self._release_freed()
-            held = [block for block in blocks if block.key not in self.excluded]
-            for block in held:
-                self._count_block(block)
-            return tuple(block.key for block in held)
+            if self.freed:
+                self._release_freed()
+            held = []
+            for block in blocks:
+                key = block.key
+                if key in self.excluded:
+                    continue
+                holders = self._holders.get(key, 0)
+                if not holders:
+                    self._nbytes[key] = block.nbytes
+                    self._live += block.nbytes
+                    self._total += block.nbytes
+                    self._peak = max(self._peak, self._live)
+                self._holders[key] = holders + 1
+                held.append(key)
+            return tuple(held)
 
     def count_until_freed(self, owner: Any, blocks: Iterable[Block]) -> None:
         """Count the blocks until ``owner`` is freed, whoever holds it."""

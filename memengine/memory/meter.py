@@ -23,7 +23,7 @@ from memengine._torch_private.autograd import (
     saved_tensor_hooks_in_force,
     version_of,
 )
-from memengine.memory.ledger import Block, Ledger, blocks_of, owned_by, tensors_in
+from memengine.memory.ledger import Block, Ledger, blocks_of, key_of, owned_by, tensors_in
 
 __all__ = ['SavedBytes', 'count_kept', 'hidden_bytes', 'is_counting', 'saved_bytes']
 
@@ -33,31 +33,40 @@ def _owned_blocks(tensor: Tensor, ledgers: Iterable[Ledger]) -> list[Block]:
     gathers parameters after a meter was entered, into memory that was not the model's then."""
     whole = base_of(tensor)
     base = tensor if whole is None else whole
-    if isinstance(base, nn.Parameter):
+    if type(base) is not Tensor and isinstance(base, nn.Parameter):
         for ledger in ledgers:
             ledger.refresh_owners(base)
     return list(blocks_of(tensor))
 
 
-class _CountedTensor:
-    """What autograd holds in place of a saved tensor; its end is the end of the saving.
+class _KeptTensor:
+    """What autograd holds in place of a saved tensor.
 
     The tensor is detached, as a saved output would otherwise hold its own graph in a cycle that
     no collector sees. The version is checked because autograd leaves that to the hooks.
     """
 
-    __slots__ = ('holdings', 'tensor', 'version')
+    __slots__ = ('tensor', 'version')
 
-    def __init__(self, tensor: Tensor, ledgers: tuple[Ledger, ...]) -> None:
-        self.holdings: list[tuple[deque[tuple[int, ...]], tuple[int, ...]]] = []
+    def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.version = tensor.detach(), version_of(tensor)
-        blocks = _owned_blocks(tensor, ledgers)
-        for ledger in ledgers:
-            self.holdings.append((ledger.freed, ledger.count(blocks)))
 
     def unpack(self) -> Tensor:
         check_unmodified(self.tensor, self.version)
         return self.tensor
+
+
+class _CountedTensor(_KeptTensor):
+    """One that counts; its end is the end of the saving."""
+
+    __slots__ = ('holdings',)
+
+    def __init__(self, tensor: Tensor, ledgers: tuple[Ledger, ...]) -> None:
+        self.holdings: list[tuple[deque[tuple[int, ...]], tuple[int, ...]]] = []
+        super().__init__(tensor)
+        blocks = _owned_blocks(tensor, ledgers)
+        for ledger in ledgers:
+            self.holdings.append((ledger.freed, ledger.count(blocks)))
 
     def __del__(self) -> None:
         for freed, keys in getattr(self, 'holdings', ()):  # not there when tracing broke off
@@ -102,8 +111,12 @@ class _CountingHook:
     def __init__(self, ledgers: tuple[Ledger, ...]) -> None:
         self.ledgers = ledgers
 
-    def __call__(self, tensor: Tensor) -> _CountedTensor:
-        return _CountedTensor(tensor, self.ledgers)
+    def __call__(self, tensor: Tensor) -> _KeptTensor:
+        key = key_of(tensor)
+        for ledger in self.ledgers:
+            if key not in ledger.excluded:
+                return _CountedTensor(tensor, self.ledgers)
+        return _KeptTensor(tensor)  # a weight, as half of what is saved
 
 
 def _ledgers_of(hooks: SavedTensorHooks | None) -> tuple[Ledger, ...]:
@@ -204,7 +217,7 @@ class SavedBytes:
         around = saved_tensor_hooks_in_force()
         ledgers = tuple(dict.fromkeys((*_ledgers_of(around), self._ledger)))
         if around is None or isinstance(around[0], _CountingHook):
-            hooks = saved_tensors_hooks(_CountingHook(ledgers), _CountedTensor.unpack)
+            hooks = saved_tensors_hooks(_CountingHook(ledgers), _KeptTensor.unpack)
         else:
             pack = around[0].pack if isinstance(around[0], _OthersHook) else around[0]
             hooks = saved_tensors_hooks(_OthersHook(pack, ledgers), around[1])

@@ -228,6 +228,12 @@ def _add_memory_commands(commands: Any) -> None:
         default='exact',
         help='techniques that leave what is learned as it is (exact), or other precisions, too',
     )
+    plan.add_argument(
+        '--objective',
+        choices=['throughput'],
+        default='throughput',
+        help='what a plan is chosen by, among those that fit: there is but one',
+    )
     _add_ranks(plan)
     plan.add_argument('--plot', metavar='FILE', help='draw the plans that no other beats, as a PNG')
     plan.add_argument('--write', metavar='FILE', help='write the config with the plan in it')

@@ -134,6 +134,7 @@ def test_a_plan_is_printed_that_fits(capsys):
     plain = planner(CLASSIFIER).cost({})
     budget = f'{budget_for(int(plain.peak_bytes * 0.8)) / 2**20:.3f}MiB'
     command = ['plan', CLASSIFIER, '--budget', budget, '--batch', '32', '--json']
+    command += ['--objective', 'throughput']
     assert main([*command, '--cfg-options', *OPTIONS]) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     options = figures['options']
