@@ -87,7 +87,8 @@ class _Command:
 
             print(describe(self.args.name) if self.args.name else list_techniques())
             return
-        if self.args.command in _ON_CONFIG:
+        # Where torch is there already, nothing is gained, and techniques of one's own may be, too.
+        if self.args.command in _ON_CONFIG and 'torch' not in sys.modules:
             check_names(self.args.config, self.args.cfg_options)
         from memengine.engine.cli import commands
 

@@ -149,15 +149,19 @@ def config_files(
 
 
 def assigned(file: Path) -> Iterator[tuple[str, bool]]:
-    """Names that a config's top level assigns, and whether to a plain value."""
-    for node in _parsed(file).body:
+    """Names that a config's top level assigns and keeps, and whether to a plain value."""
+    body = _parsed(file).body
+    deleted = [
+        ast.unparse(it) for node in body if isinstance(node, ast.Delete) for it in node.targets
+    ]
+    for node in body:
         if isinstance(node, ast.Assign):
             value = node.value
             plain = isinstance(value, (ast.Constant, ast.Dict, ast.List, ast.Tuple)) or (
                 isinstance(value, ast.Call) and ast.unparse(value.func) == 'dict'
             )
             for target in node.targets:
-                if isinstance(target, ast.Name) and target.id != '_base_':
+                if isinstance(target, ast.Name) and target.id not in ('_base_', *deleted):
                     yield target.id, plain
 
 

@@ -21,7 +21,9 @@ __all__ = [
     'TIMM',
     'arguments_in_source',
     'arguments_of_network',
+    'choices_in_source',
     'is_a_word',
+    'networks',
     'of_other_packages',
     'registered_types',
     'settings_in_source',
@@ -45,6 +47,9 @@ _PREFIX = 'torchvision/'  # of its transforms' names
 NOTHING_KNOWN: tuple[Collection[str], bool] = (frozenset(), True)
 _TITLES = r"^(\w+) = (?:Registry|_child)\(\s*'([\w ]+)'"  # MODELS = Registry('model', ...)
 _CONSTANT = r"^(\w+) = '(\w+)'$"
+_OPTIMIZER = r'^class (\w+)\((?:Optimizer|Adam)\)'
+_NETWORK = r'^@register_model\ndef (\w+)\('
+_DECORATORS = r'^(?:@.*\n(?:[ )].*\n)*)*'
 _REGISTERED = r'^@(\w+)\.register_module\(\)(?:\n@.*)*\nclass (\w+)'
 
 
@@ -68,19 +73,25 @@ def of_other_packages() -> tuple[str, ...]:
     return tuple(sorted({entry.module.partition('.')[0] for entry in entries}))
 
 
-def is_a_word(name: str, *places: str) -> bool:
+def is_a_word(name: str, *places: str, only_quoted: bool = False) -> bool:
     """Whether some code has it as a name or in quotes, so that it may mean something there."""
-    pattern = re.compile(rf'[\'"]{name}[\'"]|\b{name}(?:\(| ?[:=])')
+    word = re.escape(name)
+    as_name = '' if only_quoted else rf'|\b{word}(?:\(| ?[:=])'
+    pattern = re.compile(rf'[\'"]{word}[\'"]{as_name}')
     return any(name in text and pattern.search(text) for text in _texts(places))
 
 
 @functools.cache
 def registered_types() -> dict[str, str]:
-    """The classes that a decorator registers, torchvision's, and their registries' titles."""
+    """Classes and their registries' titles: those that a decorator registers, and torch's."""
+    optimizers = [
+        name for text in _texts(('torch/optim',)) for name in re.findall(_OPTIMIZER, text, re.M)
+    ]
     transforms = [_PREFIX + name for text in _texts(_TORCHVISION) for name in _classes_in(text)]
     titles = {key: title for text in _texts() for key, title in re.findall(_TITLES, text, re.M)}
     pairs = [pair for text in _texts() for pair in re.findall(_REGISTERED, text, re.M)]
     named = {name: titles[key].replace('_', ' ') for key, name in pairs if key in titles}
+    named |= dict.fromkeys(optimizers, 'optimizer')
     return named | dict.fromkeys(transforms, 'transform')
 
 
@@ -89,11 +100,16 @@ def _classes_in(text: str) -> list[str]:
 
 
 @functools.cache
+def networks() -> Collection[str]:
+    """The names of timm's models."""
+    return frozenset(name for text in _texts(TIMM) for name in re.findall(_NETWORK, text, re.M))
+
+
+@functools.cache
 def arguments_of_network(name: str) -> Collection[str]:
     """What the networks take of the file in which timm has a model; nothing if it is unknown."""
     text = next((it for it in _texts(TIMM) if f'\ndef {name}(' in it), '')
-    classes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
-    taken = [_arguments_of(node)[0] for node in classes]
+    taken = [_arguments_of(node)[0] for node in _classes_of(text)]
     return frozenset(key for keys in taken if 'num_classes' in keys for key in keys)
 
 
@@ -139,6 +155,20 @@ def arguments_in_source(name: str) -> tuple[Collection[str], bool]:
     return _together(found) if found else NOTHING_KNOWN
 
 
+@functools.cache
+def choices_in_source(name: str, argument: str) -> tuple[object, ...]:
+    """What a constructor's hint lets an argument be, where that is a list of plain values."""
+    for node in _classes(name):
+        for function in node.body:
+            if isinstance(function, ast.FunctionDef) and function.name == '__init__':
+                taken = (*function.args.args, *function.args.kwonlyargs)
+                hint = next((one.annotation for one in taken if one.arg == argument), None)
+                if isinstance(hint, ast.Subscript) and ast.unparse(hint.value) == 'Literal':
+                    listed = ast.literal_eval(hint.slice)
+                    return listed if isinstance(listed, tuple) else (listed,)
+    return ()
+
+
 def _together(found: Collection[tuple[Collection[str], bool]]) -> tuple[Collection[str], bool]:
     if NOTHING_KNOWN in found:
         return NOTHING_KNOWN
@@ -148,9 +178,21 @@ def _together(found: Collection[tuple[Collection[str], bool]]) -> tuple[Collecti
 def _classes(name: str) -> Iterator[ast.ClassDef]:
     bare = name.removeprefix(_PREFIX)
     for text in _texts() if name == bare else _texts(_TORCHVISION):
-        if f'class {bare}' in text:
-            body = ast.parse(text).body
-            yield from (it for it in body if isinstance(it, ast.ClassDef) and it.name == bare)
+        if bare.isidentifier() and f'class {bare}' in text:
+            yield from _classes_of(text, bare)
+
+
+def _classes_of(text: str, name: str = r'\w+') -> Iterator[ast.ClassDef]:
+    """Those of a file; only their own lines are parsed, which is most of what looking costs."""
+    for found in re.finditer(rf'{_DECORATORS}class {name}\b', text, re.M):
+        end = re.compile(r'^[^\s)#]', re.M).search(text, found.end())
+        try:
+            body = ast.parse(text[found.start() : end.start() if end else None]).body
+        except SyntaxError:  # a text in it begins at the margin
+            body = [
+                it for it in ast.parse(text).body if re.fullmatch(name, getattr(it, 'name', ''))
+            ]
+        yield from (it for it in body if isinstance(it, ast.ClassDef))
 
 
 def _arguments_of(

@@ -8,7 +8,7 @@ import pytest
 from memengine.engine.config.check import check_config, known_keys
 from memengine.engine.config.early import check_names
 from memengine.engine.config.error import ConfigError
-from memengine.engine.config.file import load_config
+from memengine.engine.config.file import load_config, merge_options
 from memengine.engine.config.sources import of_other_packages, top_keys
 from tests.docs_pages import ROOT
 from tests.engine.config.mutations import REMOVED, mutations
@@ -86,6 +86,32 @@ def test_below_the_top_as_the_whole_check_says_it(tmp_path):
     assert {*early.value.problems} <= {*whole.value.problems}
 
 
+NO_WORDS = {
+    'foo': 1,
+    'optim_wrapper.optimizer.learning_rate': 0.1,
+    'optim_wrapper.optimizer.type': 'AdamWW',
+    'optim_wrapper.precision': 'bf61',
+    'model.qwertz': 1,
+    'model.centering': 'sinkhron',
+    'model.backbone.model_name': 'vit_tinny_patch16_224',
+    'train_cfg.iters': 3,
+    'train_dataloader.workers': 2,
+}
+
+
+@pytest.mark.parametrize(('path', 'value'), NO_WORDS.items())
+def test_what_is_nothing_there_as_the_whole_check_says_it(path, value):
+    said = problems_early(ROOT / 'configs/dino_vit.py', {path: value})
+    config = load_config('dino_vit')
+    with pytest.raises(ConfigError) as whole:
+        merge_options(config, {path: value})
+        check_config(config)
+    assert len(said) == 1
+    assert [it.partition(' (it takes')[0] for it in said] == [
+        it.partition(' (it takes')[0] for it in whole.value.problems
+    ]
+
+
 def problems_early(file, options):
     with pytest.raises(ConfigError) as error:
         check_names(file, options)
@@ -128,7 +154,9 @@ def test_a_technique_of_an_installed_package_goes_by_its_own_key(tmp_path, monke
 def refused_early(count, seed):
     """Misspelt keys and types of shipped configs, with what is said of them at once."""
     for made in mutations(count, seed):
-        if made.kind in ('key', 'name') and made.value is not REMOVED:
+        # A type under another key still stands at its own here, where it is only added to.
+        is_type = made.kind == 'key' and made.changes[1][0].endswith('.type')
+        if made.kind in ('key', 'name') and made.value is not REMOVED and not is_type:
             try:
                 check_names(ROOT / made.config, dict(made.changes[:1]))
             except ConfigError as error:
@@ -190,7 +218,7 @@ def test_all_is_said_at_once_and_as_the_whole_check_says_it(tmp_path):
         "model = dict(type='DINO', backbon=1)\nmodel.pop('backbon')",
         "model = dict(type=str('DINO'), backbon=1)",
         'modl = (',
-        'something = 3',
+        'something = 3\ndel something',
     ],
 )
 def test_what_the_text_does_not_tell_is_left_to_the_whole_check(tmp_path, text):
