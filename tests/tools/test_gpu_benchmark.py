@@ -34,7 +34,7 @@ def test_all_of_it_runs(benchmark, monkeypatch, tmp_path):
     run(benchmark, monkeypatch, '--quick', '--out', tmp_path)
     results = json.loads((tmp_path / 'gpu.json').read_text())
     assert list(results['ways']) == list(benchmark.WAYS)
-    assert len(results['losses']) == 2 * 4
+    assert len(results['losses']) == 2 * 5
     assert len(results['bits']) == 5
     assert list(results['codecs']) == list(benchmark.CODECS)
     page = (tmp_path / 'gpu.md').read_text()
