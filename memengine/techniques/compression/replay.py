@@ -40,8 +40,7 @@ class _Expected(NamedTuple):
     """What has to be the same of a saved tensor.
 
     Attributes:
-        node: Its node's number, from the forward's first on; hence what was computed in between; None for
-            none.
+        node: Its node's number, from the forward's first on, and so how many were made in between.
         shape: The tensor's.
         stride: As well.
         dtype: As well.
