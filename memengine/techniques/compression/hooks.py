@@ -78,6 +78,7 @@ class _State(threading.local):
 
 
 _state = _State()
+_MOST_UNEXAMINED = 8  # operations whose saved tensors are held raw
 _NOTHING = torch.empty(0, device='cpu')
 
 
@@ -302,6 +303,7 @@ class _ForwardHooks(saved_tensors_hooks):
         self._replay, self._first_node = replay, first_node
         self._seen_nodes: set[int] = set()  # by number, as are the others
         self._unexamined: dict[int, list[weakref.ref[SavedTensor]]] = {}  # by the saving node
+        self._most_unexamined = _MOST_UNEXAMINED
         self._storages: dict[int, SavedStorage] = {}
         self._held: dict[int, weakref.ref[HeldWhole]] = {}  # by their storage, as the plan has it
         self._counts: dict[CompressedForward, int] = {}  # of what each has saved so far
@@ -346,6 +348,8 @@ class _ForwardHooks(saved_tensors_hooks):
             not step or not step.need or not self._computes_again(saved, tensor, number, step.need)
         ):
             self._unexamined.setdefault(number, []).append(weakref.ref(saved))
+            if len(self._unexamined) > self._most_unexamined:
+                self._examine_before(tensor, number)
         return saved
 
     def _computes_again(self, saved: SavedTensor, result: Tensor, number: int, need: Need) -> bool:
@@ -366,8 +370,20 @@ class _ForwardHooks(saved_tensors_hooks):
         saved.memory.code_or_keep(None)
         return True
 
+    def _examine_before(self, tensor: Tensor, number: int) -> None:
+        """Do not wait for the end of a module that runs many operations itself."""
+        node = tensor.grad_fn
+        if node is not None and node_number(node) < number:  # it has saved all that it saves
+            self.examine_operations(tensor, None)
+        self._most_unexamined = max(_MOST_UNEXAMINED, 2 * len(self._unexamined))
+
     def examine_operations(self, outputs: Any, inputs: Any) -> None:
-        """Decide how to keep what the operations behind a module's outputs have saved."""
+        """Decide how to keep what the operations behind a module's outputs have saved.
+
+        Args:
+            outputs: Of the module, or what it has computed so far.
+            inputs: Of the module; None while it runs, and holds nobody knows what.
+        """
         unexamined = self._unexamined
         touched: dict[SavedStorage, None] = {}
         for number, node in self._unseen_nodes(outputs):
@@ -377,7 +393,7 @@ class _ForwardHooks(saved_tensors_hooks):
         if not touched:
             return
         alive: set[int] | None = None
-        if is_counting():
+        if inputs is not None and is_counting():
             given = filter(is_plain, tensors_in((inputs, outputs)))
             alive = {storage_key(tensor.untyped_storage()) for tensor in given}
         for memory in touched:
