@@ -336,7 +336,6 @@ class Technique(Generic[S]):
         page: Its page below ``docs/techniques``, if that is not named by its key.
         example: Settings for a small model, with which it is tried with every other; None for what
             one process cannot show, and for what has a part in what is learned.
-        estimate: What it saves and costs in a given step.
     """
 
     key: str
@@ -358,7 +357,6 @@ class Technique(Generic[S]):
     needs_ranks: bool = False
     page: str = ''
     example: S | None = None
-    estimate: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         if not self.switch:

@@ -21,7 +21,7 @@ PROOFS = {
         'techniques/checkpointing/test_checkpoint_activations.py',
         'test_same_steps',
     ),
-    'activations on the host': ('techniques/test_offload.py', 'test_same_steps'),
+    'activations on the host': ('techniques/test_activation_offload.py', 'test_same_steps'),
     'cheap ops computed again, without a product': (
         'techniques/compression/test_recomputed_activations.py',
         'test_less_is_kept_and_no_product_computed_again',

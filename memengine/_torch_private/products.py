@@ -11,13 +11,19 @@ from torch import Tensor
 
 from memengine._torch_private.triton_kernels import proven_kernels
 
-__all__ = ['HAS_OUT_DTYPE', 'fp32_products', 'half_mm', 'prove']
+__all__ = ['HAS_OUT_DTYPE', 'default_fp32_products', 'fp32_products', 'half_mm', 'prove']
 
 _MATMUL = torch.backends.cuda.matmul
 HAS_OUT_DTYPE = 'dtype' in torch.ops.aten.mm.overloads()
 """Whether a product's result may have another type than its operands; not in 2.6."""
 
 _HAS_FP32_PRECISION = hasattr(_MATMUL, 'fp32_precision')  # 2.6 has `allow_tf32` for it
+
+
+def default_fp32_products() -> Literal['ieee', 'tf32']:
+    """How GPUs multiply matrices of fp32 as torch is set."""
+    is_tf32 = _MATMUL.fp32_precision == 'tf32' if _HAS_FP32_PRECISION else _MATMUL.allow_tf32
+    return 'tf32' if is_tf32 else 'ieee'
 
 
 @contextmanager

@@ -20,12 +20,11 @@ from memengine.losses.disco import (
     ranks_of,
 )
 from memengine.losses.gather import Gather, all_gather_rows, rows_per_rank, sum_to_owners
-from memengine.losses.logsumexp import RunningLogSumExp, weighted_softmax
+from memengine.losses.logsumexp import RunningLogSumExp, add_tile, softmax_slope
 from memengine.losses.precision import Products, scaled_product
 from memengine.losses.tiles import (
     Tile,
     choose_tile_size,
-    diagonal,
     first_derivative_only,
     grid,
     tiles,
@@ -129,14 +128,14 @@ def pairwise_gradients(
         b: [N, D]; with ranks those of all, whose gradients go back to their owners.
         scale: Scalar.
         unit: Of the gradients of logits; scalar.
-        slope_of: The gradient with respect to a tile's logits, in that unit.
+        slope_of: The gradient with respect to a tile's logits, in that unit, as operand.
     """
     products = ctx.products
     for_a, for_b, for_scale = ctx.needs_input_grad[:3]
     grad_a, grad_b = (x.new_zeros(x.shape, dtype=scale.dtype) for x in (a, b))
     visits = grid(len(a), len(b), ctx.tile_size)
     for tile in tiles(a, b, scale, visits, ctx.tile_size, products):
-        slope = products.narrowed(slope_of(tile))
+        slope = slope_of(tile)
         if for_a or for_scale:
             products.add(grad_a[tile.rows], slope, tile.right)
         if for_b:
@@ -172,10 +171,7 @@ class _TiledLosses(torch.autograd.Function):
         true = torch.empty(len(images), dtype=scale.dtype, device=scale.device)
         visits = grid(len(images), len(texts), tile_size)
         for tile in tiles(images, texts, scale, visits, tile_size, products):
-            on_diagonal, rows = diagonal(tile, first)
-            true[rows] = on_diagonal
-            by_row.add(tile.rows, tile.logits, 1, tile.spare)
-            by_column.add(tile.cols, tile.logits, 0, tile.logits)
+            true[tile.rows_on_diagonal(first)] = add_tile(tile, by_row, by_column, first)
         row_lse, col_lse = by_row.result(), by_column.result()
         if ranks is not None:
             col_lse = combine_logsumexp(col_lse, ranks, group)
@@ -193,15 +189,10 @@ class _TiledLosses(torch.autograd.Function):
             of_columns = torch.stack([col_lse, half], dim=1)
             col_lse, of_columns = all_gather_rows(of_columns, ctx.ranks, ctx.group).unbind(1)
         unit = ctx.products.unit(torch.cat([grad, of_columns]))
-        grad, half, of_columns = grad / unit, half / unit, of_columns / unit
+        of_rows, of_all, true = (row_lse, half / unit), (col_lse, of_columns / unit), grad / unit
 
         def slope_of(tile: Tile) -> Tensor:
-            rows, cols = tile.rows, tile.cols
-            slope = weighted_softmax(tile.logits, row_lse[rows], half[rows], 1, tile.spare)
-            slope += weighted_softmax(tile.logits, col_lse[cols], of_columns[cols], 0, tile.logits)
-            on_diagonal, true_rows = diagonal(tile._replace(logits=slope), ctx.first)
-            on_diagonal -= grad[true_rows]
-            return slope
+            return softmax_slope(tile, of_rows, of_all, ctx.first, true)
 
         return *pairwise_gradients(ctx, images, texts, scale, unit, slope_of), *[None] * 4
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from memengine.losses.gather import all_gather_rows, rows_per_rank
 from memengine.losses.precision import Products
 from memengine.losses.tiles import (
+    Tile,
     choose_tile_size,
-    diagonal,
     first_derivative_only,
     grid,
     least_exponent,
@@ -26,7 +26,7 @@ from memengine.losses.tiles import (
     upper_tiles,
 )
 
-__all__ = ['RunningLogSumExp', 'others_logsumexp', 'weighted_softmax']
+__all__ = ['RunningLogSumExp', 'add_tile', 'others_logsumexp', 'softmax_slope']
 
 
 def exp_of_difference(logits: Tensor, shift: Tensor, out: Tensor) -> Tensor:
@@ -58,6 +58,86 @@ class RunningLogSumExp:
 def weighted_softmax(logits: Tensor, lse: Tensor, grad: Tensor, dim: int, out: Tensor) -> Tensor:
     """Gradient of a log-sum-exp over ``dim`` with respect to the logits: softmax times ``grad``."""
     return exp_of_difference(logits, lse.unsqueeze(dim), out).mul_(grad.unsqueeze(dim))
+
+
+def add_tile(
+    tile: Tile,
+    by_row: RunningLogSumExp,
+    by_column: RunningLogSumExp | None,
+    offset: int = 0,
+    without_diagonal: bool = False,
+) -> Tensor:
+    """Take in a tile's rows, and its columns.
+
+    Args:
+        tile: Of logits.
+        by_row: Of all rows.
+        by_column: Of all columns, or None.
+        offset: How much further than its row the column is that makes the diagonal.
+        without_diagonal: Whether it is left out.
+
+    Returns:
+        The logits on the diagonal, of the tile's ``rows_on_diagonal``.
+    """
+    if tile.kernels is None:
+        diagonal = tile.logits.diagonal(tile.shift(offset))
+        true = torch.empty_like(diagonal) if without_diagonal else diagonal.clone()
+        if without_diagonal:
+            diagonal.fill_(torch.finfo(diagonal.dtype).min)
+        by_row.add(tile.rows, tile.logits, 1, tile.spare)
+        if by_column is not None:
+            by_column.add(tile.cols, tile.logits, 0, tile.logits)
+        return true
+    of_rows, of_columns, true = tile.kernels.softmax_sums(
+        tile.left,
+        tile.right,
+        tile.scale,
+        tile.shift(offset),
+        without_diagonal,
+        by_column is not None,
+    )
+    by_row.add(tile.rows, of_rows, 0, of_rows)
+    if by_column is not None:
+        by_column.add(tile.cols, of_columns, 0, of_columns)
+    rows, start = tile.rows_on_diagonal(offset), tile.rows.start
+    return true[rows.start - start : rows.stop - start]
+
+
+def softmax_slope(
+    tile: Tile,
+    of_rows: tuple[Tensor, Tensor],
+    of_columns: tuple[Tensor, Tensor] | None,
+    offset: int = 0,
+    on_diagonal: Tensor | None = None,
+) -> Tensor:
+    """The gradient of log-sum-exps with respect to a tile's logits: softmax times gradient.
+
+    Args:
+        tile: Of logits, which are lost.
+        of_rows: Log-sum-exp of each of all rows, and its gradient.
+        of_columns: The same of columns, or None to leave them out.
+        offset: How much further than its row the column is that makes the diagonal.
+        on_diagonal: What is subtracted there, by row; None makes it zero there.
+
+    Returns:
+        [t, t], as operand.
+    """
+    rows = of_rows[0][tile.rows], of_rows[1][tile.rows]
+    columns = None if of_columns is None else (of_columns[0][tile.cols], of_columns[1][tile.cols])
+    if tile.kernels is not None:
+        less = None if on_diagonal is None else on_diagonal[tile.rows]
+        return tile.kernels.softmax_slope(
+            tile.left, tile.right, tile.scale, tile.shift(offset), rows, columns, less
+        )
+    slope = weighted_softmax(tile.logits, *rows, 1, tile.spare)
+    if columns is not None:
+        slope += weighted_softmax(tile.logits, *columns, 0, tile.logits)
+    diagonal = slope.diagonal(tile.shift(offset))
+    if on_diagonal is None:
+        diagonal.zero_()
+    else:
+        diagonal -= on_diagonal[tile.rows_on_diagonal(offset)]
+    return tile.products.narrowed(slope)
 
 
 def others_logsumexp(
@@ -107,11 +187,8 @@ class _OthersLogSumExp(torch.autograd.Function):
         total = RunningLogSumExp(anchors, products.sums, z.device)
         visits = upper_tiles(anchors, len(z), tile_size)
         for tile in tiles(z, z, scale, visits, tile_size, products):
-            if tile.rows == tile.cols:
-                diagonal(tile)[0].fill_(torch.finfo(tile.logits.dtype).min)
-            total.add(tile.rows, tile.logits, 1, tile.spare)
-            if tile.rows.start < tile.cols.start < anchors:
-                total.add(tile.cols, tile.logits, 0, tile.logits)
+            of_columns = total if tile.rows.start < tile.cols.start < anchors else None
+            add_tile(tile, total, of_columns, without_diagonal=True)
         lse = total.result()
         ctx.save_for_backward(z, lse)
         ctx.scale, ctx.tile_size, ctx.products = scale, tile_size, products
@@ -128,12 +205,8 @@ class _OthersLogSumExp(torch.autograd.Function):
         visits = upper_tiles(anchors, len(z), ctx.tile_size)
         for tile in tiles(z, z, ctx.scale, visits, ctx.tile_size, products):
             rows, cols = tile.rows, tile.cols
-            slope = weighted_softmax(tile.logits, lse[rows], grad[rows], 1, tile.spare)
-            if rows == cols:
-                slope.diagonal().zero_()
-            elif cols.start < anchors:
-                slope += weighted_softmax(tile.logits, lse[cols], grad[cols], 0, tile.logits)
-            slope = products.narrowed(slope)
+            of_columns = (lse, grad) if rows.start < cols.start < anchors else None
+            slope = softmax_slope(tile, (lse, grad), of_columns)
             right = tile.right if products.is_half else tile.right.mul(ctx.scale)
             products.add(grad_z[rows], slope, right)
             products.add(grad_z[cols], slope.T, tile.left)
@@ -161,8 +234,7 @@ class _OthersOnRanks(torch.autograd.Function):
         total = RunningLogSumExp(anchors, products.sums, z.device)
         visits = grid(anchors, len(everything), tile_size)
         for tile in tiles(z, everything, scale, visits, tile_size, products):
-            diagonal(tile, first)[0].fill_(torch.finfo(tile.logits.dtype).min)
-            total.add(tile.rows, tile.logits, 1, tile.spare)
+            add_tile(tile, total, None, first, without_diagonal=True)
         lse = total.result()
         ctx.save_for_backward(everything, lse)
         ctx.scale, ctx.tile_size, ctx.products = scale, tile_size, products
@@ -185,14 +257,11 @@ class _OthersOnRanks(torch.autograd.Function):
         unit = products.unit(everyone[:, 1])
         everyone[:, 1] /= unit
         all_lse, all_grad = everyone.unbind(1)
-        own_lse, own_grad = everyone[first : first + mine].unbind(1)
+        of_all, part = (all_lse, all_grad), slice(first, first + mine)
+        of_own = all_lse[part], all_grad[part]
         grad_z = torch.zeros(z.shape, dtype=lse.dtype, device=z.device)
         visits = grid(mine, len(everything), ctx.tile_size)
         for tile in tiles(z, everything, ctx.scale, visits, ctx.tile_size, products):
-            rows, cols = tile.rows, tile.cols
-            as_anchor = weighted_softmax(tile.logits, own_lse[rows], own_grad[rows], 1, tile.spare)
-            as_other = weighted_softmax(tile.logits, all_lse[cols], all_grad[cols], 0, tile.logits)
-            slope = as_other.add_(as_anchor)
-            diagonal(tile, first)[0].zero_()
-            products.add(grad_z[rows], products.narrowed(slope), tile.right)
+            slope = softmax_slope(tile, of_own, of_all, first)
+            products.add(grad_z[tile.rows], slope, tile.right)
         return grad_z.mul_(unit * ctx.scale).to(ctx.dtype), *[None] * 6

@@ -11,7 +11,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from memengine._torch_private.products import fp32_products, half_mm
+from memengine._torch_private.products import (
+    default_fp32_products,
+    fp32_products,
+    half_mm,
+)
 from memengine.suggest import did_you_mean
 
 __all__ = ['Precision', 'Products', 'check_precision', 'scaled_product']
@@ -68,6 +72,14 @@ class Products:
     def is_plain(self) -> bool:
         """Whether they are torch's own products of embeddings in fp32 or wider."""
         return not self.is_half and self.fp32 is None
+
+    @property
+    def on_tensor_cores(self) -> bool:
+        """Whether a GPU multiplies operands of at most 19 bits, so that kernels may do it, too."""
+        if self.is_half:
+            return True
+        kind = default_fp32_products() if self.fp32 is None else self.fp32
+        return self.operands == torch.float32 and kind == 'tf32'
 
     def rounded(self, rows: Tensor) -> Tensor:
         """The rows in the type of sums, with values that operands can have; the same gradient.

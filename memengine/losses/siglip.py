@@ -25,7 +25,6 @@ from memengine.losses.precision import Products
 from memengine.losses.tiles import (
     Tile,
     choose_tile_size,
-    diagonal,
     first_derivative_only,
     grid,
     least_exponent,
@@ -88,9 +87,36 @@ def tiled_losses(
 
 def negated_agreement(tile: Tile, bias: Tensor, first: int) -> Tensor:
     """``-z * (logits + bias)``, in place of the tile's logits."""
-    tile.logits.add_(bias)
-    diagonal(tile, first)[0].neg_()
-    return tile.logits.clamp_min_(least_exponent(tile.logits.dtype))
+    wrong = tile.logits.add_(bias)
+    wrong.diagonal(tile.shift(first)).neg_()
+    return wrong.clamp_min_(least_exponent(wrong.dtype))
+
+
+def sigmoid_sums(tile: Tile, bias: Tensor, first: int) -> Tensor:
+    """The losses of a tile's pairs, summed by row, [t]."""
+    if tile.kernels is not None:
+        operands = tile.left, tile.right, tile.scale, bias
+        return tile.kernels.sigmoid_sums(*operands, tile.shift(first)).sum(dim=0)
+    softplus(negated_agreement(tile, bias, first), 1, 40, out=tile.spare)  # type: ignore[call-arg]
+    return tile.spare.sum(dim=1)
+
+
+def sigmoid_slope(tile: Tile, bias: Tensor, first: int, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of :func:`sigmoid_sums` with respect to the logits, as operand, and its sum.
+
+    Args:
+        tile: Of logits, which are lost.
+        bias: Scalar.
+        first: How much further than its row the column is that is its own.
+        grad: Of each of all rows' sums.
+    """
+    if tile.kernels is not None:
+        operands = tile.left, tile.right, tile.scale, bias
+        return tile.kernels.sigmoid_slope(*operands, tile.shift(first), grad[tile.rows])
+    slope = negated_agreement(tile, bias, first).sigmoid_()
+    slope *= grad[tile.rows].unsqueeze(1)
+    slope.diagonal(tile.shift(first)).neg_()
+    return tile.products.narrowed(slope), slope.sum()
 
 
 class _TiledLosses(torch.autograd.Function):
@@ -116,9 +142,7 @@ class _TiledLosses(torch.autograd.Function):
         losses = torch.zeros(len(a), dtype=scale.dtype, device=a.device)
         visits = grid(len(a), len(b), tile_size)
         for tile in tiles(a, b, scale, visits, tile_size, products):
-            wrong = negated_agreement(tile, bias, first)
-            softplus(wrong, 1, 40, out=tile.spare)  # type: ignore[call-arg]
-            losses[tile.rows] += tile.spare.sum(dim=1)
+            losses[tile.rows] += sigmoid_sums(tile, bias, first)
         return losses
 
     @staticmethod
@@ -130,10 +154,8 @@ class _TiledLosses(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias)
 
         def slope_of(tile: Tile) -> Tensor:
-            slope = negated_agreement(tile, bias, ctx.first).sigmoid_()
-            slope *= grad[tile.rows].unsqueeze(1)
-            diagonal(tile, ctx.first)[0].neg_()
-            grad_bias.add_(slope.sum())
+            slope, total = sigmoid_slope(tile, bias, ctx.first, grad)
+            grad_bias.add_(total)
             return slope
 
         gradients = pairwise_gradients(ctx, a, b, scale, unit, slope_of)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, Literal, NamedTuple
+from functools import cached_property, wraps
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from memengine._torch_private.triton_kernels import proven_kernels
 from memengine.losses.precision import Products
 from memengine.technique import Settings, Technique, setting
 
@@ -24,7 +25,6 @@ __all__ = [
     'Tile',
     'check_tile_size',
     'choose_tile_size',
-    'diagonal',
     'first_derivative_only',
     'grid',
     'least_exponent',
@@ -32,6 +32,7 @@ __all__ = [
     'upper_tiles',
 ]
 
+_KERNELS = 'memengine.losses.kernels.pairs'
 AUTO_TILE_BYTES = {'cpu': 2**20}  # half of a core's second-level cache
 AUTO_TILE_BYTES_ELSEWHERE = 2**26  # large enough to keep a GPU busy
 
@@ -70,15 +71,56 @@ def least_exponent(dtype: torch.dtype) -> float:
     return 0.65 * math.log(torch.finfo(dtype).tiny)
 
 
-class Tile(NamedTuple):
-    """Some rows against some columns."""
+@dataclass
+class Tile:
+    """Some rows against some columns.
+
+    Attributes:
+        rows: Which of the rows.
+        cols: Which of the columns.
+        left: The rows as operand, [t, D]: times the scale, unless in half precision.
+        right: The columns as operand, [t, D].
+        scale: What their product is to be multiplied by, scalar.
+        products: How it is computed.
+        kernels: What computes of a tile without writing its logits, or None.
+        room: Two tiles [t * t] that stay the same, or None with kernels.
+    """
 
     rows: slice
     cols: slice
-    left: Tensor  # [t, D], the rows as operand: times the scale, unless in half precision
-    right: Tensor  # [t, D], the columns as operand
-    logits: Tensor  # [t, t], to be overwritten
-    spare: Tensor  # [t, t], room for another
+    left: Tensor
+    right: Tensor
+    scale: Tensor | float
+    products: Products
+    kernels: Any | None
+    room: Tensor | None
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """[t, t], to be overwritten."""
+        logits = self.products.mm(self.left, self.right.T, self._part_of_room(0))
+        return logits.mul_(self.scale) if self.products.is_half else logits
+
+    @property
+    def spare(self) -> Tensor:
+        """Room for another, [t, t]."""
+        return self._part_of_room(1)
+
+    def _part_of_room(self, number: int) -> Tensor:
+        assert self.room is not None
+        shape = len(self.left), len(self.right)
+        return self.room[number][: shape[0] * shape[1]].view(shape)
+
+    def shift(self, offset: int = 0) -> int:
+        """How much further a column of the tile is than its row where all's is by `offset`."""
+        return offset + self.rows.start - self.cols.start
+
+    def rows_on_diagonal(self, offset: int = 0) -> slice:
+        """Which rows meet in this tile the column that is `offset` further."""
+        shift = self.shift(offset)
+        count = min(len(self.left) - max(0, -shift), len(self.right) - max(0, shift))
+        start = self.rows.start + max(0, -shift)
+        return slice(start, start + max(0, count))
 
 
 def even_slices(start: int, stop: int, tile_size: int) -> list[slice]:
@@ -104,32 +146,25 @@ def upper_tiles(anchors: int, rows: int, tile_size: int) -> Visits:
 def tiles(
     a: Tensor, b: Tensor, scale: Tensor | float, visits: Visits, size: int, products: Products
 ) -> Iterator[Tile]:
-    """``scale * a @ b.T`` tile by tile, in the same two buffers.
+    """``scale * a @ b.T`` tile by tile, in the same two buffers, or by kernels, which need none.
 
     In half precision the logits are scaled, not the rows, which would be rounded once more.
     """
     dtype, is_half = products.sums, products.is_half
+    kernels = (
+        proven_kernels(_KERNELS, a.to(products.operands)[:0]) if products.on_tensor_cores else None
+    )
     side = min(size, len(a)) * min(size, len(b))
-    room = torch.empty(2, side, dtype=dtype, device=a.device)
+    room = None if kernels else torch.empty(2, side, dtype=dtype, device=a.device)
+    rest: Tensor | float = scale if is_half else 1.0
+    if kernels and not isinstance(rest, Tensor):
+        rest = torch.full((), rest, dtype=dtype, device=a.device)
     for rows, columns in visits:
         left = a[rows].to(products.operands)
         left = left if is_half else left * scale
         for cols in columns:
             right = b[cols].to(products.operands)
-            shape = len(left), len(right)
-            logits, spare = (part[: shape[0] * shape[1]].view(shape) for part in room)
-            products.mm(left, right.T, logits)
-            if is_half:
-                logits *= scale
-            yield Tile(rows, cols, left, right, logits, spare)
-
-
-def diagonal(tile: Tile, offset: int = 0) -> tuple[Tensor, slice]:
-    """The part of ``column == row + offset`` that lies in the tile: its logits, and which rows."""
-    shift = offset + tile.rows.start - tile.cols.start
-    logits = tile.logits.diagonal(shift)
-    start = tile.rows.start + max(0, -shift)
-    return logits, slice(start, start + len(logits))
+            yield Tile(rows, cols, left, right, rest, products, kernels, room)
 
 
 class _FirstOnly(torch.autograd.Function):

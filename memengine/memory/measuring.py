@@ -21,8 +21,9 @@ SINGLE_BLOCK = 64 * 2**10
 
 _STATUS = Path('/proc/self/status')
 _RESET_PEAK = Path('/proc/self/clear_refs'), '5'
-# Of glibc's malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
+# Of glibc's malloc.h, and of malloc.c: a bit of the size that stands before a block.
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -2, -3, -4
+_IS_MAPPED = 2
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ def map_blocks_singly() -> None:
     """Have the C library map large blocks one by one, so that freed ones are the kernel's again.
 
     Else the process keeps what was freed, and its high-water mark says what the allocator did with
-    a step and not what the step needs. For the process's whole life; it makes allocating slower.
+    a step and not what the step needs. What is free between small blocks is taken, so that no large
+    one comes to lie there. For the process's whole life; it makes allocating slower.
 
     Raises:
         OSError: On a system without glibc's ``mallopt``.
@@ -58,7 +60,21 @@ def map_blocks_singly() -> None:
     mallopt(_M_MMAP_THRESHOLD, SINGLE_BLOCK)
     mallopt(_M_MMAP_MAX, 2**30)
     mallopt(_M_TRIM_THRESHOLD, 0)
+    mallopt(_M_TOP_PAD, 0)
     ctypes.CDLL(None).malloc_trim(0)  # what was freed before this is the kernel's, too
+    _fill_holes()
+
+
+def _fill_holes() -> None:
+    """Take, untouched, what lies free between small blocks and is as large as a large one.
+
+    The C library looks there before it maps a block, and cannot give such a block back.
+    """
+    malloc = ctypes.CDLL('libc.so.6').malloc  # also where another library's is in its place
+    malloc.argtypes, malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+    size_of = ctypes.sizeof(ctypes.c_size_t)
+    while not ctypes.c_size_t.from_address(malloc(SINGLE_BLOCK) - size_of).value & _IS_MAPPED:
+        pass
 
 
 def measure(
@@ -87,6 +103,7 @@ def measure(
     step = build()
     for _ in range(steps - 1):
         step.run()
+    map_blocks_singly()  # the first steps have left holes of their own
     file, value = _RESET_PEAK
     file.write_text(value)
     held = _kib('RssAnon')

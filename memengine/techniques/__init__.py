@@ -1,5 +1,6 @@
 """How a step spends less memory; plain torch, one file each."""
 
+from memengine.techniques.activation_offload import ActivationOffload, offload_activations
 from memengine.techniques.applying import AppliedTechniques, apply_techniques
 from memengine.techniques.checkpointing.checkpoint_activations import (
     Checkpointing,
@@ -21,7 +22,6 @@ from memengine.techniques.conv_bn.conv_bn_eval import ConvBNEval, efficient_conv
 from memengine.techniques.layers.weight_norm import WeightNormLinear
 from memengine.techniques.modules.blocks import find_blocks, select_modules
 from memengine.techniques.modules.forward_state import RandomState
-from memengine.techniques.offload import ActivationOffload, offload_activations
 from memengine.techniques.optimizer.adamw_bf16 import AdamWBf16
 from memengine.techniques.optimizer.in_backward import step_in_backward
 from memengine.techniques.sharding.clipping import clip_grad_norm_

@@ -104,6 +104,13 @@ def test_batchnorm_in_slices_is_said_once(head, lines, monkeypatch):
     assert all('BatchNorm layers (head.mlp.1, ...)' in line for line in said)
 
 
+def test_a_tower_that_writes_into_its_input_is_refused():
+    model, data = model_and_batch(CLIP)
+    model.towers['image'].register_forward_pre_hook(lambda _, args: (args[0].sub_(0.3),))
+    with pytest.raises(ValueError, match='CLIP changes its input in place'):
+        run_step(model, data, wrap(model, GradCacheOptimWrapper, chunk_size=2))
+
+
 class TwoLosses(SimCLR):
     """A second loss with a weight that is learned, and with the labels."""
 

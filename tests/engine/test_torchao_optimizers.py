@@ -22,10 +22,10 @@ NAMES = ['AdamW8bit', 'AdamW4bit', 'CPUOffloadOptimizer']
 @pytest.mark.parametrize('name', NAMES[:2])
 def test_without_torchao_the_error_says_what_to_install(name, monkeypatch):
     monkeypatch.setitem(sys.modules, 'torchao.optim', None)
-    from memengine.techniques.optimizer import torchao_optimizers
+    from memengine.techniques.optimizer import adamw_low_bit
 
-    torchao_optimizers._low_bit.cache_clear()
-    with pytest.raises(ImportError, match=f"type='{name}' is torchao's.*pip install torchao"):
+    adamw_low_bit._low_bit.cache_clear()
+    with pytest.raises(ImportError, match=f"type='{name}' needs torchao: pip install torchao"):
         OPTIMIZERS.get(name)(nn.Linear(2, 2).parameters())
 
 
@@ -160,7 +160,7 @@ def offloading(monkeypatch):
     """The optimiser with a host in the place of the GPU; streams wait for nothing."""
     from torchao.optim import cpu_offload
 
-    from memengine.techniques.optimizer import torchao_optimizers
+    from memengine.techniques.optimizer import states_on_host
 
     class Stream:
         def wait_stream(self, other):
@@ -187,7 +187,7 @@ def offloading(monkeypatch):
     monkeypatch.setattr(cpu_offload, 'get_available_devices', lambda: ['cpu', 'cuda'])
 
     def make(params, **settings):
-        return torchao_optimizers._offload_class()(
+        return states_on_host._offload_class()(
             [dict(params=list(params))], torch.optim.AdamW, **settings
         )
 

@@ -1,4 +1,4 @@
-"""Where Triton cannot compile, codecs do without kernels of their own, and say so once."""
+"""Where Triton cannot compile, codecs and losses do without kernels of ours, and say so once."""
 
 import warnings
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from memengine._torch_private import triton_kernels
+from memengine.losses import ClipLoss
 from memengine.techniques.codecs.quantized import Quantizer
 
 pytestmark = pytest.mark.gpu
@@ -20,3 +21,12 @@ def test_one_warning_and_the_eager_form(device, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         Quantizer(2)(values.half()).decode()
+
+
+def test_losses_in_tiles_are_what_they_are_whole(device, monkeypatch):
+    monkeypatch.setattr(triton_kernels, '_given_up', set())
+    towers = torch.randn(2, 40, 16, device='cuda').bfloat16()
+    with pytest.warns(UserWarning, match='pairs are not used on cuda:0') as told:
+        loss = ClipLoss(tile_size=9)(*towers, 10.0)
+    assert sum('kernels.pairs' in str(one.message) for one in told) == 1
+    assert torch.allclose(loss, ClipLoss()(*towers, 10.0), rtol=1e-5)

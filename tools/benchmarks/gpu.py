@@ -170,6 +170,7 @@ def time_losses(sizes: Sequence[int], width: int, repeats: int) -> dict[str, dic
         for loss, kind in (('CLIP', ClipLoss), ('SigLIP', SigLipLoss)):
             ways = {'as written': WRITTEN[loss], 'in tiles': kind(tile_size='auto')}
             ways['in tiles of 1,024'] = kind(tile_size=1024)
+            ways["in tiles, by torch's operations"] = partial(by_torch, ways['in tiles'])
             ways["in tiles, precision='fp32'"] = kind(tile_size='auto', precision='fp32')
             given = (*holder, *scalars[: 1 if loss == 'CLIP' else 2])
             steps = {
@@ -185,6 +186,12 @@ def time_losses(sizes: Sequence[int], width: int, repeats: int) -> dict[str, dic
                 fact['ms'] = 1000 * sorted(seconds[way])[len(seconds[way]) // 2]
                 facts[f'{loss}, {rows:,} pairs, {way}'] = fact
     return facts
+
+
+def by_torch(form: Callable[..., Any], *args: Any) -> Any:
+    """The result, by torch's operations in the place of kernels of ours."""
+    with without_kernels():
+        return form(*args)
 
 
 def peaks_if_it_fits(run: Callable[[], object]) -> dict[str, float]:
@@ -210,7 +217,7 @@ def time_codecs(mib: int, repeats: int) -> dict[str, dict[str, float]]:
     """A bf16 tensor coded and decoded, by kernels of ours and by torch's operations, in turn."""
     tensor = torch.randn(mib * MIB // 2, device=DEVICE).bfloat16()
 
-    def by_torch(codec: Codec) -> None:
+    def coded_by_torch(codec: Codec) -> None:
         with without_kernels():
             codec(tensor).decode()
 
@@ -219,7 +226,7 @@ def time_codecs(mib: int, repeats: int) -> dict[str, dict[str, float]]:
 
     holder, facts = nn.Identity(), {}  # which has no gradients to be zeroed
     for name, codec in CODECS.items():
-        forms = {'torch': partial(by_torch, codec), 'kernels': partial(by_kernels, codec)}
+        forms = {'torch': partial(coded_by_torch, codec), 'kernels': partial(by_kernels, codec)}
         steps = {form: (holder, run) for form, run in forms.items()}
         measuring.time_in_turn(steps, 3, DEVICE)  # the first ones compile and compare
         seconds = measuring.time_in_turn(steps, repeats, DEVICE)

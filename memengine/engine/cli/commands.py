@@ -25,7 +25,7 @@ from memengine.engine.config.types import arguments_of, find_type
 from memengine.engine.distributed.threads import set_threads
 from memengine.registry import RUNNERS
 
-__all__ = ['carry_out', 'convert', 'read_config', 'replay', 'verify']
+__all__ = ['run_command', 'convert', 'read_config', 'replay', 'verify']
 
 _DTYPE = {'bf16': 'bfloat16', 'fp16': 'float16'}
 
@@ -68,7 +68,7 @@ def read_config(args: argparse.Namespace) -> Config:
     return cfg
 
 
-def carry_out(args: argparse.Namespace, cfg: Config) -> str:
+def run_command(args: argparse.Namespace, cfg: Config) -> str:
     """Train, test, or look at data and memory, as a checked config says; what is to be printed."""
     if args.command in ('plan', 'predict'):
         from memengine.engine.cli.memory import predict_step

@@ -79,11 +79,11 @@ def bottleneck(data: float, model: float, workers: int) -> list[str]:
     return lines
 
 
-def _median_seconds(carry_out: Callable[[], Any], times: int) -> float | None:
+def _median_seconds(do: Callable[[], Any], times: int) -> float | None:
     seconds = []
     for _ in range(times):
         start = time.perf_counter()
-        carry_out()
+        do()
         if get_device() == 'cuda':
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)

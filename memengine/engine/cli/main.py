@@ -107,7 +107,7 @@ class _Command:
             print(run_after(self.cfg, args.command), end=end)
         else:
             self.cfg = commands.read_config(args)
-            if sentence := commands.carry_out(args, self.cfg):
+            if sentence := commands.run_command(args, self.cfg):
                 print(sentence)
 
     def print_error(self, text: str) -> None:

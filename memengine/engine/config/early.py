@@ -28,69 +28,12 @@ from memengine.engine.config.sources import (
     of_other_packages,
     registered_types,
     settings_in_source,
+    top_keys,
 )
 from memengine.suggest import LOOSE, ONE_LETTER, STRICT, STRICTER, did_you_mean, similar
 
-__all__ = ['KNOWN_KEYS', 'check_names']
+__all__ = ['check_names']
 
-# Written down, as the classes that say so cannot be asked here. One that is not listed here is only
-# refused where it looks like one that is.
-KNOWN_KEYS = frozenset(
-    [
-        '_scope_',
-        'activation_checkpointing',
-        'activation_offload',
-        'auto_scale_lr',
-        'cfg',
-        'compile',
-        'compile_blocks',
-        'console',
-        'custom',
-        'custom_hooks',
-        'custom_imports',
-        'data_preprocessor',
-        'default_hooks',
-        'default_scope',
-        'dropit',
-        'efficient_conv_bn_eval',
-        'embed',
-        'env_cfg',
-        'experiment_name',
-        'export',
-        'find_unused_parameters',
-        'launcher',
-        'load_from',
-        'log_level',
-        'log_processor',
-        'model',
-        'model_wrapper_cfg',
-        'optim_wrapper',
-        'param_scheduler',
-        'probe',
-        'quantized_activations',
-        'randomness',
-        'recomputed_activations',
-        'resume',
-        'retrieve',
-        'runner_type',
-        'sync_bn',
-        'test_cfg',
-        'test_dataloader',
-        'test_evaluator',
-        'train_cfg',
-        'train_dataloader',
-        'trusted_globals',
-        'tta_model',
-        'tta_pipeline',
-        'val_cfg',
-        'val_dataloader',
-        'val_evaluator',
-        'vars',
-        'visualizer',
-        'work_dir',
-        'zeroshot',
-    ]
-)
 _KEYS_THAT_ADD_KEYS = {'custom_imports', 'runner_type'}
 
 
@@ -117,10 +60,10 @@ def check_names(config: str | Path, options: Mapping[str, Any] | None) -> None:
     # What a run has written holds the names that its config used, without their use.
     is_written = 'work_dir' in keys and used <= {'dict'}
     problems = [
-        unknown_option(key, KNOWN_KEYS) for key in first if _misspelt(key) and key not in keys
+        unknown_option(key, top_keys()) for key in first if _misspelt(key) and key not in keys
     ]
     problems += [
-        unknown_key(key, KNOWN_KEYS)
+        unknown_key(key, top_keys())
         for key, plain in keys.items()
         if plain and not is_written and _misspelt(key) and key not in used
     ]
@@ -141,7 +84,7 @@ def _nested_problems(file: Path, options: Mapping[str, Any]) -> Iterator[str]:
             change = {key: change}
         values = merged(values, change)
     for key, value in values.items():
-        if key not in FREE_KEYS and key in KNOWN_KEYS:
+        if key not in FREE_KEYS and key in top_keys():
             yield from _problems_at(value, key)
 
 
@@ -195,6 +138,6 @@ def _type_fault(kind: str) -> str | None:
 
 def _misspelt(key: str) -> bool:
     """Whether it looks like a key, and is none that an installed technique may go by."""
-    if key in KNOWN_KEYS or not similar(key, KNOWN_KEYS, STRICT):
+    if key in top_keys() or not similar(key, top_keys(), STRICT):
         return False
     return not is_a_word(key, *of_other_packages())

@@ -14,6 +14,8 @@ from collections.abc import Collection, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from memengine.engine.config.error import FREE_KEYS
+
 __all__ = [
     'SEARCHED',
     'TIMM',
@@ -23,6 +25,7 @@ __all__ = [
     'of_other_packages',
     'registered_types',
     'settings_in_source',
+    'top_keys',
 ]
 
 # Where types come from that a config names without their module.
@@ -41,6 +44,7 @@ TIMM = ('timm/models', 'timm/layers')
 _PREFIX = 'torchvision/'  # of its transforms' names
 NOTHING_KNOWN: tuple[Collection[str], bool] = (frozenset(), True)
 _TITLES = r"^(\w+) = (?:Registry|_child)\(\s*'([\w ]+)'"  # MODELS = Registry('model', ...)
+_CONSTANT = r"^(\w+) = '(\w+)'$"
 _REGISTERED = r'^@(\w+)\.register_module\(\)(?:\n@.*)*\nclass (\w+)'
 
 
@@ -95,21 +99,30 @@ def arguments_of_network(name: str) -> Collection[str]:
 
 def settings_in_source(technique: str) -> tuple[Collection[str], bool]:
     """The settings of a technique by its key, as :func:`arguments_in_source` says them."""
-    return arguments_in_source(_settings().get(technique, ''))
+    return arguments_in_source(_techniques().get(technique, ('', False))[0])
 
 
 @functools.cache
-def _settings() -> dict[str, str]:
-    """The class of each technique's settings, by its key."""
+def _techniques() -> dict[str, tuple[str, bool]]:
+    """The class of each technique's settings, and whether its key is one of a config's, by key."""
     found = {}
     for text in _texts():
-        if ' = Technique(' in text:
-            constants = dict(re.findall(r"^(\w+) = ('\w+')", text, re.M))
-            for key, settings in re.findall(
-                r'^    key=(.+),(?s:.*?)^    settings=(\w+)', text, re.M
-            ):
-                found[constants.get(key, key).strip("'")] = settings
+        constants = dict(re.findall(_CONSTANT, text, re.M))
+        for described in re.findall(r'^\w+ = Technique\(\n(.*?)^\)', text, re.M | re.S):
+            said = dict(re.findall(r'^    (\w+)=(.+?),?$', described, re.M))
+            key = constants.get(said['key'], said['key'].strip("'"))
+            found[key] = said['settings'], 'apply' in said
     return found
+
+
+@functools.cache
+def top_keys() -> frozenset[str]:
+    """What may stand at the top of a config, as its check says when nothing is registered anew."""
+    table = next(text for text in _texts() if '\nTOP_SCHEMAS' in text)
+    written = re.findall(r'^(?:TOP_\w+|AFTER_TRAINING)\b.*?^[})]', table, re.M | re.S)
+    listed = {key for part in written for key in re.findall(r"^    '(\w+)'[:,]", part, re.M)}
+    keyed = {key for key, (_, is_keyed) in _techniques().items() if is_keyed}
+    return frozenset({*FREE_KEYS, *listed, *keyed, *arguments_in_source('Runner')[0]})
 
 
 @functools.cache

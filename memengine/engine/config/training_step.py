@@ -101,7 +101,7 @@ def _build(cfg: Config, batch: Any) -> TrainingStep:
     with _scope(cfg):
         model = MODELS.build(cfg.model)
         logger = MMLogger.get_current_instance()
-        wrapped, buckets = _spread(cfg, model, logger)
+        wrapped, buckets = _wrapped(cfg, model, logger)
         custom = [
             HOOKS.build(hook) for hook in cfg.get('custom_hooks') or [] if _is_technique(hook)
         ]
@@ -131,7 +131,7 @@ def _build(cfg: Config, batch: Any) -> TrainingStep:
     return TrainingStep(run, model, getattr(wrapper, 'optimizer', None), copy, buckets, is_settled)
 
 
-def _spread(cfg: Config, model: nn.Module, logger: Any) -> tuple[Any, list[Tensor]]:
+def _wrapped(cfg: Config, model: nn.Module, logger: Any) -> tuple[Any, list[Tensor]]:
     """The model as one process, or one of several ranks, has it; and what DDP adds to a step.
 
     DDP cannot be made of tensors without memory. Its buckets are as large as all gradients.

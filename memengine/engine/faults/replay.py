@@ -127,8 +127,8 @@ def replay(path: str | Path, cfg: Config) -> list[Findings]:
             own['state_dict'] = {**capture['state_dict'], **own['state_dict']}
             capture = own
         until_the_end.callback(_close_logs, runner)
-        carry_out = _from_checkpoint if capture['updated_in_backward'] else _from_state
-        found = carry_out(runner, capture)
+        repeat = _from_checkpoint if capture['updated_in_backward'] else _from_state
+        found = repeat(runner, capture)
         every: list[Any] = [None] * ranks
         if ranks > 1:
             dist.all_gather_object(every, found, group=cpu_group('gathering findings'))

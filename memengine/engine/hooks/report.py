@@ -131,7 +131,7 @@ class ReportHook(Hook):
         if not self.num_images:
             return
         last = moments[-1]
-        shown = _spread(len(last.places), min(self.num_images, _SHOWN))
+        shown = _evenly_chosen(len(last.places), min(self.num_images, _SHOWN))
         nearest = nearest_rows(last.features, shown, _NEIGHBOURS)  # [B, K]
         rows = torch.cat([shown, nearest.flatten()])
         images = self._inputs(runner, runner.val_loop.dataloader, last.places[rows], False).cpu()
@@ -153,7 +153,7 @@ class ReportHook(Hook):
         loader = runner.train_loop.dataloader
         if not self.num_images or isinstance(loader.dataset.dataset, ReadsStreams):
             return  # a stream would be read from its beginning
-        places = _spread(len(loader.dataset), self.num_images)
+        places = _evenly_chosen(len(loader.dataset), self.num_images)
         samples = views_of({'inputs': self._inputs(runner, loader, places, True)})
         if samples:
             save_views(samples, Path(runner.work_dir) / 'report' / 'views.png')
@@ -174,7 +174,7 @@ class ReportHook(Hook):
             return
         loader = runner.val_loop.dataloader
         held_out = len(_held_out(loader.dataset))
-        places = len(loader.dataset) - held_out + _spread(held_out, self.num_images)
+        places = len(loader.dataset) - held_out + _evenly_chosen(held_out, self.num_images)
         images = self._inputs(runner, loader, places, False)
         try:
             with (_gather_context(runner.model) or nullcontext)():
@@ -209,7 +209,7 @@ def _held_out(dataset: Any) -> Any:
     return getattr(dataset, 'queries', dataset)
 
 
-def _spread(size: int, count: int) -> Tensor:
+def _evenly_chosen(size: int, count: int) -> Tensor:
     """So many places of a data set, evenly: Long[count]."""
     return torch.linspace(0, size - 1, min(count, size)).round().long()
 

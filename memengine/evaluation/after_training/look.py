@@ -105,7 +105,7 @@ class LookLoop:
                 lines.append(f'{folder / name}.png')
         if others := [name for name in self.pictures if name in self._of_images]:
             size = len(dataset_of(self.runner))
-            images = images_of(self.runner, _spread(torch.arange(size), self.images))
+            images = images_of(self.runner, _evenly_chosen(torch.arange(size), self.images))
             for name in others:
                 why = self._of_images[name](images, folder / f'{name}.png')
                 lines.append(f'no {name}: {why}' if why else f'{folder / name}.png')
@@ -115,7 +115,9 @@ class LookLoop:
         features = unit_rows(found['feature'])
         places = torch.arange(len(features))
         in_bank = found.get('bank', torch.ones(len(features))).bool()
-        rows = torch.tensor(_spread(places if in_bank.all() else places[~in_bank], self.images))
+        rows = torch.tensor(
+            _evenly_chosen(places if in_bank.all() else places[~in_bank], self.images)
+        )
         nearest = nearest_rows(features, rows, self.neighbours, in_bank)  # [B, K]
         names = self._names(found)
         images = images_of(self.runner, [*rows.tolist(), *nearest.flatten().tolist()]).cpu()
@@ -161,7 +163,7 @@ class LookLoop:
         return find_backbone(self.runner.model, self.part, 'look.part').network
 
 
-def _spread(places: Tensor, count: int) -> list[int]:
+def _evenly_chosen(places: Tensor, count: int) -> list[int]:
     """So many of the places, evenly."""
     chosen = torch.linspace(0, len(places) - 1, min(count, len(places))).round().long()
     return places[chosen].tolist()

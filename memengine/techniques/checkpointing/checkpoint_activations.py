@@ -207,7 +207,7 @@ class ActivationCheckpointingSettings(Settings):
 
 
 TECHNIQUE = Technique(
-    key=SETTING,
+    key='activation_checkpointing',
     title='activation checkpointing',
     settings=ActivationCheckpointingSettings,
     apply=with_settings(checkpoint_activations),

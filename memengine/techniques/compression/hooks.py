@@ -34,6 +34,7 @@ from memengine._torch_private.ops import do_not_compile
 from memengine.memory.ledger import owned_by, tensors_in
 from memengine.memory.meter import is_counting
 from memengine.technique import PausableHandle, Report
+from memengine.techniques.activation_offload import ActivationOffload, is_offloading
 from memengine.techniques.compression.attention import attend_to_codes
 from memengine.techniques.compression.backward_needs import (
     IN_PLACE_FORMS,
@@ -63,7 +64,6 @@ from memengine.techniques.modules.wrapped_forward import (
     is_wrapped,
     wrapper_of,
 )
-from memengine.techniques.offload import ActivationOffload, is_offloading
 
 __all__ = ['RuleHandle', 'add_rule', 'chosen_modules', 'remove_rule', 'rules_of']
 

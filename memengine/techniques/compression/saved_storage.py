@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from memengine._torch_private.autograd import storage_key, version_of
 from memengine.memory.ledger import tensors_in
 from memengine.memory.meter import count_kept
+from memengine.techniques.activation_offload import is_offloading, offload_tensor
 from memengine.techniques.codecs.codec import Code, Codec
 from memengine.techniques.codecs.lossless_by_need import lossless_codec_for
 from memengine.techniques.codecs.memory_order import is_dense
@@ -26,7 +27,6 @@ from memengine.techniques.compression.recomputable_ops import (
 )
 from memengine.techniques.compression.rules import FindRecomputation, Rule
 from memengine.techniques.modules.saved_tensors import KeptAsIs, current_backward, is_in_backward
-from memengine.techniques.offload import is_offloading, offload_tensor
 
 __all__ = ['SavedStorage', 'SavedTensor', 'still_alive']
 

@@ -6,8 +6,7 @@ Shapes: B samples, V views of each; rows are those of ``torch.cat(views)``, [V *
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,9 +95,10 @@ def _join_leaves(leaves: tuple[Any, ...]) -> Any:
     raise TypeError(f'slices with a {type(leaves[0]).__name__} in them cannot be joined')
 
 
-@dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """A part of a batch that goes through the network by itself.
+
+    A tuple, so that its tensors are found as those of any batch are.
 
     Args:
         inputs: What ``forward`` takes as inputs.

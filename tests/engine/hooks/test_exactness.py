@@ -16,9 +16,9 @@ from memengine.engine.hooks import ExactnessError, ExactnessHook
 from memengine.engine.step import unwrap
 from memengine.models import CLIP, Classifier, SimCLR, SupCon
 from memengine.technique import Handle
+from memengine.techniques.activation_offload import ActivationOffload
 from memengine.techniques.checkpointing.repeatable_forward import CheckpointedForward
 from memengine.techniques.compression.dropit import DropIT
-from memengine.techniques.offload import ActivationOffload
 from memengine.testing import run_ranks
 from tests.composition import Row, rows, train
 from tests.engine.test_out_of_memory import Limit

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from memengine.techniques.activation_offload import offload_activations
 from memengine.techniques.checkpointing.checkpoint_activations import checkpoint_activations
 from memengine.techniques.compiling import compile_blocks
-from memengine.techniques.offload import offload_activations
 from memengine.techniques.slices.accumulation import additive_step
 from memengine.techniques.slices.grad_cache import Tower, cached_step
 from memengine.techniques.slices.slicing import split_batch

@@ -1,12 +1,7 @@
 """Kernels in the place of codecs' operations: by Triton's interpreter, by its compiler, chosen."""
 
-import importlib.util
-import inspect
-import os
-import subprocess
 import sys
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,28 +12,13 @@ from memengine._torch_private.triton_kernels import proven_kernels
 from memengine.techniques.codecs.lossless import positive_mask
 from memengine.techniques.codecs.quantized import Quantizer
 from memengine.techniques.codecs.sparse import Sparsifier
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec('triton') is None,
-    reason="Triton is not installed: it comes with torch's builds for CUDA, on Linux",
-)
+from tests.triton import compile_for_gpu, needs_triton, run_interpreted
 
 
 @needs_triton
 @pytest.mark.slow
 def test_in_the_interpreter():
-    run = subprocess.run(
-        [sys.executable, '-m', 'pytest', '-q', '-n', '0', '-p', 'no:cacheprovider', INTERPRETED],
-        env={**os.environ, 'TRITON_INTERPRET': '1', 'OMP_NUM_THREADS': '1'},
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-
-
-INTERPRETED = 'tests/techniques/codecs/interpreted_kernels.py'
+    run_interpreted('tests/techniques/codecs/interpreted_kernels.py')
 
 
 @pytest.fixture
@@ -121,22 +101,9 @@ def kernels_to_compile(dtype, bits):
 @pytest.mark.slow
 @pytest.mark.parametrize(('dtype', 'bits', 'capability'), [('fp32', 8, 90), ('bf16', 1, 80)])
 def test_they_compile_for_gpus(monkeypatch, tmp_path, dtype, bits, capability):
-    """As far as machine code, for which no GPU is needed."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     monkeypatch.setenv('TRITON_CACHE_DIR', str(tmp_path))
-    new = 'constexprs' in inspect.signature(ASTSource).parameters
     for kernel, types, settings in kernels_to_compile(dtype, bits):
-        names = kernel.arg_names
-        signature = {name: types[name] for name in names if name in types}
-        if new:
-            signature = {name: types.get(name, 'constexpr') for name in names}
-            settings = {(names.index(name),): value for name, value in settings.items()}
-        source = ASTSource(kernel, signature, settings)
-        compiled = triton.compile(source, target=GPUTarget('cuda', capability, 32))
-        assert compiled.asm['cubin']
+        compile_for_gpu(kernel, types, settings, capability)
 
 
 @pytest.mark.gpu

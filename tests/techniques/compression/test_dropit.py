@@ -11,11 +11,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from memengine.memory import SavedBytes
+from memengine.techniques.activation_offload import offload_activations
 from memengine.techniques.codecs.sparse import Cast
 from memengine.techniques.compiling import compile_blocks
 from memengine.techniques.compression.dropit import drop_activations, to_dropit, undo_dropit
 from memengine.techniques.compression.quantized_activations import quantize_activations
-from memengine.techniques.offload import offload_activations
 from memengine.techniques.slices.grad_cache import Tower, cached_step
 from memengine.testing import saved_bytes
 

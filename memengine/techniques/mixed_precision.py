@@ -1,4 +1,4 @@
-"""What torch itself does to spend less memory: described here, switched on by the engine."""
+"""Mixed precision, which torch itself does: described here, carried out by the OptimWrapper."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MixedPrecisionSettings(Settings):
     )
 
 
-MIXED_PRECISION = Technique(
+TECHNIQUE = Technique(
     key='mixed_precision',
     title='mixed precision',
     settings=MixedPrecisionSettings,
@@ -30,16 +30,4 @@ MIXED_PRECISION = Technique(
     saves='about half of the activations of matrix products',
     price='none, usually faster',
     page='../config.md',
-)
-
-DATA_PARALLEL = Technique(
-    key='data_parallel',
-    title='data parallel',
-    settings=Settings,
-    switch='model_wrapper_cfg.type=MMDistributedDataParallel',
-    needs_ranks=True,
-    use_when='there are several ranks, each of which holds the model; what ranks do by default',
-    saves="activations: all but those of a rank's part of the batch",
-    price='gradients on the wire, once a step',
-    page='../launching.md',
 )
