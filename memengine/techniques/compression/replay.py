@@ -1,10 +1,11 @@
-"""What is kept as it is, whatever rules say, is known from an earlier forward when it is saved.
+"""What a forward keeps as it is, and what it computes again, is replayed in later ones.
 
-Of most saved tensors no rule is asked: statistics, and where results are computed again all that is
-no such result. A forward notes which they were, in order; later ones let them pass at once and look
-for no operation. Only that is replayed: to keep a tensor is right whatever it is for, while a code
-has to be known to serve, in each forward anew. What differs from the plan drops it, and what
-cannot be seen to differ costs bytes at most, until the next forward that looks at everything.
+A forward notes both, in the order of saving. In later ones the first is let pass at once, and the
+second is let go at once, where it is the result of such an operation still; no operation is looked
+up for either. Only these are replayed: to keep a tensor, or to compute its very bits again, is right
+whatever it is for, while a lossy code has to be known to serve, in each forward anew. What differs
+from the plan drops it. What cannot be seen to differ costs bytes at most, until the next forward
+that follows no plan.
 """
 
 from __future__ import annotations
