@@ -18,9 +18,9 @@ test:
 slow:
 	python -m pytest -m slow
 
-gpu-sim:  ## the tests that need a GPU, on a simulated one; those of saved tensors and slices, with all of it there
+gpu-sim:  ## the tests that need a GPU, on a simulated one; those of techniques, with all of it there
 	python -m pytest -p tests.simulated_gpu.device -m gpu
-	python -m pytest -p tests.simulated_gpu.everywhere $(addprefix tests/techniques/,codecs compression slices)
+	python -m pytest -p tests.simulated_gpu.everywhere tests/techniques
 
 gpu:  ## on a machine with GPUs: the tests that need one, and the tables that only one can fill
 	python -m pytest -m gpu

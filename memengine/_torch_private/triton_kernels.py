@@ -36,6 +36,9 @@ def proven_kernels(module: str, tensor: Tensor, *variant: Any) -> Any | None:
         tensor: What the kernels are to read.
         variant: What they are compiled for besides its dtype.
 
+    While a CUDA graph is captured none proves itself, which would wait for the device: the graph
+    has the eager form, unless that was done before.
+
     Raises:
         torch.OutOfMemoryError: When the small case does not fit; it is tried again next time.
 
@@ -48,6 +51,8 @@ def proven_kernels(module: str, tensor: Tensor, *variant: Any) -> Any | None:
     try:
         kernels = importlib.import_module(module)
         if key not in _agreed:
+            if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+                return None
             kernels.prove(tensor, *variant)
     except torch.OutOfMemoryError:
         raise

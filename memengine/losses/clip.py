@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from memengine.losses.disco import (
+from memengine.losses.batch_loss import (
     BatchLoss,
-    combine_logsumexp,
+    Products,
     mean_over_ranks,
     own_rows,
     ranks_of,
+    scaled_product,
 )
+from memengine.losses.disco import combine_logsumexp
 from memengine.losses.gather import Gather, all_gather_rows, rows_per_rank, sum_to_owners
 from memengine.losses.logsumexp import RunningLogSumExp, add_tile, softmax_slope
-from memengine.losses.precision import Products, scaled_product
 from memengine.losses.tiles import (
     Tile,
     choose_tile_size,
@@ -204,7 +205,7 @@ class ClipLoss(BatchLoss):
     choosing a text, its columns texts choosing an image.
 
     Args:
-        tile_size: See :class:`~memengine.losses.disco.BatchLoss`, also for the loss over
+        tile_size: See :class:`~memengine.losses.batch_loss.BatchLoss`, also for the loss over
             several ranks.
         precision: See there, too.
 

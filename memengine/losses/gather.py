@@ -84,6 +84,9 @@ def Gather(  # noqa: N802 (DisCo-CLIP's name)
     return _Gather.apply(tensor, rows, process_group)
 
 
+_host_groups: dict[Any, Any] = {}  # by group, one of gloo with the same ranks
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -129,20 +132,29 @@ def compare_ranks(
 ) -> tuple[list[int], list[str]]:
     """Every rank's number, and, if they are not all of one kind, what every rank says of its own.
 
-    Two numbers of each rank are on the wire, and text only if kinds differ.
+    Two numbers of each rank are on the wire, and text only if kinds differ. The host needs them:
+    but for the first time they go over gloo, so that it does not wait for what a device computes.
 
     Args:
         number: This rank's.
         kind: What has to be the same on all ranks.
         said: This rank's part of a message about ranks that differ.
-        device: Where collectives take place.
+        device: Where collectives of the group take place.
         group: The ranks.
     """
-    world_size = dist.get_world_size(group)
+    world_size, among = dist.get_world_size(group), group or dist.group.WORLD
+    told_by = among if device.type == 'cpu' else _host_groups.get(among)
+    if told_by is not None:
+        device = torch.device('cpu')
     headers = torch.empty(world_size * 2, dtype=torch.int64, device=device)
-    mine = headers.new_tensor([number, zlib.crc32(kind.encode())])
-    dist.all_gather_into_tensor(headers, mine, group=group)
+    mine = torch.tensor([number, zlib.crc32(kind.encode())], dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(headers, mine, group=told_by or among)
     numbers, digests = headers.view(world_size, 2).T.tolist()
+    if told_by is None:  # all ranks have come here, so none waits for another in making it
+        members = dist.get_process_group_ranks(among)
+        _host_groups[among] = dist.new_group(
+            members, backend='gloo', use_local_synchronization=True
+        )
     if len(set(digests)) == 1:
         return numbers, []
     seen: list[Any] = [None] * world_size

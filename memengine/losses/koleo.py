@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from memengine.losses.disco import (
+from memengine.losses.batch_loss import (
     BatchLoss,
     at_least_fp32,
     mean_over_ranks,

@@ -8,14 +8,13 @@ Shapes: M rows against N rows, D features; t the tile size.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from memengine.losses.gather import all_gather_rows, rows_per_rank
-from memengine.losses.precision import Products
 from memengine.losses.tiles import (
     Tile,
     choose_tile_size,
@@ -25,6 +24,9 @@ from memengine.losses.tiles import (
     tiles,
     upper_tiles,
 )
+
+if TYPE_CHECKING:
+    from memengine.losses.batch_loss import Products
 
 __all__ = ['RunningLogSumExp', 'add_tile', 'others_logsumexp', 'softmax_slope']
 

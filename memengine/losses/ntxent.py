@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from memengine.losses.disco import (
+from memengine.losses.batch_loss import (
     BatchLoss,
+    Precision,
+    Products,
     log_partition,
     mean_over_ranks,
     ranks_of,
 )
-from memengine.losses.precision import Precision, Products
 
 __all__ = ['NTXentLoss']
 
@@ -29,7 +30,7 @@ class NTXentLoss(BatchLoss):
 
     Args:
         temperature: Of the similarities.
-        tile_size: See :class:`~memengine.losses.disco.BatchLoss`, also for the loss over
+        tile_size: See :class:`~memengine.losses.batch_loss.BatchLoss`, also for the loss over
             several ranks.
         precision: See there, too.
 

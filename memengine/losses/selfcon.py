@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from memengine.losses.precision import Products
+from memengine.losses.batch_loss import Products
 from memengine.losses.supcon import SupConLoss, check_positives, given_positives, views_first
 
 __all__ = ['ConLoss']
@@ -24,7 +24,7 @@ class ConLoss(SupConLoss):
         temperature: Of the similarities.
         contrast_mode: ``'all'`` outputs are anchors, or ``'one'``: the first of each sample only.
         base_temperature: The loss is in units of ``temperature / base_temperature``.
-        tile_size: See :class:`~memengine.losses.disco.BatchLoss`, also for the loss over
+        tile_size: See :class:`~memengine.losses.batch_loss.BatchLoss`, also for the loss over
             several ranks.
         precision: See there, too.
 

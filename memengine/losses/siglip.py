@@ -13,15 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.functional import softplus
 
+from memengine.losses.batch_loss import BatchLoss, Products, mean_over_ranks, own_rows, ranks_of
 from memengine.losses.clip import check_towers, pairwise_gradients, pairwise_logits
-from memengine.losses.disco import (
-    BatchLoss,
-    mean_over_ranks,
-    own_rows,
-    ranks_of,
-)
 from memengine.losses.gather import Gather, all_gather_rows, rows_per_rank
-from memengine.losses.precision import Products
 from memengine.losses.tiles import (
     Tile,
     choose_tile_size,
@@ -168,7 +162,7 @@ class SigLipLoss(BatchLoss):
     Takes open_clip's call.
 
     Args:
-        tile_size: See :class:`~memengine.losses.disco.BatchLoss`, also for the loss over
+        tile_size: See :class:`~memengine.losses.batch_loss.BatchLoss`, also for the loss over
             several ranks.
         precision: See there, too.
 

@@ -11,16 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from memengine.losses.disco import (
+from memengine.losses.batch_loss import (
     BatchLoss,
+    Precision,
+    Products,
     log_partition,
     mean_over_ranks,
     own_rows,
     ranks_of,
-    sum_over_ranks,
 )
+from memengine.losses.disco import sum_over_ranks
 from memengine.losses.gather import Gather
-from memengine.losses.precision import Precision, Products
 
 __all__ = [
     'Positives',
@@ -126,9 +127,9 @@ def contrastive_rows(
         anchors: Their number M.
         positives: Of the B samples.
         temperature: Positive.
-        products: As in :func:`~memengine.losses.disco.log_partition`.
-        tile_size: As in :func:`~memengine.losses.disco.log_partition`.
-        group: As in :func:`~memengine.losses.disco.log_partition`.
+        products: As in :func:`~memengine.losses.batch_loss.log_partition`.
+        tile_size: As in :func:`~memengine.losses.batch_loss.log_partition`.
+        group: As in :func:`~memengine.losses.batch_loss.log_partition`.
 
     Returns:
         Losses [M], 0 for an anchor without positives, and which anchors have positives, bool [M].
@@ -176,7 +177,7 @@ class SupConLoss(BatchLoss):
         temperature: Of the similarities; right down to 0.01 and below.
         contrast_mode: ``'all'`` views are anchors, or ``'one'``: the first of each sample only.
         base_temperature: The loss is in units of ``temperature / base_temperature``.
-        tile_size: See :class:`~memengine.losses.disco.BatchLoss`, also for the loss over
+        tile_size: See :class:`~memengine.losses.batch_loss.BatchLoss`, also for the loss over
             several ranks.
         precision: See there, too.
 

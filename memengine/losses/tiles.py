@@ -1,7 +1,7 @@
 """All pairs of rows, one tile at a time in the same memory: the loop under the tiled losses.
 
 Everything here is in fp32 (fp64 for fp64 rows) but the operands of products, which may be in half
-precision (:mod:`~memengine.losses.precision`).
+precision (:mod:`~memengine.losses.batch_loss.Products`).
 
 Shapes: M rows against N rows, D features; t the tile size. A tile is [t, t].
 """
@@ -12,14 +12,16 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, wraps
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from memengine._torch_private.triton_kernels import proven_kernels
-from memengine.losses.precision import Products
 from memengine.technique import Settings, Technique, setting
+
+if TYPE_CHECKING:
+    from memengine.losses.batch_loss import Products
 
 __all__ = [
     'Tile',

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memengine import losses
-from memengine.losses.disco import at_least_fp32
+from memengine.losses.batch_loss import at_least_fp32
 from memengine.registry import MODELS
 
 __all__ = [

@@ -52,8 +52,8 @@ def files_until_backward(step):
     [
         ('DINO', OptimWrapper, {}, 7),
         ('DINO', AccumulationOptimWrapper, dict(micro_batch_size=2), 14),
-        (SimCLR, OptimWrapper, {}, 7),
-        (SimCLR, GradCacheOptimWrapper, dict(chunk_size=2), 13),
+        (SimCLR, OptimWrapper, {}, 6),
+        (SimCLR, GradCacheOptimWrapper, dict(chunk_size=2), 12),
     ],
 )
 def test_a_batch_passes_few_files(kind, wrapper, settings, most):

@@ -1,7 +1,7 @@
 """Tests of what names no device, with all of it on the simulated one.
 
-``python -m pytest -p tests.simulated_gpu.everywhere tests/techniques/codecs``; which folders
-``make gpu-sim`` runs stands there. What means the CPU in them is skipped, and says why.
+``python -m pytest -p tests.simulated_gpu.everywhere tests/techniques``, as ``make gpu-sim`` does.
+What means the CPU in them is skipped, and says why.
 """
 
 from __future__ import annotations
@@ -35,6 +35,41 @@ MEANS_THE_CPU = {
         'codecs/test_sparse.py::test_random_is_uniform_and_exact',
         'compression/test_quantized_activations.py::test_the_mean_of_the_gradient_is_the_plain_one',
     ],
+    'one operation of attention, which the simulated GPU lacks': [
+        'checkpointing/test_checkpoint_activations.py::test_attention_only',
+        'checkpointing/test_checkpoint_activations.py::test_ops_that_occur_in_some_of_the_modules',
+    ],
+    'cells of recurrent networks have kernels of their own on a GPU, and none on a CPU': [
+        'test_activation_offload.py::test_gates_that_are_computed_in_place_in_one_memory[LSTM]',
+        'test_activation_offload.py::test_gates_that_are_computed_in_place_in_one_memory[GRU]',
+    ],
+    'is about a model on the CPU': [
+        'layers/test_sync_batchnorm.py::test_a_model_on_the_cpu_takes_layers_that_run_there',
+        'modules/test_forward_state.py::test_modules_on_the_cpu_have_no_accelerators',
+        'sharding/test_materializing.py::test_one_unit_after_the_other_is_the_same',
+        'test_unnoticed.py::test_offload_brings_back_what_was_saved',
+    ],
+    'counts bytes that are allocated on the CPU': [
+        'optimizer/test_in_backward.py::test_the_allocator_holds_that_much_less',
+        'sharding/test_shard_model.py::'
+        'test_with_offload_a_step_holds_less_than_two_blocks_on_the_device',
+    ],
+    'loaders make batches on the default device, which workers and pinned memory cannot have': [
+        'test_technique.py::test_the_base_config_of_each_is_checked_and_trains',
+    ],
+    'compiling takes long, and what it makes here is not what a GPU runs': [
+        'checkpointing/test_checkpoint_activations.py::test_a_whole_model_under_compile',
+        'conv_bn/test_conv_bn_eval_composed.py::test_compile',
+        'modules/test_blocks_of_others.py::test_checkpointed_compiled_and_offloaded',
+        'test_activation_offload.py::test_under_compile',
+        'test_compiling.py::',
+    ],
+    'takes long, and asks nothing of a device that others do not': [
+        'checkpointing/test_checkpoint_activations.py::'
+        'test_a_budget_is_kept_and_costs_less_than_its_share',
+        'conv_bn/test_conv_bn_eval_models.py::test_pairs_and_bytes',
+        'optimizer/test_adamw_bf16.py::test_it_learns_the_digits_as_adamw_does',
+    ],
     'code that Inductor makes is for the CPU here': [
         'slices/test_frozen_part.py::test_a_compiled_part_runs_once',
         'slices/test_grad_cache_corners.py::test_compiled_encoders',
@@ -61,6 +96,7 @@ MEANS_THE_CPU = {
         'test_one_that_no_version_counts_is_an_error_when_it_is_compared',
     ],
     'autocast and scaling of the CPU': [
+        'layers/test_weight_norm.py::test_bf16_is_no_further_from_float64_than_the_parametrisation',
         'slices/test_grad_cache_precision.py::',
         'slices/test_slicing.py::test_precision_and_scaler_are_the_callers',
     ],

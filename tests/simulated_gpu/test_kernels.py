@@ -30,3 +30,15 @@ def test_losses_in_tiles_are_what_they_are_whole(device, monkeypatch):
         loss = ClipLoss(tile_size=9)(*towers, 10.0)
     assert sum('kernels.pairs' in str(one.message) for one in told) == 1
     assert torch.allclose(loss, ClipLoss()(*towers, 10.0), rtol=1e-5)
+
+
+def test_none_proves_itself_while_a_graph_is_captured(device, monkeypatch):
+    monkeypatch.setattr(triton_kernels, '_given_up', set())
+    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: True)
+    values = torch.randn(1000, device='cuda')
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        Quantizer(8, stochastic=False)(values).decode()
+    assert not triton_kernels.given_up_on(values.device)
+    with pytest.raises(RuntimeError, match='while a CUDA graph is captured'):
+        Quantizer(8)(values)

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memengine._torch_private.distributed import around_collectives
 from memengine.losses import NTXentLoss
+from memengine.losses.gather import rows_per_rank
 from memengine.techniques import Tower, cached_step, split_batch
 from memengine.techniques.slices.out_of_memory import run_until_it_fits
 
@@ -27,6 +28,10 @@ def main(rank: int, folder: str) -> None:
     group = dist.new_group(backend='gloo')
     torch.manual_seed(rank)
     images = torch.rand(8, 3, device='cuda')
+    rows_per_rank(images)  # the first time the device is asked, and the host's group made
+    with device.counted() as counts:
+        assert rows_per_rank(images) == [8, 8]
+    assert not counts.waits, counts.waits
     loss = NTXentLoss(0.5)
     loss.process_group = dist.group.WORLD
     torch.manual_seed(0)

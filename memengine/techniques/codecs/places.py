@@ -27,12 +27,13 @@ __all__ = [
     'Places',
     'are_few',
     'kernels_for',
+    'kernels_for_all',
     'take',
     'take_from_blocks',
 ]
 
 BYTE_VALUES = 256  # what one byte counts
-_KERNELS = 'memengine.techniques.codecs.kernels.selection'
+_KERNELS = 'memengine.techniques.codecs.kernels'
 _OF_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_BLOCK_OF_KERNELS = 2**12  # of which a GPU's multiprocessor holds several
 
@@ -41,7 +42,14 @@ def kernels_for(like: Tensor, block_size: int) -> Any | None:
     """What selects from a tensor's blocks and puts back in one kernel each, if it is to be had."""
     if like.dtype not in _OF_KERNELS or not 1 < block_size <= _LARGEST_BLOCK_OF_KERNELS:
         return None
-    return proven_kernels(_KERNELS, like, block_size)
+    return proven_kernels(f'{_KERNELS}.selection', like, block_size)
+
+
+def kernels_for_all(like: Tensor) -> Any | None:
+    """What selects from a whole tensor, and puts back by bits, in some kernels, likewise."""
+    if like.dtype not in _OF_KERNELS or like.numel() >= 2**31:
+        return None
+    return proven_kernels(f'{_KERNELS}.largest', like)
 
 
 def are_few(kept: int, numel: int) -> bool:
@@ -58,6 +66,9 @@ class Bitmap:
 
     def scatter(self, values: Tensor, flat: Tensor) -> Tensor:
         """Put values, ``[k]`` in the order of their places, into zeros ``[n]``: returns these."""
+        kernels = kernels_for_all(flat)
+        if kernels is not None and len(values):
+            return kernels.scatter(values, self.bits, flat)
         done: int | Tensor = 0
         for start in range(0, self.numel if len(values) else 0, part_numel(flat.device)):
             part = flat[start : start + part_numel(flat.device)]

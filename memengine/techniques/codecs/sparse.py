@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from memengine.suggest import did_you_mean
-from memengine.techniques.codecs.bit_packing import packed_numel
+from memengine.techniques.codecs.bit_packing import add_truths, packed_numel
 from memengine.techniques.codecs.codec import Code, Codec
-from memengine.techniques.codecs.lossless import packed_truths
 from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_order
 from memengine.techniques.codecs.places import (
     BYTE_VALUES,
@@ -27,6 +26,7 @@ from memengine.techniques.codecs.places import (
     Places,
     are_few,
     kernels_for,
+    kernels_for_all,
     take,
     take_from_blocks,
 )
@@ -41,6 +41,7 @@ from memengine.techniques.modules.saved_tensors import KeptAsIs
 
 __all__ = ['Cast', 'SparseCode', 'Sparsifier']
 
+_MASKED_AT_ONCE = 2**23  # elements
 STRATEGIES = ('mink', 'random', 'block_mink')
 
 
@@ -82,8 +83,9 @@ class Sparsifier:
 
     Time: on CPU blocks are partitioned by NumPy, in one thread, some at a time of what fits its
     cache: this takes a third to an eighth of the time of a ``topk`` of the whole tensor. On a GPU
-    one kernel selects from blocks of up to 4,096 (:func:`proven_kernels`). Nothing waits for an
-    accelerator, on which the number kept is always the one asked for.
+    one kernel selects from blocks of up to 4,096, and some nine from a whole tensor
+    (:func:`proven_kernels`). Nothing waits for an accelerator, on which the number kept is always
+    the one asked for.
 
     The random strategy draws from a generator of its own: dropout draws what it would have drawn.
     """
@@ -151,6 +153,12 @@ class Sparsifier:
 
     def _select(self, flat: Tensor, size: int, kept: int) -> tuple[Tensor, Places]:
         """The values that are kept, ``[k]``, and their places."""
+        if self.strategy == 'mink' and (kernels := kernels_for_all(flat)) is not None:
+            numel, as_offsets = flat.numel(), are_few(kept, flat.numel())
+            values, found, counts = kernels.largest_of_all(flat, kept, as_offsets)
+            if as_offsets:
+                return values, Offsets(found, counts, BYTE_VALUES, numel)
+            return values, Bitmap(found, numel)
         if self.strategy != 'block_mink':
             is_random = self.strategy == 'random'
             keys = noise(flat) if is_random else magnitudes(flat)
@@ -167,14 +175,32 @@ class Sparsifier:
         kernels = kernels_for(flat, size) if in_one_kernel else None
         if kernels is not None:
             of_last = blocks[-1][2]
-            values, found = kernels.largest_of_blocks(flat, size, kept, of_last, as_offsets)
             if not as_offsets:
-                return values, Bitmap(packed_truths(found.view(torch.bool)), numel)
+                return _largest_of_blocks(kernels, flat, (size, kept, of_last), total)
+            values, found = kernels.largest_of_blocks(flat, size, kept, of_last, True)
             return values, Offsets(found, kept, size, numel)
         if as_offsets:
             values, offsets = take_from_blocks(flat, blocks, total)
             return values, Offsets(offsets, kept, size, numel)
         return take(flat, chain.from_iterable(masks_of_blocks(*run) for run in blocks), total)
+
+
+def _largest_of_blocks(
+    kernels: Any, flat: Tensor, blocks: tuple[int, int, int], total: int
+) -> tuple[Tensor, Bitmap]:
+    """By a kernel for some of the blocks at a time, whose mask takes a byte for each element."""
+    size, kept, _ = blocks
+    values = flat.new_empty(total)
+    bits = flat.new_zeros(packed_numel(flat.numel(), 1), dtype=torch.uint8)
+    some = max(1, _MASKED_AT_ONCE // size)
+    done = 0
+    for number, part in enumerate(flat.split(some * size)):
+        start = number * some * kept
+        room = values[start : start + some * kept]
+        _, mask = kernels.largest_of_blocks(part, *blocks, False, room)
+        add_truths(bits, done, mask.view(torch.bool))
+        done += len(part)
+    return values, Bitmap(bits, flat.numel())
 
 
 @dataclass(frozen=True)

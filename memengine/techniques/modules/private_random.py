@@ -26,10 +26,14 @@ def private_generator(device: torch.device) -> torch.Generator:
     Returns:
         A generator for ``generator=`` of torch's random functions. Do not keep it: ask again.
 
+    Raises:
+        RuntimeError: While a CUDA graph is captured, which would repeat the same numbers.
+
     Torch's global generators are neither drawn from nor set. Seeding them with the seed that they
     have already is not seen here: see :func:`restart_private_generators`. A recomputed forward pass
     (checkpointing, gradient cache) draws new numbers, and each of them is as good as the first.
     """
+    _refuse_in_a_graph(device)
     seed = torch.initial_seed()
     seeded, generator = generators.get(device, (None, None))
     if generator is None:
@@ -40,18 +44,34 @@ def private_generator(device: torch.device) -> torch.Generator:
     return generator
 
 
-def private_seed() -> int:
+def private_seed(device: torch.device) -> int:
     """The next seed for a kernel that counts its random numbers itself, as Philox does.
 
     Drawn on the host from :func:`private_generator` of the CPU, so it follows the global seed, and
     goes back with ``PrivateRandomState``; the device is neither asked nor given anything.
 
+    Args:
+        device: That the kernel runs on.
+
     Returns:
         From ``2 ** 62`` to below ``2 ** 63``, so that kernels are compiled for one type of integer.
+
+    Raises:
+        RuntimeError: As :func:`private_generator` does.
     """
+    _refuse_in_a_graph(device)
     seed = torch.empty((), dtype=torch.int64, device='cpu')
     seed.random_(2**62, 2**63 - 1, generator=private_generator(seed.device))
     return int(seed)
+
+
+def _refuse_in_a_graph(device: torch.device) -> None:
+    if device.type == 'cuda' and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            'random numbers of a technique were asked for while a CUDA graph is captured, which '
+            'would repeat the same ones: leave out rounding at random (quantised activations) and '
+            "dropit.strategy='random', or do without the graph"
+        )
 
 
 def restart_private_generators() -> None:

@@ -90,27 +90,3 @@ TECHNIQUE = Technique(
     page='accumulation.md',
     example=AccumulationSettings(micro_batch_size=3),
 )
-
-
-@dataclass(frozen=True)
-class AccumulationOverIterationsSettings(Settings):
-    """Settings of accumulation over iterations, as ``optim_wrapper`` takes them."""
-
-    accumulative_counts: int = setting(1, help='between updates', unit='iterations', low=1)
-    accumulate_coupled: bool = setting(
-        False, help='also where samples meet in the loss, which is another objective'
-    )
-
-
-OVER_ITERATIONS = Technique(
-    key='accumulation_over_iterations',
-    title='accumulation over iterations',
-    settings=AccumulationOverIterationsSettings,
-    switch='optim_wrapper.accumulative_counts=4',
-    loss='additive',
-    use_when='an update is to see more samples than fit; where samples meet in the loss it is '
-    '**another objective**, and BatchNorm sees each part by itself',
-    saves='activations: all but those of one part',
-    price='none',
-    page='accumulation.md',
-)

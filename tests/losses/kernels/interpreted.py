@@ -14,9 +14,9 @@ from triton.runtime import interpreter
 
 from memengine._torch_private import products as torch_products
 from memengine._torch_private import triton_kernels
+from memengine.losses.batch_loss import Products
 from memengine.losses.kernels import pairs
 from memengine.losses.logsumexp import RunningLogSumExp, add_tile, softmax_slope
-from memengine.losses.precision import Products
 from memengine.losses.siglip import sigmoid_slope, sigmoid_sums
 from memengine.losses.tiles import grid, tiles
 from memengine.testing import assert_same_step, relative_error

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from memengine.losses import ClipLoss, NTXentLoss, SigLipLoss, SupConLoss
-from memengine.losses.precision import Products
+from memengine.losses.batch_loss import Products
 from memengine.testing import assert_same_step
 from tests.losses.cases import step
 from tests.triton import compile_for_gpu, needs_triton, run_interpreted

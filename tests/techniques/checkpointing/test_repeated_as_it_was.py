@@ -242,7 +242,8 @@ class OwnGenerator(nn.Module):
         self.layer, self.generator = nn.Linear(6, 6).double(), None
 
     def forward(self, x):
-        return self.layer(x).tanh() * (torch.rand(x.shape, generator=self.generator) < 0.5)
+        kept = torch.rand(x.shape, generator=self.generator, device=x.device) < 0.5
+        return self.layer(x).tanh() * kept
 
 
 @pytest.mark.edge(
@@ -257,7 +258,7 @@ def test_a_generator_of_a_modules_own_is_replayed():
     same = copy.deepcopy(model)
     checkpoint_activations(model, '')
     for each in (model, same):
-        each.generator = torch.Generator().manual_seed(3)
+        each.generator = torch.Generator(torch.get_default_device()).manual_seed(3)
     for _ in range(2):
         for found, value in zip(gradients(model), gradients(same), strict=True):
             torch.testing.assert_close(found, value, rtol=1e-12, atol=0)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from memengine._torch_private import triton_kernels
+from memengine.techniques.codecs import sparse
 from memengine.techniques.codecs.kernels import bits as bit_kernels
-from memengine.techniques.codecs.kernels import quantizing, selection
+from memengine.techniques.codecs.kernels import largest, quantizing, selection
 from memengine.techniques.codecs.lossless import between, bitmask, positive_mask, sign_mask
 from memengine.techniques.codecs.places import Bitmap, Offsets
 from memengine.techniques.codecs.quantized import Quantizer
@@ -211,7 +212,8 @@ def test_wrong_bits_are_seen(monkeypatch, form):
     ],
 )
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
-def test_selection_agrees_with_the_eager_form(settings, places, dtype):
+def test_selection_agrees_with_the_eager_form(monkeypatch, settings, places, dtype):
+    monkeypatch.setattr(sparse, '_MASKED_AT_ONCE', 500)
     magnitudes = torch.randperm(1200) + 1 if dtype == torch.float32 else torch.arange(1200) % 128
     values = (magnitudes * torch.tensor([1, -1]).repeat(600)).to(dtype).view(2, 600)
     values = values[:, :-3] if settings.get('block_size') != 'row' else values.t()
@@ -244,3 +246,31 @@ def test_wrong_selection_is_seen(monkeypatch):
     monkeypatch.setattr(selection, 'scatter', lambda *a: a[-1])
     with pytest.raises(ArithmeticError):
         selection.prove(like, 16)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+def test_the_largest_of_all_are_torchs(dtype):
+    largest.prove(torch.empty(0, dtype=dtype))
+
+
+WRONG_LARGEST = {
+    'an element': ('largest_of_all', lambda values, *places: (values.flip(0), *places)),
+    'a place': ('largest_of_all', lambda values, found, n: (values, found.roll(1), n)),
+    'a count': ('largest_of_all', lambda values, found, n: (values, found, n.roll(1))),
+    'what is put back': ('scatter', lambda flat: flat.roll(1)),
+    'what is not': ('scatter', lambda flat: flat.where(flat != 0, 1)),
+}
+
+
+@pytest.mark.parametrize('what', WRONG_LARGEST)
+def test_a_wrong_largest_is_seen(monkeypatch, what):
+    form, wrong = WRONG_LARGEST[what]
+    right = getattr(largest, form)
+
+    def damaged(*args, **kwargs):
+        found = right(*args, **kwargs)
+        return wrong(*found) if isinstance(found, tuple) else wrong(found)
+
+    monkeypatch.setattr(largest, form, damaged)
+    with pytest.raises(ArithmeticError, match='the largest of all'):
+        largest.prove(torch.empty(0, dtype=torch.bfloat16))

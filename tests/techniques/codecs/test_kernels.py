@@ -77,7 +77,7 @@ def test_nothing_is_asked_for_a_tensor_of_the_cpu():
 def kernels_to_compile(dtype, bits):
     """Each with the types of what it takes and the settings that it is compiled for."""
     from memengine.techniques.codecs.kernels import bits as of_bits
-    from memengine.techniques.codecs.kernels import quantizing, selection
+    from memengine.techniques.codecs.kernels import largest, quantizing, selection
 
     flat = dict(flat=f'*{dtype}', packed='*u8', numel='i32')
     groups = {**flat, 'extremes': f'*{dtype}', 'seed': 'i64'}
@@ -90,11 +90,21 @@ def kernels_to_compile(dtype, bits):
     yield of_bits._select, values, dict(block=256)
     integers = dict.fromkeys(('flat', 'values'), '*i32' if dtype == 'fp32' else '*i16')
     numbers = dict.fromkeys(('numel', 'size', 'kept', 'kept_of_last', 'total', 'block_size'), 'i32')
-    largest = {**numbers, **integers, 'places': '*u8'}
-    yield selection._largest_of_blocks, largest, dict(as_offsets=bits == 8, rows=8, width=256)
+    of_blocks = {**numbers, **integers, 'places': '*u8'}
+    yield selection._largest_of_blocks, of_blocks, dict(as_offsets=bits == 8, rows=8, width=256)
     places = {**numbers, 'values': f'*{dtype}', 'flat': f'*{dtype}', 'offsets': '*u8'}
     places['ends'] = '*u8' if bits == 8 else '*i64'
     yield selection._scatter, places, dict(constant=bits == 8, width=256)
+    tensors = {**integers, 'packed': '*u8', 'offsets': '*u8', 'of_pages': '*i16'}
+    of_all = {**tensors, **dict.fromkeys(('counts', 'sums', 'ends'), '*i32')}
+    of_all |= dict(numel='i32', kept='i32')
+    how = dict(passes=4 if dtype == 'fp32' else 2, pages=8, page=256)
+    yield largest._count, of_all, dict(number=1, **how)
+    yield largest._weigh, of_all, how
+    yield largest._take, of_all, dict(as_offsets=bits == 8, **how)
+    yield largest._put_bits, of_all, how
+    yield largest._count_bits, of_all, how
+    yield largest._scatter, {**of_all, **dict.fromkeys(('flat', 'values'), f'*{dtype}')}, how
 
 
 @needs_triton
@@ -117,7 +127,11 @@ def test_on_a_gpu_they_agree_and_are_used(dtype):
             warnings.simplefilter('error')  # that none is used
             code = Quantizer(bits)(values)
             mask = positive_mask(values).decode()
-            kept = [Sparsifier('block_mink', gamma)(values).decode() for gamma in (0.5, 0.9)]
+            kept = [
+                Sparsifier(strategy, gamma)(values).decode()
+                for strategy in ('mink', 'block_mink')
+                for gamma in (0.5, 0.9)
+            ]
         assert code.part_numel == code.group_size
         assert code.decode().isfinite().all()
         assert torch.equal(mask, (values > 0).to(dtype))

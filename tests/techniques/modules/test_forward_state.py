@@ -9,6 +9,7 @@ from torch import nn
 
 from memengine.techniques.modules.forward_state import RandomState, accelerators_of
 
+DEVICES = accelerators_of(nn.Identity(), [torch.empty(0)])  # where all is on a device, that one
 DRAWS = {
     'torch': lambda: torch.rand(3).tolist(),
     'python': lambda: [random.gauss(0, 1) for _ in range(3)],
@@ -18,7 +19,7 @@ DRAWS = {
 
 @pytest.mark.parametrize('name', DRAWS)
 def test_replay_draws_the_same_numbers(name):
-    state = RandomState()
+    state = RandomState(DEVICES)
     first = DRAWS[name]()
     with state.replay():
         assert DRAWS[name]() == first
@@ -28,9 +29,9 @@ def test_replay_draws_the_same_numbers(name):
 @pytest.mark.parametrize('name', DRAWS)
 def test_replay_leaves_no_trace(name):
     draw = DRAWS[name]
-    state = RandomState()
+    state = RandomState(DEVICES)
     draw()
-    follow_up = RandomState()
+    follow_up = RandomState(DEVICES)
     expected = draw()
     follow_up.restore()
     with state.replay():
@@ -39,9 +40,9 @@ def test_replay_leaves_no_trace(name):
 
 
 def test_state_returns_after_an_error():
-    state = RandomState()
+    state = RandomState(DEVICES)
     torch.rand(1)
-    follow_up = RandomState()
+    follow_up = RandomState(DEVICES)
     with pytest.raises(KeyError), state.replay():
         {}[torch.rand(1)]
     assert follow_up.unchanged()
@@ -49,7 +50,7 @@ def test_state_returns_after_an_error():
 
 @pytest.mark.parametrize('name', DRAWS)
 def test_a_draw_is_noticed(name):
-    state = RandomState()
+    state = RandomState(DEVICES)
     assert state.unchanged()
     DRAWS[name]()
     assert not state.unchanged()
@@ -57,7 +58,7 @@ def test_a_draw_is_noticed(name):
 
 def test_dropout_is_replayed_in_a_second_pass():
     dropout, x = nn.Dropout(0.5), torch.ones(4, 50)
-    state = RandomState()
+    state = RandomState(DEVICES)
     first = dropout(x)
     dropout(x)
     with state.replay():

@@ -58,11 +58,11 @@ def test_a_restart_repeats_what_the_same_seed_drew():
 def test_seeds_are_of_the_stream_too_and_of_one_type_of_integer():
     torch.manual_seed(3)
     state = PrivateRandomState()
-    seeds = [private_seed() for _ in range(100)]
+    seeds = [private_seed(CPU) for _ in range(100)]
     assert len(set(seeds)) == 100 and all(2**62 <= seed < 2**63 for seed in seeds)
     state.restore()
     restart_private_generators()
-    assert [private_seed() for _ in range(100)] == seeds
+    assert [private_seed(CPU) for _ in range(100)] == seeds
 
 
 def test_restoring_the_global_state_restores_the_seed():
@@ -86,3 +86,11 @@ def test_the_state_is_put_back(used_before):
     torch.manual_seed(torch.initial_seed() - 1)
     state.restore()
     assert torch.equal(draw(), first)
+
+
+@pytest.mark.parametrize('draw', [private_seed, private_generator])
+def test_a_cuda_graph_would_repeat_the_same_numbers(monkeypatch, draw):
+    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: True)
+    with pytest.raises(RuntimeError, match='while a CUDA graph is captured'):
+        draw(torch.device('cuda'))
+    draw(CPU)

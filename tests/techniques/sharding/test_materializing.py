@@ -19,7 +19,7 @@ from memengine.techniques.sharding.materializing import materialize, on_meta
 from memengine.techniques.sharding.shard_model import shard_model
 from tests.marks import NEEDS_SHARDING
 
-CPU = torch.device('cpu')
+DEVICE = torch.get_default_device()
 
 
 def vit():
@@ -70,7 +70,7 @@ def test_timms_vits_need_no_function(build):
     torch.manual_seed(1)
     expected = build()
     model = built_on_meta(build)
-    materialize(model, CPU)
+    materialize(model, DEVICE)
     assert_drawn_alike(model, expected)
     with pytest.raises(AssertionError, match=r'qkv|q_proj'):  # what modules would have drawn
         for part in model.modules():
@@ -114,11 +114,11 @@ def size_of(module):
 
 def test_what_is_there_already_stays():
     model = built_on_meta(vit)
-    materialize(model.blocks[0], CPU, model=model)
+    materialize(model.blocks[0], DEVICE, model=model)
     kept = {name: tensor.clone() for name, tensor in model.blocks[0].state_dict().items()}
     ready = [*model.blocks[0].parameters()]
     assert all(tensor.is_meta for tensor in model.blocks[1].parameters())
-    materialize(model, CPU, ready=ready, model=model)
+    materialize(model, DEVICE, ready=ready, model=model)
     for name, tensor in model.blocks[0].state_dict().items():
         assert torch.equal(tensor, kept[name]), name
     assert not any(tensor.is_meta for tensor in model.parameters())
@@ -140,26 +140,26 @@ def test_what_is_there_already_stays():
 def test_modules_that_draw_for_their_children(build):
     torch.manual_seed(1)
     expected, model = build(), built_on_meta(build)
-    materialize(model, CPU)
+    materialize(model, DEVICE)
     assert_drawn_alike(model, expected)
 
 
 def test_models_that_draw_in_their_constructor_only_are_refused():
     convnext = built_on_meta(lambda: timm.create_model('convnext_atto'))
     with pytest.raises(ValueError, match='ConvNeXt of timm.models draws .* constructed.* init_fn'):
-        materialize(convnext, CPU)
+        materialize(convnext, DEVICE)
     resnet = built_on_meta(lambda: nn.Sequential(torchvision.models.resnet18()))
     with pytest.raises(ValueError, match='ResNet of torchvision.models draws'):
-        materialize(resnet, CPU)
+        materialize(resnet, DEVICE)
 
     def ones(part):
         for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
             nn.init.ones_(tensor)
 
-    materialize(resnet, CPU, init_fn=ones)
+    materialize(resnet, DEVICE, init_fn=ones)
     assert all((tensor == 1).all() for tensor in resnet.state_dict().values())
     torch_vit = torchvision.models.resnet18()  # has its values
-    materialize(torch_vit, CPU)
+    materialize(torch_vit, DEVICE)
 
 
 class Own(nn.Module):
@@ -171,4 +171,4 @@ class Own(nn.Module):
 
 def test_whole_numbers_without_a_value_are_named():
     with pytest.raises(ValueError, match='1 tensors of Own .* a value: index; pass init_fn'):
-        materialize(built_on_meta(Own), CPU)
+        materialize(built_on_meta(Own), DEVICE)

@@ -43,7 +43,7 @@ def quantize(
     packed = flat.new_empty(packed_numel(flat.numel(), bits), dtype=torch.uint8)
     extremes = flat.new_empty(2, groups)
     if groups:
-        seed = (private_seed() if seed is None else seed) if stochastic else 2**62
+        seed = (private_seed(flat.device) if seed is None else seed) if stochastic else 2**62
         tile = _tile(bits, group_size)
         with torch.cuda.device_of(flat):
             _quantize[triton.cdiv(groups, tile['rows']),](

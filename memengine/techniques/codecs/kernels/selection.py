@@ -19,7 +19,12 @@ _TILE_NUMEL = 2048
 
 
 def largest_of_blocks(
-    flat: Tensor, size: int, kept: int, kept_of_last: int, as_offsets: bool
+    flat: Tensor,
+    size: int,
+    kept: int,
+    kept_of_last: int,
+    as_offsets: bool,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The largest of each block, as ``top_k.masks_of_blocks`` finds them, in rising order.
 
@@ -29,6 +34,7 @@ def largest_of_blocks(
         kept: How many of each.
         kept_of_last: How many of the last one, if it is shorter.
         as_offsets: How places are given.
+        out: ``[k]``, which takes the elements.
 
     Returns:
         The elements, ``[k]``, and uint8: their places in blocks of at most 256, ``[k]``, or 1 where
@@ -38,7 +44,7 @@ def largest_of_blocks(
     """
     full, rest = divmod(flat.numel(), size)
     total = full * kept + (kept_of_last if rest else 0)
-    values = flat.new_empty(total)
+    values = flat.new_empty(total) if out is None else out
     places = flat.new_empty(total if as_offsets else flat.numel(), dtype=torch.uint8)
     width = triton.next_power_of_2(size)
     rows = max(1, _TILE_NUMEL // width)

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memengine.losses import ClipLoss, ConLoss, NTXentLoss, SigLipLoss, SupConLoss
-from memengine.losses.precision import Products, scaled_product
+from memengine.losses.batch_loss import Products, scaled_product
 from memengine.testing import assert_same_step, relative_error
 
 from .cases import CASES, step

@@ -1,24 +1,40 @@
-"""In which type the contrastive losses multiply embeddings; sums are taken in fp32 or wider.
+"""What the contrastive losses share: the type in which they multiply, their tiles, their ranks.
 
-Shapes: M rows against N columns, K summed over.
+Results are summed in fp32 or wider.
+
+Shapes: N contrasts of which the first M are anchors, D features; b rows of this rank. Of a product
+M rows against N columns, K summed over.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from memengine._torch_private.products import (
-    default_fp32_products,
-    fp32_products,
-    half_mm,
-)
+from memengine._torch_private.products import default_fp32_products, fp32_products, half_mm
+from memengine.losses.disco import sum_over_ranks
+from memengine.losses.gather import Gather, by_rank, compare_ranks, needs_grad, rows_per_rank
+from memengine.losses.logsumexp import others_logsumexp
+from memengine.losses.tiles import check_tile_size
 from memengine.suggest import did_you_mean
 
-__all__ = ['Precision', 'Products', 'check_precision', 'scaled_product']
+__all__ = [
+    'BatchLoss',
+    'Precision',
+    'Products',
+    'at_least_fp32',
+    'log_partition',
+    'mean_over_ranks',
+    'own_rows',
+    'ranks_of',
+    'scaled_product',
+]
 
 Precision = Literal['auto', 'bf16', 'fp16', 'tf32', 'fp32']
 HALF = {'bf16': torch.bfloat16, 'fp16': torch.float16}
@@ -174,3 +190,139 @@ class _ScaledProduct(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grads[1] = scaled_product(left.T, slope, unit * scale, products).to(right.dtype)
         return tuple(grads)
+
+
+class BatchLoss(nn.Module):
+    """What the contrastive losses share.
+
+    Args:
+        tile_size: How many rows and columns of the similarities are held at a time. None: all of
+            them, kept for backward, as is fastest for small batches. ``'auto'``: as many as suit
+            the device (:func:`~memengine.losses.tiles.choose_tile_size`).
+        precision: The type in which embeddings are multiplied; results are summed in fp32 or wider.
+            ``'auto'``: half-precision embeddings as they are, all others in fp32 or wider, as torch
+            is set. ``'bf16'`` or ``'fp16'``: rounded to it, as suits embeddings that autocast's
+            normalisation returned in fp32. ``'fp32'``: in fp32 or wider, on GPUs without TF32.
+            ``'tf32'``: fp32 ones in TF32 on GPUs.
+
+    Attributes:
+        process_group: The ranks whose rows are one batch, see
+            :mod:`~memengine.losses.disco`; None for this process.
+    """
+
+    def __init__(self, tile_size: int | str | None = None, precision: Precision = 'auto') -> None:
+        super().__init__()
+        check_tile_size(tile_size)
+        check_precision(precision)
+        self.tile_size = tile_size
+        self.precision = precision
+        self.process_group: dist.ProcessGroup | None = None
+
+    @contextmanager
+    def checked_by_all(self, embeddings: Tensor, *others: Any, **settings: Any) -> Iterator[None]:
+        """Within, a rank checks what it was given; if one raises ValueError, all ranks do.
+
+        Otherwise the others would wait for it in the first exchange.
+
+        Args:
+            embeddings: This rank's.
+            *others: What else the loss is of. Each needs a gradient on all ranks or on none.
+            **settings: What else has to be the same on all ranks.
+
+        Raises:
+            ValueError: On every rank, when a check failed on one, or when ranks differ.
+
+        On the wire are two numbers of each rank.
+        """
+        group = ranks_of(self.process_group)
+        if group is None:
+            yield
+            return
+        problem: ValueError | None = None
+        try:
+            yield
+        except ValueError as error:
+            problem = error
+        learned = [isinstance(x, Tensor) and needs_grad(x) for x in (embeddings, *others)]
+        settings |= {'tiled': self.tile_size is not None, 'precision': self.precision}
+        settings |= {'require gradients': learned}
+        said = ', '.join(f'{name}: {value}' for name, value in settings.items())
+        kind = str(problem) if problem else said
+        refused, differing = compare_ranks(bool(problem), kind, kind, embeddings.device, group)
+        if any(refused) and differing:
+            raise ValueError(f'refused on all ranks: {by_rank(differing, refused)}') from problem
+        if differing:
+            raise ValueError(
+                f'{type(self).__name__}: the ranks must call it alike, got {by_rank(differing)}'
+            )
+        if problem is not None:
+            raise problem
+
+
+def at_least_fp32(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in one common type, which is fp32 or wider.
+
+    Returns:
+        The same tensors when nothing is to be cast; gradients come back in the original types.
+    """
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group, or None where it is one process."""
+    if group is None or dist.get_world_size(group) == 1:
+        return None
+    return group
+
+
+def own_rows(tensor: Tensor, group: dist.ProcessGroup | None) -> slice:
+    """Where this rank's rows stand among those of all."""
+    if group is None:
+        return slice(0, len(tensor))
+    start = sum(rows_per_rank(tensor, group)[: dist.get_rank(group)])
+    return slice(start, start + len(tensor))
+
+
+def mean_over_ranks(losses: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The mean of the rows [b] of all ranks. Scalar."""
+    if group is None:
+        return losses.mean()
+    count = sum_over_ranks(losses.new_full((), float(len(losses))), group)
+    return sum_over_ranks(losses.sum(), group) / count
+
+
+def log_partition(
+    contrasts: Tensor,
+    anchors: int,
+    temperature: float,
+    products: Products,
+    tile_size: int | str | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """``log sum_{n != m} exp(c_m . c_n / temperature)``: each anchor against all but itself.
+
+    Args:
+        contrasts: [N, D], beginning with the anchors.
+        anchors: Their number M.
+        temperature: Positive.
+        products: How the similarities are computed, and their gradients.
+        tile_size: None for the reference, else see
+            :func:`~memengine.losses.logsumexp.others_logsumexp`.
+        group: Ranks whose contrasts are all met.
+
+    Returns:
+        [M]; very negative, but finite and without gradient, for an anchor with no contrast.
+    """
+    if tile_size is not None:
+        return others_logsumexp(contrasts, anchors, 1 / temperature, tile_size, products, group)
+    first = own_rows(contrasts, group).start
+    everything = contrasts if group is None else Gather(contrasts, group)
+    if products.is_plain:
+        logits = (contrasts[:anchors] / temperature) @ everything.T  # [M, N]
+    else:
+        logits = scaled_product(contrasts[:anchors], everything.T, 1 / temperature, products)
+    logits.diagonal(first).fill_(torch.finfo(logits.dtype).min)
+    return logits.logsumexp(dim=1)
