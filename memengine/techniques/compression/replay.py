@@ -2,10 +2,10 @@
 
 A forward notes both, in the order of saving. In later ones the first is let pass at once, and the
 second is let go at once, where it is the result of such an operation still; no operation is looked
-up for either. Only these are replayed: to keep a tensor, or to compute its very bits again, is right
-whatever it is for, while a lossy code has to be known to serve, in each forward anew. What differs
-from the plan drops it. What cannot be seen to differ costs bytes at most, until the next forward
-that follows no plan.
+up for either. Only these are replayed: to keep a tensor, or to compute its very bits again, is
+right whatever it is for, while a lossy code has to be known to serve, in each forward anew. What
+differs from the plan drops it. What cannot be seen to differ costs bytes at most, until the next
+forward that follows no plan.
 """
 
 from __future__ import annotations
