@@ -74,7 +74,7 @@ def measure_step(cfg: Config, as_json: bool = False) -> str:
 def _end_at_once() -> None:
     """End without the rest of Python's ending, in which gloo's threads now and then abort.
 
-    They outlive ``destroy_process_group``: a sharded model's mesh, which torch keeps, holds them.
+    They outlive ``destroy_process_group``, at least those of a sharded model's group.
     """
     sys.stdout.flush()
     sys.stderr.flush()
