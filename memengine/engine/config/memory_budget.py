@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,11 +47,13 @@ class _Planned:
     Attributes:
         key: Of all that it depends on.
         room_bytes: What the step may take.
+        needed_bytes: What it needs of that, with what stays free.
         options: What is set.
     """
 
     key: str
     room_bytes: int
+    needed_bytes: int
     options: dict[str, Any]
 
 
@@ -179,7 +181,7 @@ def _planned_or_measured(cfg: Config, asked: Config, setting: str) -> _Planned:
     except ConfigError:
         if setting != 'keep_graph' or any(cfg.get(key) is not None for key in _KEYS):
             raise
-        return _Planned(_key(cfg), 0, {})
+        return _Planned(_key(cfg), 0, 0, {})
 
 
 def _planned(cfg: Config, asked: Config, setting: str) -> _Planned:
@@ -191,13 +193,13 @@ def _planned(cfg: Config, asked: Config, setting: str) -> _Planned:
         setting: The size that is ``'auto'``, if one is.
     """
     path, key = _file(cfg), _key(cfg)
-    if path.is_file():
-        known = json.loads(path.read_text())
-        if known['key'] == key:
-            return _Planned(**known)
     budget, fit = cfg.get('memory_budget'), cfg.get('memory')
     chunk_size = cfg.optim_wrapper.chunk_size if setting == 'keep_graph' else None
     room = parse_bytes(budget) if budget else room_bytes(torch.device(get_device()))
+    if path.is_file():
+        known = json.loads(path.read_text())
+        if known['key'] == key and (fit is not None or known['needed_bytes'] <= room):
+            return _Planned(**known)
     with _quiet():
         try:
             planner = Planner(asked, chunk_size=chunk_size)
@@ -217,7 +219,7 @@ def _planned(cfg: Config, asked: Config, setting: str) -> _Planned:
         )
     of_slices = [knob.name for knob in planner.knobs if setting and knob.name in _ONE_SLICE]
     plan = {name: _ONE_SLICE[name] for name in of_slices} | dict(found.chosen.plan)
-    return _Planned(key, room, planner.options(plan))
+    return _Planned(key, room, budget_for(found.chosen.cost.peak_bytes), planner.options(plan))
 
 
 def _leave_to_slices(planner: Planner, setting: str, only: bool) -> None:
@@ -236,7 +238,9 @@ def _file(cfg: Config) -> Path:
 def _key(cfg: Mapping[str, Any]) -> str:
     """Of all that a plan depends on: config, versions, the device, how large it is, ranks."""
     stated = {name: value for name, value in cfg.items() if name not in _KEYS_WITHOUT_EFFECT}
-    depends = [stated, torch.__version__, memengine.__version__, get_device(), get_world_size()]
+    remembered = [field.name for field in fields(_Planned)]  # other versions had other ones
+    versions = [torch.__version__, memengine.__version__, remembered]
+    depends = [stated, *versions, get_device(), get_world_size()]
     if get_device() == 'cuda':
         depends.append(torch.cuda.get_device_properties(0).total_memory)
     return hashlib.sha256(json.dumps(depends, sort_keys=True, default=str).encode()).hexdigest()

@@ -69,6 +69,13 @@ def test_the_size_follows_the_memory_and_is_remembered(tmp_path, room, monkeypat
         planned(tmp_path, **{'train_dataloader.batch_size': 16})
 
 
+def test_what_is_remembered_is_planned_anew_where_it_no_longer_fits(tmp_path, room):
+    room(18)
+    assert planned(tmp_path) == 16
+    room(10)
+    assert planned(tmp_path, resume=True) == 8
+
+
 @pytest.mark.parametrize(
     ('name', 'options', 'why'),
     [
