@@ -18,6 +18,7 @@ PEERS = dict(
     **{f'lightning_gradient_cache {ranks}': 'lightning' for ranks in ('ddp', 'fsdp2')},
     lightning_module='lightning',
     mmengine_runner='mmengine',
+    mmpretrain_config='mmpretrain',
     open_clip_loop='open_clip',
     sentence_transformers_trainer='sentence_transformers',
     stable_pretraining_module='stable_pretraining',
