@@ -530,6 +530,15 @@ def program(*args, **env):
     )
 
 
+def test_who_stops_reading_ends_it_quietly():
+    command = [sys.executable, '-m', 'memengine', 'techniques']
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    process.stdout.close()
+    with process:
+        assert process.stderr.read() == b''
+    assert process.returncode == 141
+
+
 def test_help_imports_neither_torch_nor_mmengine():
     code = f"""
 import sys
