@@ -31,6 +31,7 @@ from memengine.engine.data_order import reproducible
 from memengine.engine.distributed.launchers import DEFAULT_TIMEOUT_S
 from memengine.engine.distributed.processes import cpu_group, init_process_group, together
 from memengine.engine.faults.ranks import RankWatch, ranks_named
+from memengine.engine.faults.stopping import TrainingStopped
 from memengine.engine.faults.work_dir_lock import work_dir_lock
 from memengine.engine.faults.workers import (
     BATCH_TIMEOUT_S,
@@ -237,11 +238,18 @@ class Runner(_Runner):
         self._maybe_compile('train_step')
         try:
             with self._faults_named():
-                model = self.train_loop.run()
+                model = self._run_train_loop()
             self.wait_for_checkpoint()
             return model
         finally:
             self.call_hook('after_run')
+
+    def _run_train_loop(self) -> nn.Module:
+        try:
+            return self.train_loop.run()
+        except TrainingStopped:
+            self.call_hook('after_train')
+            return self.model
 
     def val(self) -> dict[str, float]:
         """Validate, as MMEngine does."""
