@@ -51,7 +51,7 @@ TECHNIQUES = {
 }
 
 
-# Operations of a step of the ViT, by torch's own instead of kernels of ours, which do not run there.
+# Operations of a step of the ViT: torch's own, as kernels of ours do not run there.
 MOST_OPERATIONS = {
     'plain': 239,
     'checkpointed': 335,
