@@ -75,7 +75,9 @@ MEANS_THE_CPU = {
     'takes long, and asks nothing of a device that others do not': [
         'checkpointing/test_checkpoint_activations.py::'
         'test_a_budget_is_kept_and_costs_less_than_its_share',
+        'conv_bn/test_conv_bn_eval_models.py::test_mmengine_beside',
         'conv_bn/test_conv_bn_eval_models.py::test_pairs_and_bytes',
+        'conv_bn/test_gradient.py::test_first_and_second_derivatives_by_finite_differences',
         'optimizer/test_adamw_bf16.py::test_it_learns_the_digits_as_adamw_does',
     ],
     'code that Inductor makes is for the CPU here': [
