@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -16,12 +17,37 @@ from memengine.memory.ledger import tensors_in
 from memengine.memory.live_memory import SAVED, TRANSIENT, Allocation, LiveMemory
 from memengine.memory.training_step import TrainingStep
 
-__all__ = ['UnpredictableError', 'Prediction', 'on_fake_tensors', 'predict']
+__all__ = [
+    'UnpredictableError',
+    'Phase',
+    'Prediction',
+    'carried_out',
+    'on_fake_tensors',
+    'peaks_by_phase',
+    'predict',
+    'prediction_of',
+]
 
 PARAMETERS, GRADIENTS, OPTIMIZER = 'parameters', 'gradients', 'optimiser state'
 BUFFERS, TEACHER, BATCH, ALLOCATOR = 'buffers', 'teacher', 'batch', 'allocator'
 BUCKETS = 'buckets'
 _NEGLIGIBLE_BYTES = 64 * 2**10  # bytes: a loss to log, a centre
+
+
+class Phase(NamedTuple):
+    """What a step is about at a time.
+
+    Attributes:
+        passed: Which pass through the model has begun: none, the first, the last, or another.
+        part: The part of the model that began a forward pass last.
+        module: Whose operators are carried out.
+        in_backward: Whether they are of its backward.
+    """
+
+    passed: str
+    part: str
+    module: str
+    in_backward: bool
 
 
 class UnpredictableError(ValueError):
@@ -207,6 +233,27 @@ def _by_part(begun: list[tuple[int, str]], live: list[int]) -> dict[str, tuple[i
         most = max(peak + library_bytes(peak), parts.get(name, (0, 0))[1])
         parts[name] = live[index - 1], most
     return parts
+
+
+def peaks_by_phase(memory: LiveMemory) -> dict[Phase, int]:
+    """The most in each phase of what was carried out."""
+    live = taken_bytes(memory)
+    passes = sum(not name for _, name in memory.begun)
+    begun, passed, part = iter([*memory.begun, (len(live), '')]), 0, ''
+    following = next(begun)
+    phases: dict[Phase, int] = {}
+    for index in range(memory.begin, len(live)):
+        while following[0] <= index:
+            part = following[1]
+            passed += not part
+            following = next(begun)
+        nbytes, allocation = memory.events[index]
+        if nbytes >= 0:
+            which = {0: 'none', 1: 'first', passes: 'last'}.get(passed, 'another')
+            origin = allocation.origin
+            phase = Phase(which, part, origin.module, origin.in_backward)
+            phases[phase] = max(phases.get(phase, 0), live[index] + library_bytes(live[index]))
+    return phases
 
 
 def _taken(nbytes: int) -> int:

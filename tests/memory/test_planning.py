@@ -1,5 +1,7 @@
 """The search for a plan, on costs that follow from a formula."""
 
+from dataclasses import replace
+
 import pytest
 
 from memengine.memory.planning import (
@@ -90,13 +92,13 @@ def test_nothing_fits():
 
 
 @pytest.mark.parametrize('second_forward', [False, True])
-def test_more_budget_is_never_slower(second_forward):
+def test_more_budget_is_never_slower_and_is_used(second_forward):
     knobs = (SLICES, KEPT, DEPTH) if second_forward else (SLICES, DEPTH)
     chosen = [
         find(limit, *knobs, second_forward=second_forward).chosen for limit in range(60, 1700, 20)
     ]
-    times = [one.seconds for one in chosen]
-    assert times == sorted(times, reverse=True)
+    times, peaks = ([one.seconds for one in chosen], [one.cost.peak_bytes for one in chosen])
+    assert times == sorted(times, reverse=True) and peaks == sorted(peaks)
 
 
 def test_the_front_falls_in_bytes_and_rises_in_time():
@@ -166,3 +168,24 @@ def test_the_dial():
     for wrong in ('fast', -0.1, 1.1, True, [0.5], 'nan'):
         with pytest.raises(ValueError, match='least, balanced, fastest'):
             parse_fit(wrong)
+
+
+def test_what_lasts_is_not_made_smaller_by_less_of_what_does_not():
+    slices = replace(SLICES, of_activations=True)
+    depth = replace(DEPTH, of_activations=True)
+    shards = Knob('sharding', ('all',))
+
+    class Sharded(Step):
+        def __call__(self, plan):
+            lasting = 1000 if 'sharding' in plan else 4000
+            cost = super().__call__(plan)
+            lasts = {'parameters': lasting // 4, 'optimiser state': lasting // 2}
+            return replace(cost, peak_bytes=cost.peak_bytes + lasting, by_category=lasts)
+
+    step = Sharded(second_forward=False)
+    found = search((slices, depth, shards), step, 1800, RATES)
+    assert set(found.chosen.plan) == {'slices', 'sharding'}
+    assert all('sharding' in plan for plan in step.asked if len(plan) > 1)
+    nothing = search((slices, depth, shards), Sharded(second_forward=False), 900, RATES)
+    assert nothing.chosen is None and len(nothing.leanest.plan) == 3
+    assert search((slices, depth), Sharded(second_forward=False), 900, RATES).leanest.plan

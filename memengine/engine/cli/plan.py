@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -150,7 +150,8 @@ def _draw(planner: Planner, found: Found, path: str) -> None:
 def _figures(found: Found) -> dict[str, Any]:
     assert found.chosen is not None
     tried = [
-        asdict(one.cost) | {'plan': dict(one.plan), 'seconds': one.seconds} for one in found.tried
+        asdict(replace(one.cost, phases={})) | {'plan': dict(one.plan), 'seconds': one.seconds}
+        for one in found.tried
     ]
     return {'chosen': found.tried.index(found.chosen), 'tried': tried}
 

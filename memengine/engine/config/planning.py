@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from memengine.engine.config.training_step import FewSamples, step_of
 from memengine.engine.config.types import arguments_of, find_type
 from memengine.engine.step import SlicedModel
 from memengine.engine.wrappers.disco import losses_with_a_group
-from memengine.memory import TrainingStep, UnpredictableError, predict
+from memengine.memory import TrainingStep, UnpredictableError
 from memengine.memory.planning import (
     Cost,
     Found,
@@ -34,8 +34,15 @@ from memengine.memory.planning import (
     rates_of,
     search,
 )
-from memengine.memory.prediction import on_fake_tensors
+from memengine.memory.prediction import (
+    Phase,
+    carried_out,
+    on_fake_tensors,
+    peaks_by_phase,
+    prediction_of,
+)
 from memengine.techniques.modules.blocks import find_blocks
+from memengine.techniques.modules.depth import FEWEST, lists_of_blocks, place_of
 from memengine.techniques.modules.running_statistics import layers_with_batch_statistics
 
 __all__ = ['Planner', 'budget_for', 'usable_bytes']
@@ -44,6 +51,9 @@ _KEPT_FREE = {'cpu': (0.02, 2**21), 'cuda': (0.1, 0)}
 
 CHECKPOINTING = 'activation_checkpointing'
 
+_BUDGET = f'{CHECKPOINTING}.budget'
+_KEPT_GRAPHS = 'optim_wrapper.keep_graph'
+_DEEP = 8  # blocks in a list: what more of them cost follows from three and four
 _MOST_TRACED = 4  # slices; what more of them cost follows from two and four
 _SLICES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 _MOST_WHOLE = 16  # slices of a step that is predicted whole to see that what followed is right
@@ -53,12 +63,21 @@ _SIZE = {'Accumulation': 'micro_batch_size', 'GradCache': 'chunk_size'}
 _OPTION_OF_KNOB = dict(
     tiled_loss='model.loss.tile_size',
     optimizer_in_backward='optim_wrapper.type',
-    activation_checkpointing='activation_checkpointing.budget',
+    activation_checkpointing=_BUDGET,
     adamw_bf16='optim_wrapper.optimizer.type',
     mixed_precision='optim_wrapper.precision',
 )
 _LOCAL_LOSSES = 'MMDistributedDataParallel'  # where samples meet, those of one rank only
 _PLAIN_WRAPPERS = ('OptimWrapper', 'AmpOptimWrapper')
+
+
+def _sum_of(
+    parts: Sequence[tuple[float, Cost | None]],
+    how: Callable[[Sequence[tuple[float, Cost]]], Cost] = Cost.sum,
+) -> Cost | None:
+    """Of several costs; None if one of them is refused."""
+    known = [(weight, cost) for weight, cost in parts if cost is not None]
+    return how(known) if len(known) == len(parts) else None
 
 
 def usable_bytes(budget_bytes: int) -> int:
@@ -114,6 +133,10 @@ class Planner:
         with on_fake_tensors():
             step = step_of(cfg, self._batch(cfg))()
             whole = self._cut_batch(step)
+            lists = lists_of_blocks(step.model)
+        self._lists = {name: count for name, count in lists.items() if count >= _DEEP}
+        if self._lists and not self._can_be_short():
+            self._lists = {}
         self.knobs = [*self._slices(step.model, whole), *self._checkpointing(step.model)]
         self.knobs += [*self._tiles(), *self._of_optim_wrapper(allow), *self._sharding(step.model)]
 
@@ -138,10 +161,19 @@ class Planner:
 
     def _whole(self, plan: Plan) -> Cost:
         """What followed from shorter steps is predicted whole before it is promised."""
-        is_short = plan.get('slices', 0) <= _MOST_WHOLE
-        cost = self._predicted(self.options(plan)) if is_short else self.cost(plan)
-        assert cost is not None, 'a plan that is refused is none'
-        return cost
+        options, slices = self.options(plan), plan.get('slices', 0)
+        key = self._key(options)
+        if not slices or (slices <= _MOST_WHOLE and not self._lists):
+            whole = self._predicted(options)
+        else:
+            whole = self.cost(plan)
+        if slices and self._lists and key not in self._known:  # two slices are predicted whole
+            size, kept = self._size(slices), min(options.get(_KEPT_GRAPHS, 0), 1)
+            two = self._predicted(self._in_slices(options, size, 2, kept))
+            whole = _sum_of([(1, two), (1, whole), (-1, self._short(options, size, 2, kept))])
+            self._known[key] = whole
+        assert whole is not None, 'a plan that is refused is none'
+        return whole
 
     def at(self, batch_size: int) -> Planner:
         """A planner of the same config for another batch, which knows what this one knows."""
@@ -183,7 +215,7 @@ class Planner:
             }
             least = int(self._wrapper == 'GradCache' and len(self._towers) == 1)  # takes no room
             if kept := max(round(plan.get('kept', 0) * self._coupled[size]), least):
-                options['optim_wrapper.keep_graph'] = kept
+                options[_KEPT_GRAPHS] = kept
         for name, level in plan.items():
             if name in _OPTION_OF_KNOB:
                 options[_OPTION_OF_KNOB[name]] = level
@@ -199,26 +231,26 @@ class Planner:
             return None  # each is an OptimWrapper
         options, slices = self.options(plan), plan.get('slices', 0)
         is_even = len(self._towers) == 1 or not plan.get('kept')  # towers' slices differ
-        if self._key(options) in self._known or slices <= _MOST_TRACED or not is_even:
+        if self._key(options) in self._known:
             return self._predicted(options)
-        size, kept = self._size(slices), options.pop('optim_wrapper.keep_graph', 0)
+        if not is_even and self._lists and slices > _MOST_WHOLE and not self._chunk_size:
+            return None  # it would take minutes, for the few graphs that so many slices can keep
+        if not slices or not is_even or (slices <= _MOST_TRACED and not self._lists):
+            return self._between_budgets(options, self._followed)
+        kept, size = options.get(_KEPT_GRAPHS, 0), self._size(slices)
 
-        least = min(kept, 1)
-
-        def short(number: int, kept: int = least) -> Cost | None:
-            batch = math.ceil(number * size * self._samples / self._rows)
-            said = {'optim_wrapper.keep_graph': kept} if kept else {}
-            return self._predicted({**options, **said, 'train_dataloader.batch_size': batch})
+        def short(number: int, kept: int = min(kept, 1)) -> Cost | None:
+            return self._short(options, size, number, kept)
 
         pairs = slices / 2 - 1
-        parts = [(1 - pairs, short(2)), (pairs, short(4))]
+        none_kept = _sum_of([(1 - pairs, short(2)), (pairs, short(4))])
+        cost = none_kept
         if kept > 1:
-            parts += [(-1, short(4)), (3 - kept, short(4, 2)), (kept - 2, short(4, 3))]
-        known = [(weight, cost) for weight, cost in parts if cost is not None]
+            more = [(-1, short(4)), (3 - kept, short(4, 2)), (kept - 2, short(4, 3))]
+            cost = _sum_of([(1, none_kept), *more])
         loss = self._loss_of_all(options)
-        if len(known) < len(parts) or loss is None:
+        if none_kept is None or cost is None or loss is None:
             return None
-        none_kept, cost = Cost.sum(known[:2]), Cost.sum(known)
         peak = max(
             cost.elsewhere_bytes,
             cost.in_loss_bytes,
@@ -231,24 +263,77 @@ class Planner:
         """A step in whose loss all samples meet, in few slices: the loss takes what it takes."""
         if self._wrapper != 'GradCache':
             return Cost(0, 0, 0, 0)
-        few = {name: value for name, value in options.items() if not name.startswith(CHECKPOINTING)}
-        return self._predicted({**few, 'optim_wrapper.chunk_size': math.ceil(self._rows / 2)})
+        few = {name: options[name] for name in options if name not in (_BUDGET, _KEPT_GRAPHS)}
+        return self._followed({**few, 'optim_wrapper.chunk_size': math.ceil(self._rows / 2)})
 
-    def _predicted(self, options: Mapping[str, Any]) -> Cost | None:
-        key = self._key(options)
+    def _in_slices(
+        self, options: Mapping[str, Any], size: int, number: int, kept: int
+    ) -> dict[str, Any]:
+        """Options of a batch of so many slices, of which the graphs of some are kept."""
+        batch = math.ceil(number * size * self._samples / self._rows)
+        said = {f'optim_wrapper.{_SIZE[self._wrapper]}': size, 'train_dataloader.batch_size': batch}
+        others = {name: options[name] for name in options if name != _KEPT_GRAPHS}
+        return {**others, **said, **({_KEPT_GRAPHS: kept} if kept else {})}
+
+    def _short(self, options: Mapping[str, Any], size: int, number: int, kept: int) -> Cost | None:
+        """A step of so many slices; of a deep model it follows from larger slices."""
+        large, small = self._size(2), self._size(4)
+
+        def with_size(options: Mapping[str, Any]) -> Cost | None:
+            if not self._lists or large == small:
+                return self._followed(self._in_slices(options, size, number, kept))
+            share = (size - small) / (large - small)
+            parts = [
+                (weight, self._followed(self._in_slices(options, other, number, kept)))
+                for weight, other in ((share, large), (1 - share, small))
+            ]
+            return _sum_of(parts, Cost.by_phase)
+
+        return self._between_budgets(options, with_size)
+
+    def _between_budgets(
+        self, options: Mapping[str, Any], cost_of: Callable[[Mapping[str, Any]], Cost | None]
+    ) -> Cost | None:
+        """A budget of a deep model is between nothing kept and all; other options are asked."""
+        budget = options.get(_BUDGET)
+        if not self._lists or not budget:
+            return cost_of(options)
+        all_kept = {name: options[name] for name in options if name != _BUDGET}
+        return _sum_of(
+            [(1 - budget, cost_of({**options, _BUDGET: 0.0})), (budget, cost_of(all_kept))]
+        )
+
+    def _followed(self, options: Mapping[str, Any]) -> Cost | None:
+        """What a step costs; of a deep model from what models of three and four blocks do."""
+        depths = sorted({*self._lists.values()})
+        if not depths:
+            return self._predicted(options)
+        few = dict.fromkeys(depths, FEWEST)
+        more = [(depth - FEWEST, {**few, depth: FEWEST + 1}) for depth in depths]
+        several = [(1 - sum(weight for weight, _ in more), few), *more]
+        parts = [(weight, self._predicted(options, blocks)) for weight, blocks in several]
+        return _sum_of(parts, Cost.by_phase)
+
+    def _predicted(
+        self, options: Mapping[str, Any], blocks: Mapping[int, int] | None = None
+    ) -> Cost | None:
+        short = {f'of {count} blocks': left for count, left in (blocks or {}).items()}
+        key = self._key({**options, **short})
         if key not in self._known:
-            self._known[key] = self._predict(options)
+            self._known[key] = self._predict(options, blocks)
         return self._known[key]
 
     def _key(self, options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
         return tuple(sorted({'train_dataloader.batch_size': self._samples, **options}.items()))
 
-    def _predict(self, options: Mapping[str, Any]) -> Cost | None:
+    def _predict(self, options: Mapping[str, Any], blocks: Mapping[int, int] | None) -> Cost | None:
         cfg = copy.deepcopy(self.cfg)
         merge_options(cfg, options)
         try:
             check_config(cfg)
-            return Cost.of(predict(lambda: step_of(cfg, self._batch(cfg))()))
+            memory = carried_out(lambda: step_of(cfg, self._batch(cfg), blocks)())
+            phases = self._at_places(peaks_by_phase(memory), blocks) if blocks else {}
+            return Cost.of(prediction_of(memory), phases)
         except UnpredictableError:
             raise
         except ValueError as error:
@@ -256,6 +341,26 @@ class Planner:
                 raise
             self.left_out[', '.join(options)] = str(error)
             return None
+
+    def _at_places(
+        self, phases: Mapping[Phase, int], blocks: Mapping[int, int]
+    ) -> dict[Phase, int]:
+        """Phases by names that are the same at every depth."""
+        lists = {name: blocks[count] for name, count in self._lists.items()}
+        placed: dict[Phase, int] = {}
+        for phase, nbytes in phases.items():
+            part, module = (place_of(name, lists) for name in (phase.part, phase.module))
+            where = phase._replace(part=part, module=module)
+            placed[where] = max(placed.get(where, 0), nbytes)
+        return placed
+
+    def _can_be_short(self) -> bool:
+        """Whether the model goes without some of its blocks, as its forward may name each."""
+        try:
+            self._followed({})
+        except (UnpredictableError, AttributeError, LookupError, AssertionError):
+            return False
+        return True
 
     # ------------------------------------------------------------------ what is open
 
@@ -306,7 +411,7 @@ class Planner:
             pieces = model.slices(inputs, samples, size)
             self._coupled[size] = sum(piece.coupled for piece in pieces)
         if levels:
-            yield Knob('slices', levels)
+            yield Knob('slices', levels, of_activations=True)
         if levels and model.coupled:
             yield Knob('kept', _KEPT, of='slices')
 
@@ -316,7 +421,7 @@ class Planner:
         elif not find_blocks(model):
             self.left_out[CHECKPOINTING] = 'the model has no repeated blocks'
         else:
-            yield Knob(CHECKPOINTING, _BUDGETS)
+            yield Knob(CHECKPOINTING, _BUDGETS, of_activations=True)
 
     def _tiles(self) -> Iterator[Knob]:
         loss = self.cfg.model.get('loss')
@@ -324,7 +429,7 @@ class Planner:
         if isinstance(kind, str):
             kind = find_type('MODELS', kind, self.cfg.get('default_scope', 'memengine'))
         if kind and 'tile_size' in arguments_of(kind).names and not loss.get('tile_size'):
-            yield Knob('tiled_loss', ('auto',))
+            yield Knob('tiled_loss', ('auto',), of_activations=True)
 
     def _sharding(self, model: nn.Module) -> Iterator[Knob]:
         if get_world_size() == 1:

@@ -28,6 +28,7 @@ from memengine.engine.step import run_step
 from memengine.engine.wrappers.disco import DisCoDistributedDataParallel
 from memengine.memory import TrainingStep
 from memengine.registry import HOOKS, MODELS
+from memengine.techniques.modules.depth import shorten
 
 __all__ = ['FewSamples', 'first_batch', 'loader_of', 'step_of']
 
@@ -74,7 +75,9 @@ class FewSamples:
         return self._collate(list(islice(cycle(self._samples), cfg.train_dataloader.batch_size)))
 
 
-def step_of(cfg: Config, batch: Any) -> Callable[[], TrainingStep]:
+def step_of(
+    cfg: Config, batch: Any, blocks: Mapping[int, int] | None = None
+) -> Callable[[], TrainingStep]:
     """What builds model, techniques and optimiser of a config, and gives their training step.
 
     It is the step of one process, or within a process group that of a rank, under DDP or sharded as
@@ -83,6 +86,8 @@ def step_of(cfg: Config, batch: Any) -> Callable[[], TrainingStep]:
     Args:
         cfg: A checked config of training.
         batch: Of its data loader; the step has a copy of its own.
+        blocks: As :func:`memengine.techniques.modules.depth.shorten` takes it, for a model of fewer
+            blocks than the config's.
 
     Returns:
         A function that builds anew each time it is called.
@@ -90,16 +95,17 @@ def step_of(cfg: Config, batch: Any) -> Callable[[], TrainingStep]:
     Raises:
         ValueError: By what is returned, when settings do not go together or nothing comes of them.
     """
-    return functools.partial(_build, cfg, batch)
+    return functools.partial(_build, cfg, batch, blocks or {})
 
 
 def _scope(cfg: Mapping[str, Any]) -> Any:
     return DefaultScope.overwrite_default_scope(cfg.get('default_scope', 'memengine'))
 
 
-def _build(cfg: Config, batch: Any) -> TrainingStep:
+def _build(cfg: Config, batch: Any, blocks: Mapping[int, int]) -> TrainingStep:
     with _scope(cfg):
         model = MODELS.build(cfg.model)
+        shorten(model, blocks)
         logger = MMLogger.get_current_instance()
         wrapped, buckets = _wrapped(cfg, model, logger)
         custom = [

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from memengine.memory.prediction import Prediction
+from memengine.memory.prediction import (
+    BUCKETS,
+    BUFFERS,
+    OPTIMIZER,
+    PARAMETERS,
+    TEACHER,
+    Phase,
+    Prediction,
+)
 
 __all__ = ['FITS', 'Cost', 'Rates', 'parse_bytes', 'parse_fit', 'rates_of']
 
@@ -70,10 +78,11 @@ class Cost:
     before_loss_bytes: int = 0
     in_loss_bytes: int = 0
     elsewhere_bytes: int = 0
+    phases: Mapping[Phase, int] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, predicted: Prediction) -> Cost:
-        """What was predicted of a step."""
+    def of(cls, predicted: Prediction, phases: Mapping[Phase, int] | None = None) -> Cost:
+        """What was predicted of a step, and of each of its phases."""
         before, in_loss = predicted.by_part.get('loss', (0, 0))
         return cls(
             predicted.peak_bytes,
@@ -86,6 +95,7 @@ class Cost:
             elsewhere_bytes=max(
                 (peak for name, (_, peak) in predicted.by_part.items() if name != 'loss'), default=0
             ),
+            phases=phases or {},
         )
 
     @classmethod
@@ -109,6 +119,26 @@ class Cost:
             in_loss_bytes=total(cost.in_loss_bytes for cost in costs),
             elsewhere_bytes=total(cost.elsewhere_bytes for cost in costs),
         )
+
+    @classmethod
+    def by_phase(cls, parts: Sequence[tuple[float, Cost]]) -> Cost:
+        """Several costs, each so many times: each phase by itself, of which the most is the peak.
+
+        So what is linear in a step's depth or size stays so where another phase becomes the peak.
+        """
+        weights, costs = zip(*parts, strict=True)
+        shared = [phase for phase in costs[0].phases if all(phase in c.phases for c in costs)]
+        phases = {
+            phase: round(sum(w * c.phases[phase] for w, c in zip(weights, costs, strict=True)))
+            for phase in shared
+        }
+        return replace(cls.sum(parts), peak_bytes=max(phases.values()), phases=phases)
+
+    @property
+    def at_update_bytes(self) -> int:
+        """What is there when the optimiser updates, with a gradient of each parameter."""
+        there = (PARAMETERS, PARAMETERS, OPTIMIZER, BUFFERS, TEACHER, BUCKETS)
+        return sum(self.by_category.get(name, 0) for name in there)
 
     def seconds(self, rates: Rates) -> float:
         """The time that the counted work takes at these rates, one thing after another."""

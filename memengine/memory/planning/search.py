@@ -31,11 +31,14 @@ class Knob:
         name: Its name in plans.
         levels: From the fastest to the leanest.
         of: The knob of which this one is a part, so that it is on if and only if that one is.
+        of_activations: Whether it leaves what is there at every update as it is: parameters, their
+            gradients, the optimiser's state.
     """
 
     name: str
     levels: Sequence[Any]
     of: str = ''
+    of_activations: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,12 @@ class _Search:
         if plain is None:
             raise ValueError('the step as it is can be neither predicted nor measured')
         best = plain if self.fits(plain) else None
+        is_too_much = plain.cost.at_update_bytes > self.limit_bytes
+        hopeless: list[tuple[Knob, ...]] = []
         for some in () if best else self.combinations():
+            if is_too_much and all(knob.of_activations for knob in some):
+                hopeless.append(some)
+                continue
             if best and len(some) > self.count(best) + 1:
                 break
             if any(map(self.is_refused, some)):
@@ -158,6 +166,8 @@ class _Search:
             for found in self.relaxed_in_turn(some):
                 if best is None or found.seconds < best.seconds:
                     best = found
+        for some in () if best else hopeless:  # of which one may be the leanest there is
+            self.relaxed(some, 0)
         tried = sorted(filter(None, self.known.values()), key=lambda one: one.seconds)
         return Found(self.limit_bytes, best, tuple(tried))
 

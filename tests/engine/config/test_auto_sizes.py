@@ -21,7 +21,7 @@ AUTO = {
 CACHE = {'optim_wrapper.type': 'GradCacheOptimWrapper', 'optim_wrapper.chunk_size': 'auto'}
 
 
-def predicted(planner, options):
+def predicted(planner, options, blocks):
     """In place of a prediction: a mebibyte for each image of a slice, on two that stay."""
     batch = options.get('train_dataloader.batch_size', 32)
     size = options.get('optim_wrapper.micro_batch_size', batch)
@@ -91,7 +91,7 @@ def test_what_is_refused(tmp_path, room, name, options, why):
 
 
 def test_kept_graphs_follow_from_the_memory(tmp_path, room, monkeypatch):
-    def by_graphs(planner, options):
+    def by_graphs(planner, options, blocks):
         kept = options.get('optim_wrapper.keep_graph', 64)  # the plain step's is all
         return Cost((2 + kept) * MIB, int(1e9 / (1 + kept)), 0, 100)
 

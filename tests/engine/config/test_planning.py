@@ -80,6 +80,21 @@ def test_many_slices_follow_from_few(config, batch_size, slices):
     assert followed.flops == pytest.approx(predicted.flops, rel=0.05)
 
 
+@pytest.mark.slow
+def test_many_blocks_follow_from_few():
+    some = planner(CLASSIFIER, 64, **{'model.backbone.depth': 8})
+    leanest = {'slices': 16, 'activation_checkpointing': 0.0}
+    between = [some.cost({**leanest, 'activation_checkpointing': b}) for b in (0.0, 0.4, 0.9)]
+    peaks = [one.peak_bytes for one in between]
+    assert peaks == sorted(peaks) and peaks[0] < peaks[2]
+    assert some.cost({}) == some._whole({})
+    for plan in (leanest, {**leanest, 'slices': 2}):
+        followed, whole = some.cost(plan), some._whole(plan)
+        assert some.cost(plan) == whole  # what is printed has all blocks
+        assert followed.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)
+        assert (followed.operators, followed.flops) == (whole.operators, whole.flops)
+
+
 @NEEDS_SHARDING
 def test_ranks_have_buckets_or_shards():
     with pretended_ranks(4):
