@@ -25,6 +25,10 @@ MSN = (
     'pretrained=False,config=dict(num_channels=1,image_size=16,patch_size=4,hidden_size=64,'
     'num_hidden_layers=4,num_attention_heads=2,intermediate_size=256))'
 )
+CAIT = (
+    "model.backbone=dict(_delete_=True,type='TimmBackbone',model_name='cait_xxs24_224',img_size=16,"
+    'patch_size=4,in_chans=1,embed_dim=96,depth=3,num_heads=4)'
+)
 DETECTOR = [
     'model.backbone=resnet18',
     'model.min_size=64',
@@ -46,6 +50,16 @@ ROWS = {
         ],
     ),
     'of transformers': ('configs/classify_vit.py', 0.7, [MSN]),
+    'of timm': ('configs/classify_vit.py', 0.8, [CAIT]),
+    'DINO': ('configs/dino_vit.py', 0.9, []),
+    # Without blocks to checkpoint, which keeps planning short.
+    'SimCLR': ('configs/simclr_vit.py', 0.8, ['model.backbone.depth=1']),
+    # Slices of two towers are settled, as it takes minutes to find how many graphs to keep.
+    'CLIP': (
+        'configs/clip_vit.py',
+        0.9,
+        ['optim_wrapper.type=GradCacheOptimWrapper', 'optim_wrapper.chunk_size=64'],
+    ),
 }
 DEVICES = [
     pytest.param(
