@@ -355,10 +355,13 @@ class _ForwardHooks(saved_tensors_hooks):
     def _computes_again(self, saved: SavedTensor, result: Tensor, number: int, need: Need) -> bool:
         """Let go of a result at once, where it can be computed again as in an earlier forward.
 
-        That is right whatever it is for, so its own operation need not be known.
+        That is right whatever it is for, so its own operation need not be known; but for memory
+        that is in a lossy code by now, which it would be given.
         """
         node = result.grad_fn
         if node is None or node_number(node) >= number:  # the operation that is saving
+            return False
+        if not saved.memory.is_exact:
             return False
         producer = behind_views(node)
         recomputation = recomputation_by(producer, result, saved.number, self._find_own_source)
@@ -409,7 +412,8 @@ class _ForwardHooks(saved_tensors_hooks):
             if not has_copy and not kept[0].may_be_coded(need, node, field):
                 continue  # to unpack it would tell nothing
             saved = _held_in_field(node, field)
-            if isinstance(saved, SavedTensor):
+            # What its plan has let go of is decided, though other fields of its node are not.
+            if isinstance(saved, SavedTensor) and not saved.is_examined:
                 content, count = saved.content, saved.number
                 find = partial(recomputation_of, node, field, content, count, self._find_source)
                 saved.choose_codec(need, node, find)

@@ -237,6 +237,11 @@ class SavedStorage:
         """Whether the tensor is a view of it; an address is used again when it is free."""
         return self._storage() is not None and self._version == version_of(tensor)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing that is saved of it is in a lossy code."""
+        return all(one.is_exact for one in still_alive(self._coded))
+
     def add_view(self, saved: SavedTensor) -> None:
         """Note what is saved of it."""
         self._undecided.append(weakref.ref(saved))

@@ -9,7 +9,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from memengine.memory import saved_bytes
-from memengine.techniques import quantize_activations, recompute_activations
+from memengine.techniques import (
+    offload_activations,
+    quantize_activations,
+    recompute_activations,
+)
 from memengine.techniques.compression import hooks
 from memengine.techniques.compression.replay import ForwardPlans
 from memengine.techniques.modules.wrapped_forward import wrapper_of
@@ -118,6 +122,67 @@ def test_steps_that_follow_a_plan_are_the_plain_ones(monkeypatch):
         numbers.append(len(looked_at))
         assert all(map(torch.equal, *grads))
     assert max(numbers[i] for i in (2, 4, 5, 6)) < min(numbers[i] for i in (0, 1, 3, 7)) / 2
+
+
+class Factors(nn.Module):
+    """A product of two results; the shape of the second may change, after the first is let go."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = 8
+
+    def forward(self, x):
+        return F.gelu(x.sin()) * x[: self.rows].cos()
+
+
+def test_a_plan_that_ends_between_what_one_operation_saves():
+    model, plain = Factors().train(), Factors().train()
+    recompute_activations(model)
+    x = torch.randn(8, 8, requires_grad=True)
+    for rows in (8, 8, 8, 1, 8):
+        model.rows = plain.rows = rows
+        assert torch.equal(gradient(model, x), gradient(plain, x))
+
+
+def test_what_autocast_saves_beside_a_result_that_was_let_go():
+    """Its copies of weights, which offload may move, and so have to be looked at each time."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)).train()
+    model = copy.deepcopy(plain)
+    recompute_activations(model)
+    offload_activations(model, min_bytes=1)
+    x = torch.randn(8, 16, requires_grad=True)
+    with torch.autocast('cpu', torch.bfloat16):
+        for _ in range(4):
+            assert torch.equal(gradient(model, x), gradient(plain, x))
+
+
+class Swapped(nn.Module):
+    """A part may be given the result that is computed again, as later on one needs it whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.part, self.layer = nn.SiLU(), nn.Linear(16, 16)
+        self.is_swapped = False
+
+    def forward(self, x):
+        h = x.sin()
+        result, other = F.gelu(h), h.cos()
+        y = self.part(result if self.is_swapped else other)
+        return y.sum() + (result.sin() if self.is_swapped else result @ self.layer.weight).sum()
+
+
+def test_what_is_coded_by_now_is_not_let_go_by_plan():
+    torch.manual_seed(0)
+    plain = Swapped().train()
+    model = copy.deepcopy(plain)
+    recompute_activations(model, exclude=['part'])
+    quantize_activations(model, 1, modules=['part'], min_numel=1)
+    x = torch.randn(64, 16, requires_grad=True)
+    for step in (1, 2, 3):
+        plain.is_swapped = model.is_swapped = step == 3
+        is_same = torch.equal(gradient(model, x), gradient(plain, x))
+        assert is_same == plain.is_swapped  # as the sine needs all of it whole
 
 
 class Chain(nn.Module):
