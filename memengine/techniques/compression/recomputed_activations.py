@@ -133,7 +133,7 @@ class RecomputedActivations(RuleHandle):
         place = (recomputation.number, name, need, recomputation.operation, *layout)
         self._uses[place] += 1
         uses = self._uses[place]
-        if uses == 1:
+        if place not in self._is_same:  # also if a thread has counted, and is comparing still
             self._is_same[place] = _is_same(tensor, recomputation)
         elif self._is_same[place] and uses & (uses - 1) == 0:  # the second, fourth, eighth ... time
             if on_cpu:

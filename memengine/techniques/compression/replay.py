@@ -78,8 +78,8 @@ class ForwardPlans:
         kind = tuple((x.shape, x.dtype) for x in inputs if type(x) is Tensor and is_plain(x))
         uses = self._uses[kind] = self._uses.pop(kind, 0) + 1  # at the end: it is the latest
         if len(self._uses) > _MOST_PLANS:
-            oldest = next(iter(self._uses))
-            del self._uses[oldest]
+            oldest = [*self._uses][0]
+            self._uses.pop(oldest, None)
             self._plans.pop(oldest, None)
         plan = self._plans.get(kind) if uses & (uses - 1) else None
         return Replay(self._plans, kind, plan, first_node)
