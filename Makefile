@@ -16,7 +16,7 @@ test:
 	python -m pytest
 
 slow:
-	python -m pytest -m slow
+	python -m pytest -m slow --durations=30
 
 gpu-sim:  ## the tests that need a GPU, on a simulated one; those of techniques, with all of it there
 	python -m pytest -p tests.simulated_gpu.device -m gpu

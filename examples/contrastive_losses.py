@@ -1,9 +1,6 @@
 """CLIP's loss in tiles: the matrix of similarities is never held.
 
-    python examples/contrastive_losses.py
-
-Over several ranks, ``ClipLoss(tile_size=256, process_group=dist.group.WORLD)`` contrasts the pairs
-of all of them; its gradient is made for DDP, which averages.
+python examples/contrastive_losses.py
 """
 
 import torch

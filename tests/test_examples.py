@@ -11,24 +11,35 @@ import pytest
 from tests.docs_pages import ROOT
 from tests.marks import NEEDS_SHARDING
 
-EXAMPLES = sorted((ROOT / 'examples').glob('*.py'))
+FOLDER = ROOT / 'examples'
+ON_RANKS = sorted((FOLDER / 'on_ranks').glob('*.py'))
+EXAMPLES = [*sorted(FOLDER.glob('*.py')), *sorted((FOLDER / 'activations').glob('*.py')), *ON_RANKS]
 
 
-@pytest.mark.parametrize(
-    'example',
-    [
-        pytest.param(path, marks=NEEDS_SHARDING if path.stem == 'sharding' else (), id=path.stem)
-        for path in EXAMPLES
-    ],
-)
+def parameters(paths):
+    marks = {'sharding': NEEDS_SHARDING}
+    return [pytest.param(path, marks=marks.get(path.stem, ()), id=path.stem) for path in paths]
+
+
+def held_mib(out):
+    pairs = [re.findall(r'([\d.]+) MiB', line) for line in out.splitlines()]
+    return [(float(plain), float(less)) for plain, less in filter(None, pairs)]
+
+
+def largest_error(out):
+    errors = re.findall(r'difference of the gradients:? (\S+)$', out, re.MULTILINE)
+    return max(map(float, errors), default=0)
+
+
+@pytest.mark.parametrize('example', parameters(EXAMPLES))
 def test_runs_and_holds_less(example, capsys):
     runpy.run_path(str(example), run_name='__main__')
     out = capsys.readouterr().out
-    held = [[float(mib) for mib in re.findall(r'([\d.]+) MiB', line)] for line in out.splitlines()]
-    held = [pair for pair in held if pair]
+    held = held_mib(out)
+    assert largest_error(out) < 1e-5
     if example.stem == 'compiled_blocks':  # on a CPU nothing is fused
         assert float(re.search(r'gradient (\S+)$', out.strip())[1]) < 1e-5
-    elif example.stem == 'sharding':  # one rank holds everything
+    elif example in ON_RANKS:  # one rank holds everything
         assert [here == whole for whole, here in held] == [True]
     else:
         assert held
@@ -36,21 +47,21 @@ def test_runs_and_holds_less(example, capsys):
 
 
 @pytest.mark.slow
-@NEEDS_SHARDING
-def test_two_ranks_hold_half_each():
+@pytest.mark.parametrize('example', parameters(ON_RANKS))
+def test_two_ranks_hold_half_each(example):
     launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2']
     out = subprocess.run(
-        [*launch, ROOT / 'examples/sharding.py'],
+        [*launch, example],
         cwd=ROOT,
         env={**os.environ, 'PYTHONPATH': str(ROOT)},
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    held = re.findall(r'parameters: ([\d.]+) MiB, on this rank ([\d.]+) MiB', out)
+    held = held_mib(out)
     assert len(held) == 2
-    for whole, here in held:
-        assert float(here) < 0.51 * float(whole)
+    assert all(here < 0.51 * whole for whole, here in held)
+    assert largest_error(out) < 1e-5
 
 
 @pytest.mark.parametrize('example', EXAMPLES, ids=lambda path: path.stem)

@@ -493,6 +493,15 @@ def test_compiled_checkpoints():
     assert norm.num_batches_tracked == (2 if ops.compiled_checkpoints_write_twice() else 1)
 
 
+@relies_on('has a setting by which checkpointed, compiled parts have no generators of their own')
+def test_draw_from_known_generators_when_compiled():
+    from torch._functorch import config, partitioners
+
+    ops.draw_from_known_generators_when_compiled()
+    if hasattr(partitioners, 'apply_graphsafe_rng_functionalization'):  # since 2.7
+        assert config.graphsafe_rng_functionalization is False
+
+
 @relies_on('keeps compilers away from a function without importing dynamo before it is called')
 @pytest.mark.parametrize('options', [{}, dict(recursive=False)])
 def test_do_not_compile(options):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ __all__ = [
     'argument_names',
     'compiled_checkpoints_write_twice',
     'do_not_compile',
+    'draw_from_known_generators_when_compiled',
     'foreach_copy_',
     'foreach_lerp_',
     'foreach_mul_',
@@ -73,6 +75,20 @@ def compiled_checkpoints_write_twice() -> bool:
     from torch._functorch import partitioners
 
     return not hasattr(partitioners, '_must_be_in_forward')
+
+
+@functools.cache
+def draw_from_known_generators_when_compiled() -> None:
+    """Let compiled code with a checkpointed part draw from the device's own generator.
+
+    Since 2.7 such a part draws, on CUDA, from generators that AOTAutograd makes and seeds once,
+    when the code first runs: no seed that is set later and no state that is put back reaches them,
+    so that a repeated forward has other masks. The form before that is what torch falls back to.
+    """
+    from torch._functorch import config
+
+    if hasattr(config, 'graphsafe_rng_functionalization'):
+        config.graphsafe_rng_functionalization = False
 
 
 def argument_names(op: OpOverload) -> list[str]:

@@ -142,8 +142,7 @@ TECHNIQUE = Technique(
     after=('activation_offload',),  # a block is compiled with all that is in its forward
     conflicts={
         'compile': 'compile compiles the whole step and compile_blocks its blocks; set one of them',
-        _BUDGET: 'a budget is measured op by op; use keep, or set '
-        'torch._functorch.config.activation_memory_budget for the compiler',
+        _BUDGET: 'a budget is measured op by op; use keep',
     },
     exactness='rounding',
     use_when='on a GPU, for blocks that are alike',

@@ -188,7 +188,10 @@ def test_what_techniques_leave_is_predicted_as_it_is_measured():
     )
     steps = {(model, how): sizes for model, how, *sizes in map(json.loads, ran.stdout.splitlines())}
     errors = {name: predicted / measured - 1 for name, (predicted, measured) in steps.items()}
-    assert len(errors) >= 6 and all(-0.01 < error < 0.05 for error in errors.values()), errors
+    # What lies free between the process's small blocks is no tensor's: up to a MiB of any step.
+    lowest = {name: -max(0.01, MIB / measured) for name, (_, measured) in steps.items()}
+    assert len(errors) >= 6, errors
+    assert all(lowest[name] < error < 0.05 for name, error in errors.items()), errors
     assert statistics.median(map(abs, errors.values())) < 0.02, errors
     most = steps['vit', 'plain'][1]
     for how in ('recomputed', '8 bits', 'recomputed, 4 bits', 'offloaded'):

@@ -66,12 +66,18 @@ MEANS_THE_CPU = {
         'conv_bn/test_conv_bn_eval_composed.py::test_compile',
         'modules/test_blocks_of_others.py::test_checkpointed_compiled_and_offloaded',
         'test_activation_offload.py::test_under_compile',
-        'test_compiling.py::',
+        'test_compiling.py::test_blocks_share_one_compilation',
+        'test_compiling.py::test_names_state_copies_pickles_and_undo',
+        'test_compiling.py::test_same_steps',
+        'test_compiling.py::test_statistics_count_once_with_checkpointing[options1]',
+        'test_compiling.py::test_with_checkpointing_and_offload',
     ],
     'takes long, and asks nothing of a device that others do not': [
         'checkpointing/test_checkpoint_activations.py::'
         'test_a_budget_is_kept_and_costs_less_than_its_share',
+        'conv_bn/test_conv_bn_eval_models.py::test_mmengine_beside',
         'conv_bn/test_conv_bn_eval_models.py::test_pairs_and_bytes',
+        'conv_bn/test_gradient.py::test_first_and_second_derivatives_by_finite_differences',
         'optimizer/test_adamw_bf16.py::test_it_learns_the_digits_as_adamw_does',
     ],
     'code that Inductor makes is for the CPU here': [

@@ -32,6 +32,11 @@ SELECTIONS = {
     'most of blocks': (Sparsifier('block_mink', 0.1), torch.bfloat16),
     'few of blocks': (Sparsifier('block_mink', 0.9), torch.float32),
     'half of long blocks': (Sparsifier('block_mink', 0.5, 3 * 2**20), torch.float32),
+    'half in float64': (Sparsifier(gamma=0.5), torch.float64),
+    'any in float64': (Sparsifier('random', 0.9), torch.float64),
+    'half of blocks in float64': (Sparsifier('block_mink', 0.5), torch.float64),
+    '8 bits of float64': (Quantizer(8), torch.float64),
+    'running ranges of float64': (CODECS['running ranges'], torch.float64),
 }
 EACH = [(codec, dtype) for codec in CODECS.values() for dtype in (torch.float32, torch.bfloat16)]
 

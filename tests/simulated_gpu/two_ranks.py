@@ -63,6 +63,9 @@ def main(rank: int, folder: str) -> None:
         return sizes[0], count, [p.grad.clone() for p in model.parameters()]
 
     train(4), train(2)  # DDP orders its buckets in the second
+    with device.counted() as counts:
+        train(4)
+    assert not counts.waits, counts.waits
     with around_collectives(noted):
         _, count, large = train(4, group=None)
     _, _, small = train(2)

@@ -8,12 +8,15 @@ import timm
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from memengine._torch_private.ops import compiled_checkpoints_write_twice
 from memengine.memory import saved_bytes
 from memengine.techniques.activation_offload import offload_activations
 from memengine.techniques.checkpointing.checkpoint_activations import checkpoint_activations
 from memengine.techniques.compiling import compile_blocks
+from memengine.techniques.modules.forward_state import RandomState
 from memengine.testing import assert_same_step
 from tests.techniques.checkpointing.test_checkpoint_activations import (
     make,
@@ -84,6 +87,38 @@ def test_statistics_count_once_with_checkpointing(options):
         compile_blocks(model, backend='aot_eager')
     offload_activations(model, 'host', min_bytes=64)
     assert_same_step(train(model), trained('resnet'))
+
+
+@pytest.mark.gpu
+def test_checkpointed_parts_draw_what_the_plain_model_draws():
+    """On a GPU torch gives them generators of their own, which no seed reaches."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)), nn.ReLU()).cuda()
+    plain = copy.deepcopy(model)
+    checkpoint_activations(model, '0')
+    model.compile(backend='aot_eager')
+    for seed in (1, 2):  # the second, once its code has run
+        outputs = []
+        for each in (model, plain):
+            torch.manual_seed(seed)
+            outputs.append(each(torch.ones(4, 8, device='cuda')))
+            outputs[-1].sum().backward()
+        assert torch.equal(*outputs)
+    assert_same_step(gradients(model), gradients(plain), 1e-6)
+
+
+@pytest.mark.gpu
+def test_what_torch_checkpoints_itself_is_replayed():
+    x = torch.ones(64, device='cuda', requires_grad=True)
+    state = RandomState([x.device])
+
+    @torch.compile(backend='aot_eager')
+    def masked(x):
+        return checkpoint(lambda x: F.dropout(x).sin(), x, use_reentrant=False)
+
+    first = masked(x)
+    with state.replay():
+        assert torch.equal(masked(x), first)
+    assert not torch.equal(masked(x), first)
 
 
 def test_what_does_not_go_together_is_refused():

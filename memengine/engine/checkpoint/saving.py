@@ -15,7 +15,7 @@ import torch
 
 from memengine.engine.checkpoint.checksums import seal
 from memengine.engine.checkpoint.files import CheckpointError, atomic_write
-from memengine.engine.distributed.processes import cpu_group, together
+from memengine.engine.distributed.processes import cpu_group, do_on_all_ranks
 
 __all__ = ['CheckpointWriter', 'SaveError', 'explain_save_error', 'save_errors', 'write_file']
 
@@ -93,7 +93,7 @@ class _Save:
         """
         if not self._is_known:
             try:
-                together(self._part.result, cpu_group('checkpoint'))
+                do_on_all_ranks(self._part.result, cpu_group('checkpoint'))
             except Exception as error:
                 self._error = error
             self._is_known = True

@@ -18,7 +18,7 @@ from memengine.engine.checkpoint.checksums import checksum, write_checksums
 from memengine.engine.checkpoint.files import backup_path, sync
 from memengine.engine.checkpoint.saving import SaveError, explain_save_error, save_errors
 from memengine.engine.checkpoint.sharded import RUN_FILE, KeyPath, split_tensors, torch_errors
-from memengine.engine.distributed.processes import cpu_group, together
+from memengine.engine.distributed.processes import cpu_group, do_on_all_ranks
 
 __all__ = ['sharded_write']
 
@@ -70,7 +70,9 @@ def sharded_write(
                 _write_tensors(writer, named, group, folder)
                 # Each rank of what it has written, which its machine may still have in memory.
                 own = f'__{_rank()}_*'
-                sums = together(lambda: {p.name: checksum(p) for p in partial.glob(own)}, group)
+                sums = do_on_all_ranks(
+                    lambda: {p.name: checksum(p) for p in partial.glob(own)}, group
+                )
                 known = {name: digits for of_rank in sums for name, digits in of_rank.items()}
                 _on_rank_0(lambda: _publish(partial, folder, known, on_complete), group)
         except BaseException:
@@ -90,7 +92,7 @@ def _joined(path: KeyPath) -> str:
 
 
 def _on_rank_0(act: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-    together(act if _rank() == 0 else lambda: None, group)
+    do_on_all_ranks(act if _rank() == 0 else lambda: None, group)
 
 
 def _begin(partial: Path, run_file: bytes) -> None:

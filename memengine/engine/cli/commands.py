@@ -176,8 +176,7 @@ def _set_train_options(cfg: Config, args: argparse.Namespace) -> None:
     if args.max_iters is not None:
         if args.max_iters < 1:
             raise ConfigError(f'--max-iters must be at least 1, got {args.max_iters}')
-        if isinstance(cfg.get('train_cfg'), dict):
-            cfg.train_cfg.stop_at_iter = args.max_iters
+        _stop_after(cfg, args.max_iters)
     if args.amp is not None:
         _set_amp(cfg, args.amp)
     if args.track:
@@ -187,6 +186,20 @@ def _set_train_options(cfg: Config, args: argparse.Namespace) -> None:
     elif args.resume is not None:
         _check_exists(args.resume, '--resume')
         cfg.resume, cfg.load_from = True, args.resume
+
+
+def _stop_after(cfg: Config, iterations: int) -> None:
+    """Have the training loop stop, or a hook for a loop of another package that takes no number."""
+    loop = cfg.get('train_cfg')
+    if not isinstance(loop, dict):
+        return
+    kind = loop.get('type', 'EpochBasedTrainLoop')
+    found = find_type('LOOPS', kind, cfg.default_scope) if isinstance(kind, str) else kind
+    if found is None or 'stop_at_iter' in arguments_of(found).names:
+        loop['stop_at_iter'] = iterations
+    else:
+        hook = dict(type='StopAfterHook', iterations=iterations)
+        cfg.custom_hooks = [*(cfg.get('custom_hooks') or ()), hook]
 
 
 def _resume_latest(cfg: Config) -> None:

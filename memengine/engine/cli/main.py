@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import select
 import signal
 import sys
 import traceback
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ['main']
 
 _ON_CONFIG = ('train', 'test', 'data', 'predict', 'measure', 'memory', 'plan')
+_STDOUT = 1
 _RANK_VARIABLES = ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK', 'PMI_RANK')
 
 
@@ -40,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         Exit status: 0, 1 after an error, 74 where checkpoints cannot be written; after a signal
-        that asked to stop 130 (Ctrl-C), 143 (SIGTERM), 129 (SIGHUP) or 75 (SIGUSR1, SIGUSR2).
-        Wrong usage exits with 2.
+        that asked to stop 130 (Ctrl-C), 143 (SIGTERM), 129 (SIGHUP) or 75 (SIGUSR1, SIGUSR2);
+        141 when whoever read the output has gone (``| head``). Wrong usage exits with 2.
     """
     parser = make_parser()
     if '_ARGCOMPLETE' in os.environ:  # set by the shell when it completes a line
@@ -63,10 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with stop_signals_handled_by(raise_interrupted):
             command.execute()
+            sys.stdout.flush()  # or Python does it, when nothing can be said about it any more
     except KeyboardInterrupt as interrupt:
         command.print_error(command.interrupt_message(interrupt))
         return exit_status(interrupt)
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            return 128 + signal.SIGPIPE  # as the shell has it of tools that end by the signal
         command.report_error(error)
         return getattr(error, 'exit_status', 1)
     return 0
@@ -170,6 +175,16 @@ class _Command:
         path = work_dir / f'error_rank{rank}.txt'
         path.write_text(''.join(traceback.format_exception(error)))
         return str(path)
+
+
+def _nobody_reads() -> bool:
+    """Whether the output's reader has gone; what is left of it then goes nowhere."""
+    output = select.poll()
+    output.register(_STDOUT, 0)
+    if not output.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
+    return True
 
 
 def _limit_thread_spinning() -> None:

@@ -19,7 +19,7 @@ from mmengine.logging import MMLogger
 from memengine._torch_private.distributed import pretended_ranks
 from memengine.engine.config.training_step import first_batch, step_of
 from memengine.engine.distributed.launchers import read_rank
-from memengine.engine.distributed.processes import cpu_group, init_process_group, together
+from memengine.engine.distributed.processes import cpu_group, do_on_all_ranks, init_process_group
 from memengine.memory import Prediction, UnpredictableError, map_blocks_singly, measure, predict
 
 __all__ = ['measure_step', 'predict_step']
@@ -49,7 +49,7 @@ def measure_step(cfg: Config, as_json: bool = False) -> str:
         init_process_group(launcher, (cfg.get('env_cfg') or {}).get('dist_cfg') or {})
     if predicted is None:
         step().run()
-    every = together(lambda: measure(step, get_device()), cpu_group('measuring'))
+    every = do_on_all_ranks(lambda: measure(step, get_device()), cpu_group('measuring'))
     measured = max(every, key=lambda one: one.peak_bytes)
     if not is_alone:
         atexit.register(_end_at_once)

@@ -25,7 +25,7 @@ from memengine.suggest import ONE_LETTER, STRICT, STRICTER, did_you_mean, simila
 
 __all__ = ['Checker']
 
-Found = tuple[Callable[..., Any] | None, bool]  # a type, and whether it is where it belongs
+_ResolvedType = tuple[Callable[..., Any] | None, bool]  # a type, and whether it is where it belongs
 _RESERVED = frozenset({'type', '_scope_', '_delete_'})
 # Whose type hints are exact, and whose names mean what they mean here.
 _EXACT_PACKAGES = ('memengine', 'mmengine', 'torch', 'torchvision')
@@ -213,7 +213,7 @@ class Checker:
                 return f": did you mean '{path}.{other}.{key}'?"
         return ''
 
-    def _resolve_type(self, kind: Any, schema: Schema, path: str) -> Found:
+    def _resolve_type(self, kind: Any, schema: Schema, path: str) -> _ResolvedType:
         if isinstance(kind, str):
             return self._lookup(kind, schema, path)
         if callable(kind):
@@ -222,7 +222,7 @@ class Checker:
             self.report(path, f'must be a name or a class, got {kind!r}')
         return None, False
 
-    def _lookup(self, name: str, schema: Schema, path: str) -> Found:
+    def _lookup(self, name: str, schema: Schema, path: str) -> _ResolvedType:
         try:
             if schema.registry is not None:
                 found = find_type(schema.registry, name, self.scope, import_more=True)

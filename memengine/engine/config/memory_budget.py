@@ -24,7 +24,7 @@ from memengine.engine.config.check import ConfigError
 from memengine.engine.config.file import merge_options
 from memengine.engine.config.planning import Planner, budget_for
 from memengine.engine.distributed.launchers import read_rank
-from memengine.engine.distributed.processes import cpu_group, init_process_group, together
+from memengine.engine.distributed.processes import cpu_group, do_on_all_ranks, init_process_group
 from memengine.memory import UnpredictableError, room_bytes
 from memengine.memory.planning import parse_bytes, parse_fit
 
@@ -140,7 +140,7 @@ def keep_budget(cfg: Config) -> str:
         plan = _outcome(lambda: _planned_or_measured(cfg, asked, setting))
     if not is_alone:
         init_process_group(cfg.launcher, (cfg.get('env_cfg') or {}).get('dist_cfg') or {})
-    every = together(plan, None if is_alone else cpu_group('memory_budget'))
+    every = do_on_all_ranks(plan, None if is_alone else cpu_group('memory_budget'))
     chosen = min(every, key=lambda one: one.room_bytes)  # which fits where there is more room, too
     if is_alone or dist.get_rank() == 0:
         path = _file(cfg)

@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from memengine._torch_private.distributed import are_ranks_pretended
 from memengine.engine.distributed.launchers import DEFAULT_TIMEOUT_S, ProcessRank, read_rank
 
-__all__ = ['cpu_group', 'group_of_one', 'init_process_group', 'local_device_ids', 'together']
+__all__ = ['cpu_group', 'group_of_one', 'init_process_group', 'local_device_ids', 'do_on_all_ranks']
 
 T = TypeVar('T')
 
@@ -129,7 +129,7 @@ def local_device_ids() -> list[int] | None:
     return [torch.cuda.current_device()] if torch.cuda.is_available() else None
 
 
-def together(act: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
+def do_on_all_ranks(act: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
     """Act on every rank; all get what each returned, or all the error of the first that failed.
 
     Args:

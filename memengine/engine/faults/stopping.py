@@ -15,8 +15,9 @@ from torch import Tensor
 
 from memengine.engine.distributed.processes import cpu_group
 from memengine.engine.faults.signals import Interrupted, stop_signals_handled_by
+from memengine.registry import HOOKS
 
-__all__ = ['EvaluationStopped', 'StopRequest']
+__all__ = ['EvaluationStopped', 'StopAfterHook', 'StopRequest', 'TrainingStopped']
 
 # A launcher may send a Ctrl-C again that the terminal has sent to all: no second one until then.
 DUPLICATE_SIGNAL_S = 3.0
@@ -24,6 +25,40 @@ DUPLICATE_SIGNAL_S = 3.0
 
 class EvaluationStopped(Exception):  # noqa: N818 (nothing went wrong)
     """All ranks have left an evaluation after the same batch, as one of them was asked to stop."""
+
+
+class TrainingStopped(Exception):  # noqa: N818 (nothing went wrong)
+    """All ranks have done as many iterations as were asked for."""
+
+
+@HOOKS.register_module()
+class StopAfterHook(Hook):
+    """Ends the training loop of another package after some iterations, with a checkpoint.
+
+    Our own loops have ``stop_at_iter``, and go on from the checkpoint in the middle of an epoch.
+
+    Args:
+        iterations: How many.
+
+    Raises:
+        TrainingStopped: For the runner, after the last one.
+    """
+
+    priority = 'LOWEST'
+
+    def __init__(self, iterations: int) -> None:
+        self.iterations = iterations
+
+    def after_train_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
+    ) -> None:
+        """Save and stop, if this iteration was the last one."""
+        done = runner.iter + 1
+        if done >= self.iterations:
+            name = f'iter_{done}{runner.checkpoint_suffix}'
+            runner.save_checkpoint(runner.work_dir, name, meta=dict(epoch=runner.epoch, iter=done))
+            runner.logger.info(f'Stopped after iteration {done}; saved {name}.')
+            raise TrainingStopped
 
 
 class StopRequest(Hook):

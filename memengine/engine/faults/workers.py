@@ -7,11 +7,13 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing import resource_sharer
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -123,7 +125,8 @@ def samples_named(loaders: Callable[[], Mapping[str, DataLoader]]) -> Iterator[N
     torch raises it wherever the main process happens to be, so its traceback says nothing.
     """
     try:
-        yield
+        with _hand_over_timed(loaders):
+            yield
     except (RuntimeError, OSError, EOFError) as raised:
         error = raised if isinstance(raised, RuntimeError) else _hear_of_death(loaders) or raised
         text = f'{error.__cause__ or ""} {error}'  # the cause, if there is one, knows more
@@ -141,6 +144,47 @@ def samples_named(loaders: Callable[[], Mapping[str, DataLoader]]) -> Iterator[N
                 child.join()
         reason = _who_died(died, workers) if died else late and _who_hangs(late, workers)
         raise WorkerError(reason or str(error)) from error
+
+
+@contextmanager
+def _hand_over_timed(loaders: Callable[[], Mapping[str, DataLoader]]) -> Iterator[None]:
+    """Keep a loader's ``timeout`` while the main process waits for the memory of a batch, too.
+
+    A thread of the worker hands it over, which cannot run while a sample holds the interpreter;
+    torch's own timeout ends when the batch is announced, and the wait after that has none.
+    """
+    main, left = threading.get_ident(), threading.Event()
+    late: list[float] = []
+
+    def watch() -> None:
+        since = time.monotonic()
+        while not left.wait(1):
+            if not _waits_for_memory(main):
+                since = time.monotonic()
+            for loader in loaders().values() if time.monotonic() - since > 1 else ():
+                if 0 < loader.timeout < time.monotonic() - since:
+                    late.append(loader.timeout)
+                    for worker, _, _ in _workers_of({'': loader}):
+                        if worker.sample >= 0:
+                            os.kill(worker.pid, signal.SIGKILL)  # which breaks the connection
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    except (RuntimeError, OSError, EOFError):
+        if late:
+            raise RuntimeError(f'DataLoader timed out after {late[0]} seconds') from None
+        raise
+    finally:
+        left.set()
+
+
+def _waits_for_memory(thread: int) -> bool:
+    """Whether a thread waits for another process to hand over memory that both will share."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code.co_filename != resource_sharer.__file__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _hear_of_death(loaders: Callable[[], Mapping[str, DataLoader]]) -> RuntimeError | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from mmengine.hooks import Hook
 
+from memengine._torch_private.ops import draw_from_known_generators_when_compiled
 from memengine.engine.data_order import derive_seed, seed_generators
 from memengine.registry import HOOKS
 
@@ -21,6 +22,10 @@ class RandomStateHook(Hook):
     """
 
     priority = 'VERY_HIGH'
+
+    def before_train(self, runner: Any) -> None:
+        """Have what is compiled draw from the generators that are seeded."""
+        draw_from_known_generators_when_compiled()
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Seed for the iteration that begins."""

@@ -12,7 +12,7 @@ from memengine.engine.checkpoint.files import CheckpointError, DamagedError
 from memengine.engine.checkpoint.latest import checkpoint_of, find_latest, newest_first
 from memengine.engine.checkpoint.state import ShardLayout, check_resumable, read_checkpoint
 from memengine.engine.checkpoint.weights import advise, load_weights, only_matching_part, select
-from memengine.engine.distributed.processes import cpu_group, together
+from memengine.engine.distributed.processes import cpu_group, do_on_all_ranks
 from memengine.engine.faults.finite_state import each_optim_wrapper
 from memengine.engine.step import unwrap
 
@@ -81,7 +81,7 @@ def resume_newest(runner: Any) -> bool:
     trusted = runner.cfg.get('trusted_globals', ())
     found = newest_first(runner.work_dir, trusted, runner.logger.warning) if not runner.rank else ()
     paths, damaged = iter(found), 0
-    while path := together(lambda: next(paths, None), cpu_group('checkpoint'))[0]:
+    while path := do_on_all_ranks(lambda: next(paths, None), cpu_group('checkpoint'))[0]:
         try:
             runner.resume(str(path))
             return True
@@ -128,6 +128,6 @@ def _verify(runner: Any, filename: str) -> None:
     if '://' in filename:
         return
     share = slice(runner.rank, None, runner.world_size)
-    known = together(lambda: verify(filename, share), cpu_group('checkpoint'))
+    known = do_on_all_ranks(lambda: verify(filename, share), cpu_group('checkpoint'))
     if not all(known):
         runner.logger.info(f'{filename} has no checksum: it is read as it is')

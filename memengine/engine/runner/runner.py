@@ -29,8 +29,9 @@ from memengine.engine.config.memory_budget import keep_budget
 from memengine.engine.config.runner_schema import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
 from memengine.engine.distributed.launchers import DEFAULT_TIMEOUT_S
-from memengine.engine.distributed.processes import cpu_group, init_process_group, together
+from memengine.engine.distributed.processes import cpu_group, do_on_all_ranks, init_process_group
 from memengine.engine.faults.ranks import RankWatch, ranks_named
+from memengine.engine.faults.stopping import TrainingStopped
 from memengine.engine.faults.work_dir_lock import work_dir_lock
 from memengine.engine.faults.workers import (
     BATCH_TIMEOUT_S,
@@ -212,7 +213,7 @@ class Runner(_Runner):
         with ExitStack() as held:
             lock = work_dir_lock(Path(self.work_dir), self.logger.warning)
             hold = partial(held.enter_context, lock) if self.rank == 0 else lambda: None
-            together(hold, cpu_group('checkpoint'))
+            do_on_all_ranks(hold, cpu_group('checkpoint'))
             return self._build_and_train()
 
     def _build_and_train(self) -> nn.Module:
@@ -237,11 +238,18 @@ class Runner(_Runner):
         self._maybe_compile('train_step')
         try:
             with self._faults_named():
-                model = self.train_loop.run()
+                model = self._run_train_loop()
             self.wait_for_checkpoint()
             return model
         finally:
             self.call_hook('after_run')
+
+    def _run_train_loop(self) -> nn.Module:
+        try:
+            return self.train_loop.run()
+        except TrainingStopped:
+            self.call_hook('after_train')
+            return self.model
 
     def val(self) -> dict[str, float]:
         """Validate, as MMEngine does."""

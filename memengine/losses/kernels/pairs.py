@@ -214,30 +214,33 @@ def _settings(left: Tensor) -> dict[str, int]:
 
 
 @triton.jit
-def _product(
+def _block(
     left: tl.tensor,
     right: tl.tensor,
     scale: tl.tensor,
-    rows: tl.tensor,
-    columns: tl.tensor,
     height: tl.tensor,
     width: tl.tensor,
     features: tl.tensor,
+    shift: tl.tensor,
     side: tl.constexpr,
     panel: tl.constexpr,
-) -> tl.tensor:
-    """A block of the logits, [side, side] in fp32."""
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Of the program's block: its rows and columns, [side] each; its logits, [side, side] in fp32;
+    which of these there are, and which are on the diagonal."""
+    row = tl.program_id(0) * side + tl.arange(0, side)
+    column = tl.program_id(1) * side + tl.arange(0, side)
+    is_row, is_column = (row < height)[:, None], (column < width)[None, :]
     total = tl.zeros((side, side), tl.float32)
-    is_row, is_column = (rows < height)[:, None], (columns < width)[None, :]
-    from_left = left + rows.to(tl.int64)[:, None] * features
-    from_right = right + columns.to(tl.int64)[None, :] * features
+    from_left = left + row.to(tl.int64)[:, None] * features
+    from_right = right + column.to(tl.int64)[None, :] * features
     for start in range(0, features, panel):
         feature = start + tl.arange(0, panel)
         is_feature = feature < features
         a = tl.load(from_left + feature[None, :], mask=is_row & is_feature[None, :], other=0)
         b = tl.load(from_right + feature[:, None], mask=is_column & is_feature[:, None], other=0)
         total = tl.dot(a, b, total, input_precision='tf32')
-    return total * tl.load(scale)
+    logits = total * tl.load(scale)
+    return row, column, logits, is_row & is_column, column[None, :] == row[:, None] + shift
 
 
 @triton.jit
@@ -278,11 +281,10 @@ def _sums(
     panel: tl.constexpr,
 ) -> None:
     i, j = tl.program_id(0), tl.program_id(1)
-    row, column = i * side + tl.arange(0, side), j * side + tl.arange(0, side)
-    logits = _product(left, right, scale, row, column, height, width, features, side, panel)
+    row, column, logits, is_pair, is_diagonal = _block(
+        left, right, scale, height, width, features, shift, side, panel
+    )
     is_row, is_column = row < height, column < width
-    is_pair = is_row[:, None] & is_column[None, :]
-    is_diagonal = column[None, :] == row[:, None] + shift
     if sigmoid:
         wrong = logits + tl.load(bias)
         losses = _softplus(tl.where(is_diagonal, -wrong, wrong))
@@ -325,11 +327,10 @@ def _slope(
     panel: tl.constexpr,
 ) -> None:
     i, j = tl.program_id(0), tl.program_id(1)
-    row, column = i * side + tl.arange(0, side), j * side + tl.arange(0, side)
-    logits = _product(left, right, scale, row, column, height, width, features, side, panel)
+    row, column, logits, is_pair, is_diagonal = _block(
+        left, right, scale, height, width, features, shift, side, panel
+    )
     is_row, is_column = row < height, column < width
-    is_pair = is_row[:, None] & is_column[None, :]
-    is_diagonal = column[None, :] == row[:, None] + shift
     grad = tl.load(row_grad + row, mask=is_row, other=0)[:, None]
     if sigmoid:
         wrong = logits + tl.load(bias)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from memengine._torch_private.ops import draw_from_known_generators_when_compiled
 from memengine.technique import PausableHandle, Report, Settings, Technique, setting, with_settings
 from memengine.techniques.checkpointing.budget import Kept, Trace, plan_by_budget, plan_by_ops
 from memengine.techniques.checkpointing.op_policy import Op, op_names
@@ -71,8 +72,8 @@ def checkpoint_activations(
     Random state (of torch, Python and NumPy) is replayed. BatchNorm uses the batch's statistics
     again and counts its running ones once. Autocast is as in the first forward. DDP (with
     ``static_graph`` too), FSDP (``fully_shard``), accumulation and the gradient cache compose.
-    Under ``torch.compile``, modules with a ``budget`` run as they are, uncompiled (torch has a
-    budget of its own there, ``torch._functorch.config.activation_memory_budget``).
+    Under ``torch.compile``, modules with a ``budget`` run as they are, uncompiled (the budget that
+    torch has of its own there repeats dropout with other masks: pytorch/pytorch#190758).
 
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016 (arXiv:1604.06174).
 
@@ -99,6 +100,7 @@ class Checkpointing(PausableHandle):
     def __init__(
         self, modules: dict[str, nn.Module], ops: frozenset[str], budget: float | None
     ) -> None:
+        draw_from_known_generators_when_compiled()
         self.ops, self.budget = ops, budget
         self._traces: dict[tuple[str, bool], Trace] = {}  # by name and training mode
         # Replaced, never changed: another thread that uses the model may be reading it.

@@ -70,8 +70,9 @@ class Bitmap:
         if kernels is not None and len(values):
             return kernels.scatter(values, self.bits, flat)
         done: int | Tensor = 0
-        for start in range(0, self.numel if len(values) else 0, part_numel(flat.device)):
-            part = flat[start : start + part_numel(flat.device)]
+        some = part_numel(flat.device, flat.itemsize)
+        for start in range(0, self.numel if len(values) else 0, some):
+            part = flat[start : start + some]
             mask = truths(self.bits, start, len(part))
             if flat.device.type == 'cpu':
                 positions = positions_of(mask)

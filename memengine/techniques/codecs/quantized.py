@@ -282,7 +282,8 @@ class Quantizer:
         kernels = _kernels(flat, self.bits, self.group_size)
         how = flat, self.bits, self.group_size, self.stochastic
         if kernels is None:
-            part_numel = _PART_NUMEL.get(flat.device.type, _PART_NUMEL_ELSEWHERE)
+            elsewhere = _PART_NUMEL_ELSEWHERE // max(1, flat.itemsize // 4)
+            part_numel = _PART_NUMEL.get(flat.device.type, elsewhere)
             packed, extremes = quantize(*how, part_numel)
         else:
             part_numel = self.group_size

@@ -19,7 +19,7 @@ from memengine.techniques.modules.private_random import private_generator
 __all__ = ['RunningRangeCode', 'RunningRangeQuantizer']
 
 _BITS = 8
-_PART_NUMEL = 2**19  # of elements that are computed at once
+_PART_NUMEL = 2**19  # of elements that are computed at once, of float64 half
 _DECAY = 0.9  # how much of the running extremes each tensor leaves
 
 
@@ -58,7 +58,8 @@ def _parts(levels: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Levels [B, G, N] and the tensor that they are of, some at a time, of all groups each."""
     first = tensor.shape[0] if tensor.ndim else 1
     before = len(levels) // first if first else 0
-    if levels.numel() <= _PART_NUMEL:
+    most = _PART_NUMEL // max(1, tensor.itemsize // 4)
+    if levels.numel() <= most:
         yield levels, tensor
     elif len(levels) % first:  # the groups' dimension comes first, or has been passed
         dim = 1 if levels.shape[1] == first else 0
@@ -66,13 +67,13 @@ def _parts(levels: Tensor, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
             yield levels, tensor
             return
         inner = levels.shape[2] // tensor.shape[dim]
-        some = max(1, _PART_NUMEL // (levels.shape[1] * inner))
+        some = max(1, most // (levels.shape[1] * inner))
         yield from zip(levels.split(some * inner, dim=2), tensor.split(some, dim), strict=True)
-    elif levels.numel() // first > _PART_NUMEL:
+    elif levels.numel() // first > most:
         for part, row in zip(levels.split(before), tensor, strict=True):
             yield from _parts(part, row)
     else:
-        rows = _PART_NUMEL // (levels.numel() // first)
+        rows = most // (levels.numel() // first)
         yield from zip(levels.split(rows * before), tensor.split(rows), strict=True)
 
 

@@ -60,15 +60,16 @@ class Keys(NamedTuple):
     device: torch.device
 
 
-def part_numel(device: torch.device) -> int:
-    """How many elements are computed at once."""
-    return _PART_NUMEL.get(device.type, _PART_NUMEL_ELSEWHERE)
+def part_numel(device: torch.device, itemsize: int = 4) -> int:
+    """How many elements are computed at once, of so many bytes each."""
+    return _PART_NUMEL.get(device.type, _PART_NUMEL_ELSEWHERE // max(1, itemsize // 4))
 
 
 def magnitudes(flat: Tensor) -> Keys:
     """Integers in the order of the magnitudes of ``[n]``."""
     integers = flat.view(INTEGER_OF[flat.dtype])
-    highest, some = torch.iinfo(integers.dtype).max, part_numel(flat.device)
+    highest = torch.iinfo(integers.dtype).max
+    some = part_numel(flat.device, integers.itemsize)
 
     def parts() -> Iterator[Tensor]:
         return (part & highest for part in integers.split(some))
@@ -148,7 +149,7 @@ def largest(keys: Keys, kept: int, with_zeros: bool = True) -> Selection:
         if not (least or with_zeros):
             least, ties, kept = least + 1, torch.zeros_like(ties), int(above)
     else:
-        at_once = keys.numel <= part_numel(keys.device)
+        at_once = keys.numel <= part_numel(keys.device, keys.dtype.itemsize)
         least, above, ties = (_least_of_one_part if at_once else _least_of_parts)(keys, kept)
     return Selection(keys, least.to(keys.dtype), (above + ties - kept).to(torch.int32), kept)
 
@@ -223,7 +224,7 @@ def _counts(keys: Keys, digits: list[Tensor]) -> Tensor:
     """
     counters = torch.zeros(_DIGITS, _COUNTERS, dtype=torch.int32, device=keys.device)
     for part in keys.parts():
-        for half in part.split(part_numel(keys.device) // 2):
+        for half in part.split(part_numel(keys.device, keys.dtype.itemsize) // 2):
             _count(half, digits, counters)
     return counters.sum(1)
 

@@ -54,7 +54,7 @@ def attend_to_codes(node: Any, find_source: FindSource) -> None:
     settings = {name: saved_by(node, name) for name in ('is_causal', 'scale')}
     fields = ('output', attention.log_sum)
     wanted = (1,) if saved_by(node, 'dropout_p') else (0, 1)
-    again = _Again(partial(attention.attend, **settings), sources, wanted)
+    again = _RecomputedAttention(partial(attention.attend, **settings), sources, wanted)
     for index in wanted:
         held = find_source(node, fields[index])
         if isinstance(held, SavedTensor):
@@ -67,7 +67,7 @@ def _is_coarse(source: Source) -> bool:
     return isinstance(codec, Quantizer) and codec.bits < _NEAR_ENOUGH
 
 
-class _Again:
+class _RecomputedAttention:
     """Attention run again. Backward asks for each wanted result, so the other waits for that."""
 
     def __init__(

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memengine._torch_private.autograd import version_of
 from memengine._torch_private.modules import BatchOrInstanceNorm, own_buffers, own_parameters
+from memengine._torch_private.ops import draw_from_known_generators_when_compiled
 from memengine.techniques.modules.private_random import generators
 
 __all__ = [
@@ -256,6 +257,7 @@ class RandomState:
     def __init__(
         self, devices: Iterable[torch.device] = (), generators: Iterable[torch.Generator] = ()
     ) -> None:
+        draw_from_known_generators_when_compiled()
         self._devices, self._generators = tuple(devices), tuple(generators)
         self._own = [generator.get_state() for generator in self._generators]
         self._cpu = torch.get_rng_state()

@@ -21,26 +21,26 @@ _LOW_BITS = 16  # of float32, which bfloat16 lacks
 _MOST_NUMBERS = 2**21
 
 
-class _AllInOne(NamedTuple):
+class _FlatCopies(NamedTuple):
     """Tensors that lie in one, one behind the other."""
 
     flat: Tensor
     parts: list[Tensor]
 
-    def like(self, flat: Tensor) -> _AllInOne:
+    def like(self, flat: Tensor) -> _FlatCopies:
         """Another one of the same parts."""
         pieces = flat.split([part.numel() for part in self.parts])
         pairs = zip(pieces, self.parts, strict=True)
-        return _AllInOne(
+        return _FlatCopies(
             flat,
             [piece.as_strided(p.shape, p.stride(), piece.storage_offset()) for piece, p in pairs],
         )
 
 
-def _all_in_one(tensors: list[Tensor], dtype: torch.dtype) -> _AllInOne:
+def _flattened(tensors: list[Tensor], dtype: torch.dtype) -> _FlatCopies:
     """Tensors in another precision; dense ones lie as they lay."""
     flat = torch.empty(sum(t.numel() for t in tensors), dtype=dtype, device=tensors[0].device)
-    together = _AllInOne(flat, [torch.empty_like(t, device='meta') for t in tensors]).like(flat)
+    together = _FlatCopies(flat, [torch.empty_like(t, device='meta') for t in tensors]).like(flat)
     foreach_copy_(together.parts, tensors)
     return together
 
@@ -170,7 +170,7 @@ class AdamWBf16(torch.optim.AdamW):
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         states = [self.state[parameter] for parameter in parameters]
         averages = [[local_part(state[name]) for state in states] for name in _AVERAGES]
-        exact = [_all_in_one(tensors, parameters[0].dtype) for tensors in averages]
+        exact = [_flattened(tensors, parameters[0].dtype) for tensors in averages]
         adamw(
             [local_part(parameter) for parameter in parameters],
             [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None],

@@ -213,6 +213,14 @@ def test_max_iters_ends_training_and_resume_goes_on(cli):
     assert first + [row['loss'] for row in scalars()] == [row['loss'] for row in scalars('whole')]
 
 
+def test_max_iters_ends_another_package_s_loop(cli):
+    with open('config.py', 'a') as config:
+        config.write("\ntrain_cfg = dict(type='mmengine.EpochBasedTrainLoop', max_epochs=2)\n")
+    assert cli('train', 'config.py', '--max-iters', 3) == (0, '')
+    assert len(scalars()) == 3
+    assert torch.load('work_dirs/config/iter_3.pth', weights_only=False)['meta']['iter'] == 3
+
+
 def test_resume_from_a_path(cli):
     assert cli('train', 'config.py', '--max-iters', 6, '--work-dir', 'first')[0] == 0
     assert cli('train', 'config.py', '--resume', 'first/iter_6.pth') == (0, '')
@@ -528,6 +536,15 @@ def program(*args, **env):
     return subprocess.run(
         [sys.executable, *map(str, args)], env=env, capture_output=True, text=True, timeout=300
     )
+
+
+def test_who_stops_reading_ends_it_quietly():
+    command = [sys.executable, '-m', 'memengine', 'techniques']
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    process.stdout.close()
+    with process:
+        assert process.stderr.read() == b''
+    assert process.returncode == 141
 
 
 def test_help_imports_neither_torch_nor_mmengine():

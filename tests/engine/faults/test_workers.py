@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -33,7 +34,8 @@ def listens(monkeypatch):
     signal.signal(signal.SIGCHLD, before)
 
 
-def hold_interpreter():
+def hold_interpreter(after_s=0):
+    time.sleep(after_s)  # the batch before is announced meanwhile
     sleep = ctypes.PyDLL(None).sleep  # as an endless regular expression does: no other thread runs
     while True:  # a signal wakes it
         sleep(1000)
@@ -45,6 +47,7 @@ TROUBLES = {
     'crashes': lambda: ctypes.string_at(0),
     'sleeps': lambda: time.sleep(1000),
     'holds the interpreter': hold_interpreter,
+    'announces a batch and holds the interpreter': partial(hold_interpreter, after_s=1),
 }
 
 
@@ -64,12 +67,14 @@ class TroubledData(ToyData):
         return f"sample {index}, '{index}.jpg'"
 
 
-def error_of(trouble, **options):
+def error_of(trouble, wait_s=0, **options):
     data = SeededDataset(TroubledData(trouble), seed=0, workers=2)
     loader = guard_workers(DataLoader(data, 4, num_workers=2, **options))
     try:
         with samples_named(lambda: dict(val_dataloader=loader)):
-            list(loader)
+            batches = iter(loader)
+            time.sleep(wait_s)
+            list(batches)
     except WorkerError as error:  # not kept, as it would keep the loader's processes
         return str(error)
     pytest.fail('all samples were loaded')
@@ -107,9 +112,16 @@ def test_a_death_that_torch_told_a_destructor_only_is_seen():
 
 @pytest.mark.slow  # a worker has to begin within the timeout, on a busy machine, too
 @pytest.mark.fault('a data worker hangs', 'after `timeout` its sample and file are named')
-@pytest.mark.parametrize('trouble', ['sleeps', 'holds the interpreter'])
-def test_a_worker_that_hangs_names_its_sample(trouble):
-    said = error_of(trouble, timeout=8)
+@pytest.mark.parametrize(
+    ('trouble', 'wait_s'),
+    [
+        ('sleeps', 0),
+        ('holds the interpreter', 0),
+        ('announces a batch and holds the interpreter', 4),
+    ],
+)
+def test_a_worker_that_hangs_names_its_sample(trouble, wait_s):
+    said = error_of(trouble, wait_s, timeout=8)
     pattern = (
         r'val_dataloader: no batch within 8 s \(val_dataloader\.timeout\): a worker \(pid (\d+)\) '
         r"has been loading sample 9, '9\.jpg' since \d\d:\d\d:\d\d"

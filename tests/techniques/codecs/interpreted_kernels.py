@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from memengine._torch_private import triton_kernels
+from memengine._torch_private.ops import TorchDispatchMode
 from memengine.techniques.codecs import sparse
 from memengine.techniques.codecs.kernels import bits as bit_kernels
 from memengine.techniques.codecs.kernels import largest, quantizing, selection
@@ -274,3 +275,54 @@ def test_a_wrong_largest_is_seen(monkeypatch, what):
     monkeypatch.setattr(largest, form, damaged)
     with pytest.raises(ArithmeticError, match='the largest of all'):
         largest.prove(torch.empty(0, dtype=torch.bfloat16))
+
+
+class Kernels(TorchDispatchMode):
+    """Counts what would be kernels of a GPU: ours, and torch's operations but views."""
+
+    on_the_host = 'aten::random_', 'aten::_local_scalar_dense'  # of the seed
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.count, run = 0, type(largest._count).run
+        self._is_in_ours = False
+
+        def counted(*args, **kwargs):
+            self.count += 1
+            self._is_in_ours = True
+            run(*args, **kwargs)
+            self._is_in_ours = False
+
+        monkeypatch.setattr(type(largest._count), 'run', counted)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name, results = function._schema.name, function._schema.returns
+        is_view = any(r.alias_info and not r.alias_info.is_write for r in results)
+        is_none = is_view or 'empty' in name or name in self.on_the_host
+        self.count += not (self._is_in_ours or is_none)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(
+    ('codec', 'dtype', 'coding', 'decoding'),
+    [
+        (Quantizer(8), torch.float32, 1, 1),
+        (Quantizer(2), torch.bfloat16, 1, 1),
+        (positive_mask, torch.float32, 1, 1),
+        (Sparsifier('block_mink', 0.9), torch.float32, 1, 2),
+        (Sparsifier('mink', 0.9), torch.bfloat16, 3, 3),
+        (Sparsifier('mink', 0.5), torch.bfloat16, 4, 3),
+        (Sparsifier('mink', 0.9), torch.float32, 4, 3),
+        (Sparsifier('mink', 0.5), torch.float32, 5, 3),
+    ],
+)
+def test_kernels_for_a_saved_tensor(monkeypatch, codec, dtype, coding, decoding):
+    values = torch.randn(5, 1000).to(dtype)
+    codec(values).decode()  # what proves itself has done so
+    kernels = Kernels(monkeypatch)
+    with kernels:
+        code = codec(values)
+    assert kernels.count == coding
+    with kernels:
+        code.decode()
+    assert kernels.count == coding + decoding

@@ -1,9 +1,10 @@
 """DropIT's largest elements of a whole tensor: what ``top_k.largest`` and ``places.take`` do,
 and the way back from bits, ``places.Bitmap``.
 
-The least that is kept is found by eight bits of a magnitude after eight, from the highest: each
-pass counts the elements that begin with the bits found so far by the next eight. Of those that are
-equal to the least, the first are kept.
+The least that is kept is found by some bits of a magnitude after others, from the highest: in each
+pass every program counts, of its share, the elements that begin with the bits found so far, by
+whether their next ones are at least those of each bin. What stands before a program's share follows
+from the counts of the programs before it. Of those that are equal to the least, the first are kept.
 
 Legend: n elements, k of them kept, p pages of 256 elements.
 """
@@ -21,74 +22,77 @@ from memengine.techniques.codecs.top_k import INTEGER_OF
 __all__ = ['largest_of_all', 'prove', 'scatter']
 
 _PAGE = 256
-_PAGES = 8  # of a program
+_TILE = 16 * _PAGE  # elements that a program has at once
+_MOST_COUNTING = 128  # programs: each reads the counts of all others
+_MOST_SCATTERING = 1024
+_LEAST_SHARE = 8 * _TILE  # of a program that counts: below it, others' counts are more to read
 
 
-def largest_of_all(flat: Tensor, kept: int, as_offsets: bool) -> tuple[Tensor, Tensor, Tensor]:
+def largest_of_all(
+    flat: Tensor, kept: int, as_offsets: bool, share: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The elements of largest magnitude, in rising order of their places.
 
     Args:
         flat: ``[n]``, of float32, bfloat16 or float16; fewer than ``2 ** 31``.
         kept: k, from 1 to n.
         as_offsets: How places are given.
+        share: Elements of a program, a multiple of 4,096; None chooses.
 
     Returns:
         The elements, ``[k]``, and either uint8 ``[k]``, their places in pages, with int16 ``[p]``,
         how many each page has, or a bit for each element, as ``pack_bits`` packs them, and nothing.
 
-    Cost: a kernel that reads the tensor for each byte of an element and two more, for bits three,
-    and two small ones. Beside what is returned, 8 bytes for 2,048 elements and 4 KiB.
+    Cost: kernels that read the tensor, and no others: of fp32 four, of 16 bits three, one more for
+    bits. Beside what is returned, 3 MiB at most, for 16 bits a quarter.
     """
-    numel, passes = flat.numel(), flat.element_size()
+    numel = flat.numel()
     integers = flat.view(INTEGER_OF[flat.dtype])
-    counts = flat.new_zeros(passes + 1, _PAGE, dtype=torch.int32)
+    share = share or max(_LEAST_SHARE, _share(numel, _MOST_COUNTING))
+    programs = triton.cdiv(numel, share)
+    passes, width = (3, 11) if flat.element_size() == 4 else (2, 8)
+    how = dict(passes=passes, width=width, tile=_TILE, most=_MOST_COUNTING, num_warps=8)
+    counts = integers.new_empty(passes, programs, 1 << width, dtype=torch.int32)
+    found = counts.new_empty(passes + 2, 2)
     values = flat.new_empty(kept)
-    pages = triton.cdiv(numel, _PAGE)
     bits = flat.new_empty(0 if as_offsets else packed_numel(numel, 1), dtype=torch.uint8)
     offsets = flat.new_empty(kept if as_offsets else 0, dtype=torch.uint8)
-    of_pages = flat.new_empty(pages if as_offsets else 0, dtype=torch.int16)
-    programs = triton.cdiv(pages, _PAGES)
-    sums = counts.new_empty(2, programs)
-    how = dict(passes=passes, page=_PAGE)
+    pages = triton.cdiv(numel, _PAGE) if as_offsets else 0
+    of_pages = flat.new_empty(pages, dtype=torch.int16)
+    asked = integers, counts, found, numel, kept, share
     with torch.cuda.device_of(flat):
         for number in range(passes):
-            _count[programs,](integers, counts, numel, kept, number=number, pages=_PAGES, **how)
-        _weigh[programs,](integers, counts, sums, numel, kept, pages=_PAGES, **how)
-        ends = sums.cumsum(1, dtype=torch.int32)
-        _take[programs,](
-            integers,
-            counts,
-            ends,
-            values.view(integers.dtype),
-            offsets,
-            of_pages,
-            numel,
-            kept,
-            as_offsets=as_offsets,
-            pages=_PAGES,
-            **how,
-        )
+            _count[programs,](*asked, number=number, **how)
+        places = values.view(integers.dtype), offsets, of_pages
+        _take[programs,](*asked, *places, as_offsets=as_offsets, page=_PAGE, **how)
         if not as_offsets:
-            _put_bits[triton.cdiv(len(bits), _PAGE),](integers, counts, bits, numel, kept, **how)
+            last = found[passes:]
+            _put_bits[triton.cdiv(len(bits), _PAGE),](integers, last, bits, numel, page=_PAGE)
     return values, offsets if as_offsets else bits, of_pages
 
 
-def scatter(values: Tensor, bits: Tensor, flat: Tensor) -> Tensor:
-    """Put values, ``[k]`` in the order of their places, where bits are set; two kernels, and a sum.
+def scatter(values: Tensor, bits: Tensor, flat: Tensor, share: int | None = None) -> Tensor:
+    """Put values, ``[k]`` in the order of their places, where bits are set; two kernels.
 
     Args:
         values: ``[k]``.
         bits: A bit for each element, as ``pack_bits`` packs them.
         flat: ``[n]``, written to throughout; fewer than ``2 ** 31``.
+        share: As in :func:`largest_of_all`.
     """
-    programs = triton.cdiv(flat.numel(), _PAGE * _PAGES)
-    sums = bits.new_empty(programs, dtype=torch.int32)
-    how = dict(pages=_PAGES, page=_PAGE)
+    share = share or _share(flat.numel(), _MOST_SCATTERING)
+    programs = triton.cdiv(flat.numel(), share)
+    counts = bits.new_empty(programs, dtype=torch.int32)
     with torch.cuda.device_of(flat):
-        _count_bits[programs,](bits, sums, flat.numel(), **how)
-        ends = sums.cumsum(0, dtype=torch.int32)
-        _scatter[programs,](bits, ends, values, flat, flat.numel(), **how)
+        _count_bits[programs,](bits, counts, flat.numel(), share, tile=_TILE)
+        settings = dict(tile=_TILE, most=_MOST_SCATTERING)
+        _scatter[programs,](bits, counts, values, flat, flat.numel(), share, **settings)
     return flat
+
+
+def _share(numel: int, most: int) -> int:
+    """Elements of each of at most so many programs, whole tiles."""
+    return triton.cdiv(triton.cdiv(numel, most), _TILE) * _TILE
 
 
 def prove(like: Tensor) -> None:
@@ -97,7 +101,7 @@ def prove(like: Tensor) -> None:
     Raises:
         ArithmeticError: When other elements are kept, or are said to lie elsewhere.
     """
-    numel = _PAGE * (2 * _PAGES + 1) + 77
+    numel, share = 4 * _TILE + 333, 2 * _TILE  # three programs, of which the last has a rest
     steps = torch.arange(1, numel + 1, device=like.device)
     ties = (steps * 7 % 5 - 2).to(like.dtype)
     spread = steps.mul(0.37).sin().mul(steps % 97).to(like.dtype)
@@ -106,14 +110,14 @@ def prove(like: Tensor) -> None:
     for flat, kept in ((spread, numel // 10), (spread, numel // 2), (ties, 1000), (ties, numel)):
         keys = flat.view(integer) & torch.iinfo(integer).max
         expected = keys.topk(kept).values
-        values, bits, _ = largest_of_all(flat, kept, as_offsets=False)
+        values, bits, _ = largest_of_all(flat, kept, False, share)
         positions = unpack_bits(bits, 1, numel).nonzero()[:, 0]
         right = len(positions) == kept and torch.equal(keys[positions].sort(0, True)[0], expected)
         right = right and torch.equal(values, flat[positions])
-        decoded = scatter(values, bits, torch.full_like(flat, 5))
+        decoded = scatter(values, bits, torch.full_like(flat, 5), share)
         right = right and torch.equal(decoded[positions], values)
         right = right and int((decoded != 0).sum()) == int((values != 0).sum())
-        again, offsets, counts = largest_of_all(flat, kept, as_offsets=True)
+        again, offsets, counts = largest_of_all(flat, kept, True, share)
         pages = torch.arange(len(counts), device=like.device).repeat_interleave(counts.long())
         right = right and torch.equal(again, values)
         if not right or not torch.equal(pages * _PAGE + offsets, positions):
@@ -129,126 +133,150 @@ def _keys(flat: tl.tensor, places: tl.tensor, numel: tl.tensor) -> tuple[tl.tens
 
 
 @triton.jit
-def _least(
-    counts: tl.tensor, kept: tl.tensor, number: tl.constexpr, page: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """The highest `number` bytes of the least that is kept, and how many that begin so are."""
-    byte = tl.arange(0, page)
-    found, wanted = kept * 0, kept
-    for done in tl.static_range(number):
-        count = tl.load(counts + done * page + byte)
-        at_least = tl.cumsum(count, 0, reverse=True)
-        digit = tl.sum((at_least >= wanted).to(tl.int32), axis=0) - 1
-        wanted -= tl.sum(tl.where(byte > digit, count, 0), axis=0)
-        found = found * page + digit
-    return found, wanted
+def _places(share: tl.tensor, start: tl.tensor, tile: tl.constexpr) -> tl.tensor:
+    """Of the elements of a tile in a program's share, [tile]."""
+    return tl.program_id(0).to(tl.int64) * share + start + tl.arange(0, tile)
 
 
 @triton.jit
-def _places(pages: tl.constexpr, page: tl.constexpr) -> tl.tensor:
-    """Of a program's elements, [pages * page]."""
-    return tl.program_id(0).to(tl.int64) * pages * page + tl.arange(0, pages * page)
+def _next(
+    counts: tl.tensor,
+    found: tl.tensor,
+    kept: tl.tensor,
+    programs: tl.tensor,
+    number: tl.constexpr,
+    width: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The highest bits of the least that is kept, after so many passes, and how many that begin so
+    are; noted for the next kernel."""
+    bins: tl.constexpr = 1 << width
+    highest, wanted = kept * 0, kept
+    if number > 0:
+        if number > 1:
+            highest = tl.load(found + 2 * (number - 1))
+            wanted = tl.load(found + 2 * (number - 1) + 1)
+        bin = tl.arange(0, bins)
+        at_least = tl.zeros((bins,), tl.int32)
+        for first in range(0, programs, 8):
+            program = first + tl.arange(0, 8)[:, None]
+            row = counts + ((number - 1) * programs + program) * bins + bin[None, :]
+            at_least += tl.sum(tl.load(row, mask=program < programs, other=0), axis=0)
+        digit = tl.sum((at_least >= wanted).to(tl.int32), axis=0) - 1
+        wanted -= tl.sum(tl.where(bin == digit + 1, at_least, 0), axis=0)
+        highest = highest * bins + digit
+        if tl.program_id(0) == 0:
+            tl.store(found + 2 * number, highest)
+            tl.store(found + 2 * number + 1, wanted)
+    return highest, wanted
 
 
-@triton.jit(do_not_specialize=['numel', 'kept'])
+@triton.jit
+def _before(
+    counts: tl.tensor,
+    digit: tl.tensor,
+    number: tl.constexpr,
+    bins: tl.constexpr,
+    most: tl.constexpr,
+) -> tl.tensor:
+    """How many elements before the program's share a pass has counted from a digit on."""
+    program = tl.arange(0, most)
+    programs = tl.where(digit < bins, tl.program_id(0), 0)
+    row = counts + (number * tl.num_programs(0) + program) * bins
+    return tl.sum(tl.load(row + digit, mask=program < programs, other=0), axis=0)
+
+
+@triton.jit(do_not_specialize=['numel', 'kept', 'share'])
 def _count(
     flat: tl.tensor,
     counts: tl.tensor,
+    found: tl.tensor,
     numel: tl.tensor,
     kept: tl.tensor,
+    share: tl.tensor,
     number: tl.constexpr,
     passes: tl.constexpr,
-    pages: tl.constexpr,
-    page: tl.constexpr,
+    width: tl.constexpr,
+    tile: tl.constexpr,
+    most: tl.constexpr,
 ) -> None:
-    _, keys = _keys(flat, _places(pages, page), numel)
-    shift: tl.constexpr = 8 * (passes - 1 - number)
-    byte = (keys >> shift) & 255
-    found, _ = _least(counts, kept, number, page)
-    is_next = keys >= 0
-    if number > 0:
-        is_next = is_next & ((keys >> (shift + 8)) == found)
-    seen = tl.histogram(tl.where(is_next, byte, page), 2 * page)
-    bins = tl.arange(0, 2 * page)
-    is_counted = (bins < page) & (seen > 0)
-    tl.atomic_add(counts + number * page + bins, seen, mask=is_counted)
+    bins: tl.constexpr = 1 << width
+    shift: tl.constexpr = width * (passes - 1 - number)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    highest, _wanted = _next(counts, found, kept, programs, number, width)
+    seen = tl.zeros((2 * bins,), tl.int32)
+    for start in range(0, share, tile):
+        _, keys = _keys(flat, _places(share, start, tile), numel)
+        is_next = keys >= 0
+        if number > 0:
+            is_next = is_next & ((keys >> (shift + width)) == highest)
+        digit = (keys >> shift) & (bins - 1)
+        seen += tl.histogram(tl.where(is_next, digit, bins), 2 * bins)
+    bin = tl.arange(0, 2 * bins)
+    at_least = tl.cumsum(tl.where(bin < bins, seen, 0), 0, reverse=True)
+    tl.store(counts + (number * programs + program) * bins + bin, at_least, mask=bin < bins)
 
 
-@triton.jit(do_not_specialize=['numel', 'kept'])
-def _weigh(
-    flat: tl.tensor,
-    counts: tl.tensor,
-    sums: tl.tensor,
-    numel: tl.tensor,
-    kept: tl.tensor,
-    passes: tl.constexpr,
-    pages: tl.constexpr,
-    page: tl.constexpr,
-) -> None:
-    """How many elements of each program are above the least, and how many equal it."""
-    _, keys = _keys(flat, _places(pages, page), numel)
-    least, _ = _least(counts, kept, passes, page)
-    above = tl.sum((keys > least).to(tl.int32), axis=0)
-    ties = tl.sum((keys == least).to(tl.int32), axis=0)
-    tl.store(sums + tl.program_id(0), above)
-    tl.store(sums + tl.num_programs(0) + tl.program_id(0), ties)
-
-
-@triton.jit(do_not_specialize=['numel', 'kept'])
+@triton.jit(do_not_specialize=['numel', 'kept', 'share'])
 def _take(
     flat: tl.tensor,
     counts: tl.tensor,
-    ends: tl.tensor,
+    found: tl.tensor,
+    numel: tl.tensor,
+    kept: tl.tensor,
+    share: tl.tensor,
     values: tl.tensor,
     offsets: tl.tensor,
     of_pages: tl.tensor,
-    numel: tl.tensor,
-    kept: tl.tensor,
     as_offsets: tl.constexpr,
     passes: tl.constexpr,
-    pages: tl.constexpr,
+    width: tl.constexpr,
+    tile: tl.constexpr,
+    most: tl.constexpr,
     page: tl.constexpr,
 ) -> None:
-    program = tl.program_id(0)
-    places = _places(pages, page)
-    bits, keys = _keys(flat, places, numel)
-    least, wanted = _least(counts, kept, passes, page)
-    above = tl.load(ends + program - 1, mask=program > 0, other=0)
-    ties = tl.load(ends + tl.num_programs(0) + program - 1, mask=program > 0, other=0)
-    is_tie = keys == least
-    rank = ties + tl.cumsum(is_tie.to(tl.int32), 0)  # from 1
-    is_kept = (keys > least) | (is_tie & (rank <= wanted))
-    target = above + tl.minimum(ties, wanted) + tl.cumsum(is_kept.to(tl.int32), 0) - 1
-    tl.store(values + target, bits, mask=is_kept)
-    if as_offsets:
-        tl.store(offsets + target, (places & (page - 1)).to(tl.uint8), mask=is_kept)
-        count = tl.sum(tl.reshape(is_kept.to(tl.int32), (pages, page)), axis=1)
-        own = program.to(tl.int64) * pages + tl.arange(0, pages)
-        tl.store(of_pages + own, count.to(tl.int16), mask=own * page < numel)
-    else:  # the place of the last tie that is kept, for _put_bits
-        last = counts + passes * page + tl.zeros_like(keys)
-        tl.store(last, places.to(tl.int32), mask=is_tie & (rank == wanted))
+    bins: tl.constexpr = 1 << width
+    pages: tl.constexpr = tile // page
+    least, wanted = _next(counts, found, kept, tl.num_programs(0), passes, width)
+    done = kept * 0
+    for number in tl.static_range(passes):
+        digit = (least >> (width * (passes - 1 - number))) & (bins - 1)
+        done += _before(counts, digit + 1, number, bins, most)
+    lowest = least & (bins - 1)
+    ties = _before(counts, lowest, passes - 1, bins, most)
+    ties -= _before(counts, lowest + 1, passes - 1, bins, most)
+    done += tl.minimum(ties, wanted)
+    for start in range(0, share, tile):
+        places = _places(share, start, tile)
+        bits, keys = _keys(flat, places, numel)
+        is_tie = keys == least
+        rank = ties + tl.cumsum(is_tie.to(tl.int32), 0)  # from 1
+        is_kept = (keys > least) | (is_tie & (rank <= wanted))
+        target = done + tl.cumsum(is_kept.to(tl.int32), 0) - 1
+        tl.store(values + target, bits, mask=is_kept)
+        if as_offsets:
+            tl.store(offsets + target, (places & (page - 1)).to(tl.uint8), mask=is_kept)
+            count = tl.sum(tl.reshape(is_kept.to(tl.int32), (pages, page)), axis=1)
+            own = (tl.program_id(0).to(tl.int64) * share + start) // page + tl.arange(0, pages)
+            tl.store(of_pages + own, count.to(tl.int16), mask=own * page < numel)
+        else:  # the place of the last tie that is kept, for _put_bits
+            last = found + 2 * (passes + 1) + tl.zeros_like(keys)
+            tl.store(last, places.to(tl.int32), mask=is_tie & (rank == wanted))
+        ties += tl.sum(is_tie.to(tl.int32), axis=0)
+        done += tl.sum(is_kept.to(tl.int32), axis=0)
 
 
-@triton.jit(do_not_specialize=['numel', 'kept'])
+@triton.jit(do_not_specialize=['numel'])
 def _put_bits(
-    flat: tl.tensor,
-    counts: tl.tensor,
-    packed: tl.tensor,
-    numel: tl.tensor,
-    kept: tl.tensor,
-    passes: tl.constexpr,
-    page: tl.constexpr,
+    flat: tl.tensor, last: tl.tensor, packed: tl.tensor, numel: tl.tensor, page: tl.constexpr
 ) -> None:
-    least, _ = _least(counts, kept, passes, page)
-    last = tl.load(counts + passes * page)
+    least, place_of_last = tl.load(last), tl.load(last + 2)
     size = (numel + 7) // 8
     place = tl.program_id(0).to(tl.int64) * page + tl.arange(0, page)
     byte = tl.zeros((page,), tl.int32)
     for plane in tl.static_range(8):
         element = tl.where(place < size, place + plane * size, numel)
         _, keys = _keys(flat, element, numel)
-        is_kept = (keys > least) | ((keys == least) & (element <= last))
+        is_kept = (keys > least) | ((keys == least) & (element <= place_of_last))
         byte |= is_kept.to(tl.int32) << plane
     tl.store(packed + place, byte.to(tl.uint8), mask=place < size)
 
@@ -261,27 +289,32 @@ def _bits_of(packed: tl.tensor, places: tl.tensor, numel: tl.tensor) -> tl.tenso
     return (byte >> (places // size).to(tl.int32)) & 1
 
 
-@triton.jit(do_not_specialize=['numel'])
+@triton.jit(do_not_specialize=['numel', 'share'])
 def _count_bits(
-    packed: tl.tensor, sums: tl.tensor, numel: tl.tensor, pages: tl.constexpr, page: tl.constexpr
+    packed: tl.tensor, counts: tl.tensor, numel: tl.tensor, share: tl.tensor, tile: tl.constexpr
 ) -> None:
-    bits = _bits_of(packed, _places(pages, page), numel)
-    tl.store(sums + tl.program_id(0), tl.sum(bits, axis=0))
+    count = tl.zeros((tile,), tl.int32)
+    for start in range(0, share, tile):
+        count += _bits_of(packed, _places(share, start, tile), numel)
+    tl.store(counts + tl.program_id(0), tl.sum(count, axis=0))
 
 
-@triton.jit(do_not_specialize=['numel'])
+@triton.jit(do_not_specialize=['numel', 'share'])
 def _scatter(
     packed: tl.tensor,
-    ends: tl.tensor,
+    counts: tl.tensor,
     values: tl.tensor,
     flat: tl.tensor,
     numel: tl.tensor,
-    pages: tl.constexpr,
-    page: tl.constexpr,
+    share: tl.tensor,
+    tile: tl.constexpr,
+    most: tl.constexpr,
 ) -> None:
-    program = tl.program_id(0)
-    places = _places(pages, page)
-    bits = _bits_of(packed, places, numel)
-    before = tl.load(ends + program - 1, mask=program > 0, other=0)
-    found = tl.load(values + before + tl.cumsum(bits, 0) - 1, mask=bits != 0, other=0)
-    tl.store(flat + places, found, mask=places < numel)
+    program = tl.arange(0, most)
+    done = tl.sum(tl.load(counts + program, mask=program < tl.program_id(0), other=0), axis=0)
+    for start in range(0, share, tile):
+        places = _places(share, start, tile)
+        bits = _bits_of(packed, places, numel)
+        found = tl.load(values + done + tl.cumsum(bits, 0) - 1, mask=bits != 0, other=0)
+        tl.store(flat + places, found, mask=places < numel)
+        done += tl.sum(bits, axis=0)

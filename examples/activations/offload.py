@@ -1,6 +1,6 @@
-"""Recomputed activations: what norms and GELU gave is computed again, bit for bit.
+"""Activation offload: what autograd saves waits outside the device's memory.
 
-python examples/recomputed_activations.py
+python examples/activations/offload.py
 """
 
 import timm
@@ -8,7 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch.nn import functional as F
 
-from memengine import SavedBytes, recompute_activations
+from memengine import SavedBytes, offload_activations
 
 
 def main() -> None:
@@ -32,10 +32,10 @@ def main() -> None:
         return saved.peak_bytes / 2**20
 
     plain = step()
-    handle = recompute_activations(model)
+    handle = offload_activations(model, min_bytes=4096)  # pinned memory on a GPU, files on a CPU
     less = [step() for _ in range(3)][-1]
     handle.undo()  # the model is what it was
-    print(f'saved: {plain:.1f} MiB, recomputed {less:.1f} MiB')
+    print(f'saved: {plain:.1f} MiB, offloaded {less:.1f} MiB')
 
 
 if __name__ == '__main__':

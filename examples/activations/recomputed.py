@@ -1,6 +1,6 @@
-"""Activation offload: what autograd saves waits outside the device's memory.
+"""Recomputed activations: what norms and GELU gave is computed again, bit for bit.
 
-python examples/activation_offload.py
+python examples/activations/recomputed.py
 """
 
 import timm
@@ -8,7 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch.nn import functional as F
 
-from memengine import SavedBytes, offload_activations
+from memengine import SavedBytes, recompute_activations
 
 
 def main() -> None:
@@ -32,10 +32,10 @@ def main() -> None:
         return saved.peak_bytes / 2**20
 
     plain = step()
-    handle = offload_activations(model, min_bytes=4096)  # pinned memory on a GPU, files on a CPU
+    handle = recompute_activations(model)
     less = [step() for _ in range(3)][-1]
     handle.undo()  # the model is what it was
-    print(f'saved: {plain:.1f} MiB, offloaded {less:.1f} MiB')
+    print(f'saved: {plain:.1f} MiB, recomputed {less:.1f} MiB')
 
 
 if __name__ == '__main__':

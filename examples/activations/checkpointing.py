@@ -1,6 +1,6 @@
 """Activation checkpointing: each block is computed again in backward.
 
-python examples/activation_checkpointing.py
+python examples/activations/checkpointing.py
 """
 
 import timm

@@ -1,6 +1,6 @@
 """DropIT and quantised activations: lossy, with the forward pass as it was.
 
-python examples/compressed_activations.py
+python examples/activations/compressed.py
 """
 
 from collections.abc import Callable

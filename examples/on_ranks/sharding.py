@@ -1,6 +1,6 @@
 """Parameters, gradients and optimiser state spread over ranks, on PyTorch's ``fully_shard``.
 
-    torchrun --nproc_per_node 2 examples/sharding.py
+    torchrun --nproc_per_node 2 examples/on_ranks/sharding.py
 
 Started without torchrun it is one rank, which holds everything.
 """
