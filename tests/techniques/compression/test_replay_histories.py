@@ -161,7 +161,8 @@ def test_threads_share_a_model():
 
     def work(one, k):
         for i in range(STEPS):
-            output = one(batch(10 * k + i, rows=1 + (k + i) % 5)).square().sum()
+            x = batch(10 * k + i, rows=1 + (k + i) % 5).to(one.first.weight.device)
+            output = one(x).square().sum()
             found[one is model, k, i] = torch.autograd.grad(output, [*one.parameters()])
 
     for one in (plain, model):
