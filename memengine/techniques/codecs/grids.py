@@ -32,18 +32,20 @@ def random_bytes(numel: int, generator: torch.Generator) -> Tensor:
     return words.random_(-(2**63), None, generator=generator).view(torch.uint8)[:numel]
 
 
-def _noise(out: Tensor, generator: torch.Generator) -> Tensor:
+def _noise(like: Tensor, out: Tensor | None, generator: torch.Generator) -> Tensor:
     """Numbers from 256 to below 257 in float32, of which any two are independent.
 
     Each is made of 15 bits that its row has drawn and 15 that its column has drawn. Sums of errors
     thus vary as if each had been drawn by itself, in a tenth of the time.
 
     Args:
-        out: int32, two dimensions or more; its memory is the result's.
+        like: Of their shape, two dimensions or more.
+        out: int32 of this shape; its memory is the result's. None for new memory.
         generator: Draws them.
     """
-    rows = out.new_empty((*out.shape[:-1], 1)).random_(0, 2**15, generator=generator)
-    columns = out.new_empty(out.shape[-1:])
+    rows = like.new_empty((*like.shape[:-1], 1), dtype=torch.int32)
+    columns = like.new_empty(like.shape[-1:], dtype=torch.int32)
+    rows.random_(0, 2**15, generator=generator)
     columns.random_(_BITS_OF_256, _BITS_OF_256 + 2**15, generator=generator)
     return torch.bitwise_xor(rows, columns, out=out).view(torch.float32)
 
@@ -122,7 +124,11 @@ class UniformGrid(NamedTuple):
         return UniformGrid(self.low[ranges], self.per_unit[ranges], shrink, self.top)
 
     def levels(
-        self, values: Tensor, generator: torch.Generator | None, scratch: Scratch | None = None
+        self,
+        values: Tensor,
+        generator: torch.Generator | None,
+        scratch: Scratch | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """The level of each value, which must lie within its range.
 
@@ -132,25 +138,28 @@ class UniformGrid(NamedTuple):
                 the probability that makes the mean the value, to within ``2 ** -16`` of a step.
                 Any two values are rounded independently. None rounds to the nearer one.
             scratch: For values of this shape, written to.
+            out: uint8 of this shape, written to.
 
         Returns:
-            uint8 of `values`' shape, in `scratch`.
+            uint8 of `values`' shape: `out`, or in `scratch`, or new.
         """
-        steps, noise, whole, levels = scratch or Scratch.like(values.shape, self.low)
+        steps = None if scratch is None else scratch.steps
         if self.shrink is None:
-            torch.sub(values, self.low, out=steps)
+            steps = torch.sub(values, self.low, out=steps)
         else:
-            torch.mul(values, self.shrink, out=steps).sub_(self.low)
+            steps = torch.mul(values, self.shrink, out=steps).sub_(self.low)
         steps.mul_(self.per_unit)
         if generator is None:
             steps.add_(0.5)
         else:
             # The 256 in it leaves no trace in a byte. Sums in float32 are rounded to what noise is
             # made of, those in float64 are cut off to it.
-            noise = _noise(noise, generator)
+            noise = _noise(steps, None if scratch is None else scratch.noise, generator)
             steps.add_(noise if steps.dtype == noise.dtype else noise.double().add_(2**-16))
-        # A CPU converts to bytes in half the time by way of 16 bits.
-        levels = levels.copy_(whole.copy_(steps)) if steps.is_cpu else steps.to(torch.uint8)
+        if steps.is_cpu:  # which converts to bytes in half the time by way of 16 bits
+            steps = steps.to(torch.int16) if scratch is None else scratch.whole.copy_(steps)
+            out = scratch.levels if out is None and scratch is not None else out
+        levels = steps.to(torch.uint8) if out is None else out.copy_(steps)
         # What NaN becomes is any byte, which must not reach into its neighbours' bits.
         return levels if self.top == 255 else levels.bitwise_and_(self.top)
 
@@ -174,4 +183,4 @@ def _may_be_huge(low: Tensor, high: Tensor) -> bool:
     if low.device.type != 'cpu' or not low.numel():
         return True
     half = torch.finfo(low.dtype).max / 2
-    return not (float(high.max()) <= half and float(low.min()) >= -half)
+    return not (high.max().item() <= half and low.min().item() >= -half)

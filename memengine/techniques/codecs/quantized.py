@@ -16,7 +16,7 @@ from memengine.techniques.codecs.bit_packing import (
     packed_numel,
     unpack_bits,
 )
-from memengine.techniques.codecs.grids import Scratch, UniformGrid, computing_dtype
+from memengine.techniques.codecs.grids import Scratch, UniformGrid
 from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_order
 from memengine.techniques.modules.private_random import private_generator
 
@@ -115,21 +115,36 @@ def quantize(
     numel = flat.numel()
     generator = private_generator(flat.device) if stochastic else None
     packed = flat.new_empty(packed_numel(numel, bits), dtype=torch.uint8)
-    extremes = flat.new_empty(2, -(-numel // group_size))
-    full = numel // group_size
-    head, rest = flat.split([full * group_size, numel % group_size])
-    _put_extremes(head.view(-1, group_size), extremes[:, :full])
-    if rest.numel():
-        _put_extremes(rest[None], extremes[:, full:])
+    extremes = _extremes(flat, group_size)
     grid = _grid(extremes, bits)
-    most_rows = min(_groups_of_a_part(group_size, part_numel), extremes.shape[1])
+    if numel <= _numel_at_once(group_size, part_numel):
+        _put_levels(grid, flat, group_size, bits, generator, packed)
+        return packed, extremes
+    most_rows = _numel_at_once(group_size, part_numel) // group_size
     scratch = Scratch.like((most_rows, group_size), grid.low)
     for part in _parts(numel, bits, group_size, part_numel):
-        rows = _in_rows(flat[part.elements], group_size)
-        ranges = grid.of_ranges(part.groups)
-        levels = ranges.levels(rows, generator, scratch.for_rows(len(rows))).view(-1)
-        pack_bits(levels[: part.numel], bits, out=packed[part.bytes])
+        some = flat[part.elements], group_size, bits, generator, packed[part.bytes]
+        _put_levels(grid.of_ranges(part.groups), *some, scratch)
     return packed, extremes
+
+
+def _put_levels(
+    grid: UniformGrid,
+    flat: Tensor,
+    group_size: int,
+    bits: int,
+    generator: torch.Generator | None,
+    packed: Tensor,
+    scratch: Scratch | None = None,
+) -> None:
+    """Write what is packed of ``[n]``."""
+    rows = _in_rows(flat, group_size)
+    scratch = None if scratch is None else scratch.for_rows(len(rows))
+    if bits == 8 and rows.numel() == flat.numel():
+        grid.levels(rows, generator, scratch, out=packed.view(rows.shape))
+    else:
+        levels = grid.levels(rows, generator, scratch).view(-1)
+        pack_bits(levels[: flat.numel()], bits, out=packed)
 
 
 def dequantize(
@@ -137,27 +152,35 @@ def dequantize(
 ) -> Tensor:
     """What :func:`quantize` gave for ``[n]``, in the dtype of the extremes."""
     flat = extremes.new_empty(numel)
-    dtype, grid = computing_dtype(flat.dtype), _grid(extremes, bits)
+    grid = _grid(extremes, bits)
+    if numel <= _numel_at_once(group_size, part_numel):
+        _put_values(grid, packed, group_size, bits, flat)
+        return flat
     for part in _parts(numel, bits, group_size, part_numel):
-        target, some = flat[part.elements], packed[part.bytes]
-        levels = some if bits == 8 else unpack_bits(some, bits, target.numel())
-        is_room = target.dtype == dtype and target.numel() % group_size == 0
-        scratch = target.view(-1, group_size) if is_room else None
-        values = grid.of_ranges(part.groups).values(_in_rows(levels, group_size), scratch)
-        if scratch is None:
-            target.copy_(values.view(-1)[: target.numel()])
+        some = packed[part.bytes], group_size, bits, flat[part.elements]
+        _put_values(grid.of_ranges(part.groups), *some)
     return flat
+
+
+def _put_values(grid: UniformGrid, packed: Tensor, group_size: int, bits: int, out: Tensor) -> None:
+    """Write what was packed of ``[n]``."""
+    levels = packed if bits == 8 else unpack_bits(packed, bits, out.numel())
+    is_room = out.dtype == grid.low.dtype and out.numel() % group_size == 0
+    scratch = out.view(-1, group_size) if is_room else None
+    values = grid.values(_in_rows(levels, group_size), scratch)
+    if scratch is None:
+        out.copy_(values.view(-1)[: out.numel()])
 
 
 def _grid(extremes: Tensor, bits: int) -> UniformGrid:
     """Where the levels of each group lie."""
-    low, high = extremes[..., None]  # [groups, 1]
+    low, high = extremes.unsqueeze(-1).unbind()  # [groups, 1]
     return UniformGrid.between(low, high, bits)
 
 
 def _parts(numel: int, bits: int, group_size: int, part_numel: int) -> Iterator[_Part]:
     """What is computed at once, in turn."""
-    length = _groups_of_a_part(group_size, part_numel) * group_size
+    length = _numel_at_once(group_size, part_numel)
     for start in range(0, numel, length):
         stop = min(start + length, numel)
         yield _Part(
@@ -167,14 +190,30 @@ def _parts(numel: int, bits: int, group_size: int, part_numel: int) -> Iterator[
         )
 
 
-def _groups_of_a_part(group_size: int, part_numel: int) -> int:
-    return max(part_numel // group_size, 1)
+def _numel_at_once(group_size: int, part_numel: int) -> int:
+    """Elements of full groups, as many as fit."""
+    return max(part_numel // group_size, 1) * group_size
+
+
+def _extremes(flat: Tensor, group_size: int) -> Tensor:
+    """The lowest and highest of each group, [2, groups]."""
+    numel = flat.numel()
+    extremes = flat.new_empty(2, -(-numel // group_size))
+    if numel % group_size == 0:
+        _put_extremes(flat.view(-1, group_size), extremes)
+        return extremes
+    full = numel // group_size
+    head, rest = flat.split([full * group_size, numel % group_size])
+    _put_extremes(head.view(-1, group_size), extremes[:, :full])
+    _put_extremes(rest[None], extremes[:, full:])
+    return extremes
 
 
 def _put_extremes(rows: Tensor, extremes: Tensor) -> None:
     """Write the lowest and highest of each row [groups, group_size] into [2, groups]."""
-    torch.amin(rows, -1, out=extremes[0])
-    torch.amax(rows, -1, out=extremes[1])
+    low, high = extremes.unbind()
+    torch.amin(rows, -1, out=low)
+    torch.amax(rows, -1, out=high)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,14 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ['IN_PLACE_FORMS', 'Need', 'needs_of', 'operation_name', 'producer_of']
+__all__ = [
+    'IN_PLACE_FORMS',
+    'Need',
+    'behind_views',
+    'needs_of',
+    'operation_name',
+    'producer_of',
+]
 
 
 class Need(Enum):
@@ -163,6 +170,11 @@ def producer_of(node: Any, field: str) -> Any:
     """
     if field not in _RESULT_FIELDS:
         node = node.next_functions[_INPUT_OF_FIELD.get(field, 0)][0]
+    return behind_views(node)
+
+
+def behind_views(node: Any) -> Any:
+    """The node of the operation whose result has been viewed; None if that has no gradient."""
     while node is not None and operation_name(node) in _VIEW_OPERATIONS:
         node = node.next_functions[0][0]
     return node

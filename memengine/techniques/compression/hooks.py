@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from memengine._torch_private.attention import FUSED_ATTENTION
 from memengine._torch_private.autograd import (
     has_saved,
     is_checkpointing,
@@ -33,10 +34,21 @@ from memengine._torch_private.ops import do_not_compile
 from memengine.memory.ledger import owned_by, tensors_in
 from memengine.memory.meter import is_counting
 from memengine.technique import PausableHandle, Report
-from memengine.techniques.activation_offload import ActivationOffload
+from memengine.techniques.activation_offload import ActivationOffload, is_offloading
 from memengine.techniques.compression.attention import attend_to_codes
-from memengine.techniques.compression.backward_needs import IN_PLACE_FORMS, needs_of, operation_name
-from memengine.techniques.compression.recomputable_ops import Source, recomputation_of
+from memengine.techniques.compression.backward_needs import (
+    IN_PLACE_FORMS,
+    Need,
+    behind_views,
+    needs_of,
+    operation_name,
+)
+from memengine.techniques.compression.recomputable_ops import (
+    Source,
+    recomputation_by,
+    recomputation_of,
+)
+from memengine.techniques.compression.replay import ForwardPlans, HeldWhole, Replay
 from memengine.techniques.compression.rules import EXACT, KeptBytes, Rule
 from memengine.techniques.compression.saved_storage import SavedStorage, SavedTensor, still_alive
 from memengine.techniques.modules.blocks import Selector, select_modules
@@ -66,6 +78,7 @@ class _State(threading.local):
 
 
 _state = _State()
+_MOST_UNEXAMINED = 8  # operations whose saved tensors are held raw
 _NOTHING = torch.empty(0, device='cpu')
 
 
@@ -237,6 +250,10 @@ class CompressedForward(WrappedForward):
         super().__init__(name, module)
         self.rules: list[tuple[Rule, str]] = []  # with what its model calls this module
         self.model_rules: list[Rule] = []  # that hold here or elsewhere in their model
+        self._plans = ForwardPlans()  # of forward passes of which this is the outermost module
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), '_plans': ForwardPlans()}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; what it saves is kept by the rules."""
@@ -254,7 +271,9 @@ class CompressedForward(WrappedForward):
             return self.plain(*args, **kwargs)
         for rule in self.model_rules:
             rule.begin_forward()  # which may raise
-        hooks = _state.hooks = _ForwardHooks(self.module)
+        first_node = next_node_number()
+        replay = self._plans.begin((*args, *kwargs.values()), first_node)
+        hooks = _state.hooks = _ForwardHooks(self.module, replay, first_node)
         try:
             with hooks:
                 return self._run_with(hooks, args, kwargs)
@@ -278,13 +297,16 @@ class CompressedForward(WrappedForward):
 class _ForwardHooks(saved_tensors_hooks):
     """The saved-tensor hooks of one forward."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, replay: Replay, first_node: int) -> None:
         self.forward: CompressedForward | None = None  # the innermost module that runs
         self._owned = owned_by([module])
-        self._first_node = next_node_number()
+        self._replay, self._first_node = replay, first_node
         self._seen_nodes: set[int] = set()  # by number, as are the others
         self._unexamined: dict[int, list[weakref.ref[SavedTensor]]] = {}  # by the saving node
+        self._most_unexamined = _MOST_UNEXAMINED
         self._storages: dict[int, SavedStorage] = {}
+        self._held: dict[int, weakref.ref[HeldWhole]] = {}  # by their storage, as the plan has it
+        self._counts: dict[CompressedForward, int] = {}  # of what each has saved so far
         self._saving_nodes: set[int] = set()  # that have saved something here
         super().__init__(self._pack, _unpack)
 
@@ -307,19 +329,64 @@ class _ForwardHooks(saved_tensors_hooks):
         key = storage_key(tensor.untyped_storage())
         if key in self._owned or not tensor.numel():
             return KeptAsIs(tensor)
+        assert self.forward is not None
+        module, rules = self.forward.module, self.forward.rules
+        count = self._counts[self.forward] = self._counts.get(self.forward, 0) + 1
+        step = self._replay.step(tensor, number, rules)
         memory = self._storages.get(key)
         if memory is None or not memory.is_of(tensor):
-            memory = self._storages[key] = SavedStorage(tensor)
-        assert self.forward is not None
-        saved = SavedTensor(tensor, memory, self.forward.module, self.forward.rules)
+            if step is not None and step.need is None and not is_offloading():
+                held = HeldWhole(tensor, module)
+                self._held[key] = weakref.ref(held)
+                return held
+            memory = self._storages[key] = SavedStorage(tensor, self._held.get(key))
+        saved = SavedTensor(tensor, memory, module, rules, count)
+        self._replay.note(saved, number, rules)
         if number is None:
             saved.is_examined = True
-        else:
+        elif (
+            not step or not step.need or not self._computes_again(saved, tensor, number, step.need)
+        ):
             self._unexamined.setdefault(number, []).append(weakref.ref(saved))
+            if len(self._unexamined) > self._most_unexamined:
+                self._examine_before(tensor, number)
         return saved
 
+    def _computes_again(self, saved: SavedTensor, result: Tensor, number: int, need: Need) -> bool:
+        """Let go of a result at once, where it can be computed again as in an earlier forward.
+
+        That is right whatever it is for, so its own operation need not be known; but for memory
+        that is in a lossy code by now, which it would be given.
+        """
+        node = result.grad_fn
+        if node is None or node_number(node) >= number:  # the operation that is saving
+            return False
+        if not saved.memory.is_exact:
+            return False
+        producer = behind_views(node)
+        recomputation = recomputation_by(producer, result, saved.number, self._find_own_source)
+        if recomputation is None or not recomputation.is_from_whole:
+            return False
+        if not saved.compute_again(need, recomputation):
+            return False
+        saved.is_examined = True
+        saved.memory.code_or_keep(None)
+        return True
+
+    def _examine_before(self, tensor: Tensor, number: int) -> None:
+        """Do not wait for the end of a module that runs many operations itself."""
+        node = tensor.grad_fn
+        if node is not None and node_number(node) < number:  # it has saved all that it saves
+            self.examine_operations(tensor, None)
+        self._most_unexamined = max(_MOST_UNEXAMINED, 2 * len(self._unexamined))
+
     def examine_operations(self, outputs: Any, inputs: Any) -> None:
-        """Decide how to keep what the operations behind a module's outputs have saved."""
+        """Decide how to keep what the operations behind a module's outputs have saved.
+
+        Args:
+            outputs: Of the module, or what it has computed so far.
+            inputs: Of the module; None while it runs, and holds nobody knows what.
+        """
         unexamined = self._unexamined
         touched: dict[SavedStorage, None] = {}
         for number, node in self._unseen_nodes(outputs):
@@ -329,7 +396,7 @@ class _ForwardHooks(saved_tensors_hooks):
         if not touched:
             return
         alive: set[int] | None = None
-        if is_counting():
+        if inputs is not None and is_counting():
             given = filter(is_plain, tensors_in((inputs, outputs)))
             alive = {storage_key(tensor.untyped_storage()) for tensor in given}
         for memory in touched:
@@ -345,11 +412,17 @@ class _ForwardHooks(saved_tensors_hooks):
             if not has_copy and not kept[0].may_be_coded(need, node, field):
                 continue  # to unpack it would tell nothing
             saved = _held_in_field(node, field)
-            if isinstance(saved, SavedTensor):
-                find = partial(recomputation_of, node, field, saved.content, self._find_source)
+            # What its plan has let go of is decided, though other fields of its node are not.
+            if isinstance(saved, SavedTensor) and not saved.is_examined:
+                content, count = saved.content, saved.number
+                find = partial(recomputation_of, node, field, content, count, self._find_source)
                 saved.choose_codec(need, node, find)
                 found.append(saved)
-        found += [saved for saved in kept if saved not in found]
+        rest = [saved for saved in kept if saved not in found]
+        may_follow = operation_name(node) in FUSED_ATTENTION  # codes, see attend_to_codes
+        for saved in rest:
+            saved.is_for_no_rule = saved.only_recomputes or not may_follow
+        found += rest
         attend_to_codes(node, self._find_source)
         for saved in found:
             saved.is_examined = True
@@ -359,6 +432,10 @@ class _ForwardHooks(saved_tensors_hooks):
         """What is held of another node of this forward, if it has saved with these hooks."""
         is_ours = not self._saving_nodes.isdisjoint(self._saving_numbers(node))
         return _held_in_field(node, field) if is_ours else None
+
+    def _find_own_source(self, node: Any, field: str) -> Source | None:
+        """The same before graphs are looked into, so that copies are not told apart."""
+        return _held_in_field(node, field) if node_number(node) in self._saving_nodes else None
 
     def _saving_numbers(self, node: Any) -> list[int]:
         """The numbers under which hooks see a node save, its own first.
@@ -378,10 +455,11 @@ class _ForwardHooks(saved_tensors_hooks):
                 saved.is_examined = True
         for memory in self._storages.values():
             memory.code_or_keep()
+        self._replay.finish()
 
     def let_go(self) -> None:
         """Let go of everything; hooks that are methods hold themselves."""
-        self._unexamined, self._storages = {}, {}
+        self._unexamined, self._storages, self._held, self._counts = {}, {}, {}, {}
         self.pack_hook = _unpack
 
     def _unseen_nodes(self, outputs: Any) -> list[tuple[int, Any]]:

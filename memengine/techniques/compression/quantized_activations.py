@@ -144,6 +144,7 @@ class QuantizedActivations(RuleHandle):
         super().__init__(model)
         self._bits, self._min_numel = bits, min_numel
         self._quantizers = {width: Quantizer(width, group_size) for width in _WIDTHS}
+        self._stated: dict[_NeedAt, int] = {}
         self._running: dict[tuple[object, ...], RunningRangeQuantizer] = {}
         self.codes_each_view = has_running_ranges
         self.bits_of: dict[_NeedAt, int] = {}
@@ -165,9 +166,11 @@ class QuantizedActivations(RuleHandle):
         return self._quantizers[width]
 
     def _width_at(self, place: _NeedAt) -> int:
-        name, need = place
-        matching = (b for key, b in self._bits.items() if key == need or fnmatchcase(name, key))
-        stated = next(matching, _UNCOMPRESSED)
+        stated = self._stated.get(place)
+        if stated is None:
+            name, need = place
+            matching = (b for key, b in self._bits.items() if key == need or fnmatchcase(name, key))
+            stated = self._stated[place] = next(matching, _UNCOMPRESSED)
         if self._trial_bits is not None:
             return (
                 _UNCOMPRESSED

@@ -30,6 +30,7 @@ __all__ = [
     'Source',
     'Sources',
     'is_recomputable',
+    'recomputation_by',
     'recomputation_of',
 ]
 
@@ -85,16 +86,23 @@ class Recomputation:
         operation: What made it.
         compute: Runs that, into memory of its own that is laid out as the first result's.
         sources: What it starts from.
+        number: Of the tensor that it is for, among those that its module saves in a forward.
     """
 
     operation: str
     compute: Compute
     sources: Sources
+    number: int = 0
 
     @property
     def is_exact(self) -> bool:
         """Whether it gives what there was; not, when a source is in a lossy code."""
         return all(source.is_exact for source in self.sources.tensors)
+
+    @property
+    def is_from_whole(self) -> bool:
+        """Whether all that it starts from stays as it is."""
+        return all(source.is_whole for source in self.sources.tensors)
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
@@ -134,7 +142,7 @@ def is_recomputable(node: Any, saved_as: str) -> bool:
 
 
 def recomputation_of(
-    node: Any, saved_as: str, tensor: Tensor, find_source: FindSource
+    node: Any, saved_as: str, tensor: Tensor, number: int, find_source: FindSource
 ) -> Recomputation | None:
     """How to compute what a node has saved again, if its operation is one of these.
 
@@ -142,11 +150,18 @@ def recomputation_of(
         node: Of autograd's graph, which has saved the tensor.
         saved_as: In which field.
         tensor: The saved tensor; a view of the result will do.
+        number: Of the tensor, among those that its module saves.
         find_source: Knows what is held of other nodes. Only that is kept, no node.
     """
-    if not is_recomputable(node, saved_as):
+    return recomputation_by(producer_of(node, saved_as), tensor, number, find_source)
+
+
+def recomputation_by(
+    producer: Any, tensor: Tensor, number: int, find_source: FindSource
+) -> Recomputation | None:
+    """The same, by the node that has computed it; None if that has no gradient."""
+    if producer is None or operation_name(producer) not in _RECOMPUTABLE:
         return None
-    producer = producer_of(node, saved_as)
     metadata = result_metadata_of(producer)
     if prod(metadata.shape) * metadata.dtype.itemsize != tensor.untyped_storage().nbytes():
         return None  # part of something larger, or a copy
@@ -154,7 +169,7 @@ def recomputation_of(
     compute = result.recompute()
     if compute is None:
         return None
-    return Recomputation(operation_name(producer), compute, result.sources)
+    return Recomputation(operation_name(producer), compute, result.sources, number)
 
 
 @dataclass

@@ -28,7 +28,7 @@ from memengine.techniques.modules.fetched_later import FetchedLater
 __all__ = ['RecomputedActivations', 'RecomputedActivationsSettings', 'recompute_activations']
 
 _SETTING = 'recomputed_activations'
-_DecisionKey = tuple[Any, ...]  # number among its kind, module's name, need, operation
+_DecisionKey = tuple[Any, ...]  # number among what the module saves, its name, need, operation
 
 
 def recompute_activations(
@@ -95,19 +95,17 @@ class RecomputedActivations(RuleHandle):
         super().__init__(model)
         self._is_same: dict[_DecisionKey, bool] = {}
         self._uses: Counter[_DecisionKey] = Counter()
-        self._in_this_forward: Counter[_DecisionKey] = Counter()
         self._comparisons: list[tuple[_DecisionKey, FetchedLater]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), '_comparisons': []}
 
     def begin_forward(self) -> None:
-        """Places are told apart by their order within a forward.
+        """What was compared on an accelerator is known by now.
 
         Raises:
             RuntimeError: When something that was computed again differed in an earlier forward.
         """
-        self._in_this_forward.clear()
         comparisons, self._comparisons = self._comparisons, []
         for place, found in comparisons:
             self._learn(place, *found.tolist())
@@ -132,12 +130,10 @@ class RecomputedActivations(RuleHandle):
         if not recomputation.sources.are_certain:
             return on_cpu and _is_same(tensor, recomputation)
         layout = tensor.stride(), tensor.dtype, version_of(tensor)
-        kind = (name, need, recomputation.operation, *layout)
-        self._in_this_forward[kind] += 1
-        place = (self._in_this_forward[kind], *kind)
+        place = (recomputation.number, name, need, recomputation.operation, *layout)
         self._uses[place] += 1
         uses = self._uses[place]
-        if uses == 1:
+        if place not in self._is_same:  # also if a thread has counted, and is comparing still
             self._is_same[place] = _is_same(tensor, recomputation)
         elif self._is_same[place] and uses & (uses - 1) == 0:  # the second, fourth, eighth ... time
             if on_cpu:

@@ -6,6 +6,7 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable, Container, Sequence
+from functools import partial
 from typing import IO, Any, TypeAlias
 
 import torch
@@ -45,14 +46,18 @@ class SavedTensor:
         codec: That codec, or one for a fact that all it is needed for is.
         is_examined: Whether its operation has been looked at.
         is_whole: Whether it stays as it is.
+        is_for_no_rule: Whether it would for any rule, by the operations before it.
         module: Which saved it.
+        number: Among those that the module saves in this forward.
+        need: What a derivative needs of it, if that is known.
         follows: Gives what stands for it where others are coded, with which it has to agree.
     """
 
     __slots__ = (
         '__weakref__', '_counted_bytes', '_dtype', '_is_metered', '_kept', '_layout', '_name',
-        '_need', '_offloaded', '_part', '_prefetched', '_rules', 'codec', 'follows', 'is_examined',
-        'is_whole', 'memory', 'module', 'rule',
+        '_offloaded', '_part', '_prefetched', '_rules', 'codec', 'follows', 'is_examined',
+        'is_for_no_rule', 'is_whole', 'memory', 'module', 'need',
+        'number', 'rule',
     )  # fmt: skip
 
     def __init__(
@@ -61,18 +66,19 @@ class SavedTensor:
         memory: SavedStorage,
         module: nn.Module,
         rules: Sequence[tuple[Rule, str]],
+        number: int,
     ) -> None:
         self._kept: KeptAsIs | None = KeptAsIs(tensor)
-        self.memory, self.module = memory, module
+        self.memory, self.module, self.number = memory, module, number
         self.rule: Rule | None = None
         self.codec: Codec | None = None
-        self.is_examined = self.is_whole = self._is_metered = False
+        self.is_examined = self.is_whole = self.is_for_no_rule = self._is_metered = False
         self._rules, self._name = rules, ''  # of the module that saves it
         self._counted_bytes = (0, 0)
         self._part: _CodedPart | None = None
         self._prefetched: Tensor | None = None
         self._offloaded: Callable[[], Tensor] | None = None
-        self._need: Need | None = None
+        self.need: Need | None = None
         self.follows: Recomputation | None = None
         memory.add_view(self)
 
@@ -138,11 +144,16 @@ class SavedTensor:
         code = self._part.code
         return isinstance(code, RecomputedCode) and code.recomputation.is_exact
 
+    @property
+    def only_recomputes(self) -> bool:
+        """Whether no rule of its module codes anything but what can be computed again."""
+        return all(rule.only_recomputes for rule, _ in self._rules)
+
     def may_be_coded(self, need: Need, node: Any, field: str) -> bool:
         """Whether a codec may be found for what this tensor's node has saved in a field."""
         if not need.is_of_values or need is Need.PRODUCT:  # whose factor may have two values
             return True
-        if all(rule.only_recomputes for rule, _ in self._rules):
+        if self.only_recomputes:
             return bool(self._rules) and is_recomputable(node, field)
         return True
 
@@ -157,19 +168,40 @@ class SavedTensor:
         assert self._kept is not None
         if self._kept.is_modified:
             return  # an error in backward, as it is without codes
-        self._need = need
+        self.need = need
         self.codec = lossless_codec_for(need, self.content, node)
         if self.codec is None and need.is_of_values and self.content.is_floating_point():
+            if self.only_recomputes and need is not Need.PRODUCT:
+                found = find()
+                self.is_for_no_rule = found is None
+                find = partial(_given, found)
             for rule, name in self._rules:
                 if (codec := rule.codec(name, need, self.content, find)) is not None:
                     self.rule, self.codec, self._name = rule, codec, name
                     return
 
+    def compute_again(self, need: Need, recomputation: Recomputation) -> bool:
+        """Learn for what and how it was computed again before; False if that does not serve."""
+        for rule, name in self._rules:
+            if not rule.only_recomputes:
+                continue
+            self.codec = rule.codec(name, need, self.content, partial(_given, recomputation))
+            if self.codec is not None:
+                self.need, self.rule, self._name = need, rule, name
+                return True
+        return False
+
+    @property
+    def is_computed_again(self) -> bool:
+        """Whether nothing is kept of it, and what it is computed from stays as it is."""
+        code = self._part.code if self._part is not None else None
+        return isinstance(code, RecomputedCode) and code.recomputation.is_from_whole
+
     def replace_by(self, part: _CodedPart) -> None:
         """Let go of the tensor, for a coded part that it can be read from."""
-        if self.rule is not None and self._need is not None:
+        if self.rule is not None and self.need is not None:
             self._counted_bytes = self.content.nbytes, 0 if part.is_counted else part.nbytes
-            self.rule.kept.add(self._name, self._need.value, *self._counted_bytes)
+            self.rule.kept.add(self._name, self.need.value, *self._counted_bytes)
             part.is_counted = True
         self._layout, self._dtype = _layout_of(self.content), self.content.dtype
         self._part, self._kept = part, None
@@ -181,25 +213,34 @@ class SavedTensor:
             here = memory if memory.dtype == self._dtype else memory.view(self._dtype)
             self._kept = KeptAsIs(here.as_strided(shape, stride, offset))
             self._part, self._offloaded, self._is_metered = None, None, False
-            if self.rule is not None and self._need is not None and any(self._counted_bytes):
+            if self.rule is not None and self.need is not None and any(self._counted_bytes):
                 before, after = self._counted_bytes
-                self.rule.kept.add(self._name, self._need.value, -before, -after)
+                self.rule.kept.add(self._name, self.need.value, -before, -after)
         self.rule = self.codec = None
 
 
 class SavedStorage:
     """A storage in one state, with what is saved of it."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, held: Callable[[], KeptAsIs | None] | None = None) -> None:
+        """A view of it is saved, and another may be held as it is whatever is decided here."""
         self._storage, self._version = weakref.ref(tensor.untyped_storage()), version_of(tensor)
         self._undecided: _References = []  # in the order of saving
         self._coded: _References = []
-        self._kept_whole: _References = []
+        self._kept_whole: list[Callable[[], object]] = []
+        other = held() if held is not None else None
+        if held is not None and other is not None and not other.is_modified:
+            self._kept_whole.append(held)
         self._parts: dict[_Layout | None, weakref.ref[_CodedPart]] = {}  # None: of most of it
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether the tensor is a view of it; an address is used again when it is free."""
         return self._storage() is not None and self._version == version_of(tensor)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing that is saved of it is in a lossy code."""
+        return all(one.is_exact for one in still_alive(self._coded))
 
     def add_view(self, saved: SavedTensor) -> None:
         """Note what is saved of it."""
@@ -272,6 +313,10 @@ class SavedStorage:
         is_most = base.nbytes >= _SHARE_CODED_WHOLE * whole
         self._parts[None if is_most else layout] = weakref.ref(part)
         return part
+
+
+def _given(recomputation: Recomputation | None) -> Recomputation | None:
+    return recomputation
 
 
 def still_alive(references: _References) -> list[SavedTensor]:

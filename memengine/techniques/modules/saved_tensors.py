@@ -66,7 +66,7 @@ def _is_strided(tensor: Tensor) -> bool:
     return (
         tensor.layout == torch.strided
         and tensor.device.type != 'meta'
-        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested)
         and not is_functorch_tensor(tensor)
     )
 

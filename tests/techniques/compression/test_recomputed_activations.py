@@ -121,7 +121,7 @@ def test_a_step_is_the_plain_one_bit_for_bit(operation, dtype, amp):
     model, x = network(operation, dtype)
     same, _ = network(operation, dtype)
     with recompute_activations(model) as handle:
-        for _ in range(2):  # the first compares what it computes again
+        for _ in range(3):  # two compare what they compute again, the third follows their plan
             assert_bitwise(step(model, x, amp), step(same, x, amp))
     # On CPU masked dropout rounds to bf16 twice, which cannot be repeated; so its result is kept.
     is_kept = amp and dtype == torch.float32 and operation == 'layer norm, masked dropout'
@@ -136,7 +136,7 @@ def test_on_a_gpu_it_is_the_plain_one_too(operation, amp):
     model, x = model.cuda(), x.cuda()
     same = copy.deepcopy(model)
     with recompute_activations(model) as handle:
-        for _ in range(2):
+        for _ in range(3):
             assert_bitwise(step(model, x, amp), step(same, x, amp))
     assert handle.kept.before > handle.kept.after
 

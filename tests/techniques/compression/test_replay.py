@@ -1,0 +1,287 @@
+"""What one forward keeps and computes again is replayed in later ones, until anything differs."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from memengine.memory import saved_bytes
+from memengine.techniques import (
+    offload_activations,
+    quantize_activations,
+    recompute_activations,
+)
+from memengine.techniques.compression import hooks
+from memengine.techniques.compression.replay import ForwardPlans
+from memengine.techniques.modules.wrapped_forward import wrapper_of
+
+
+class Changing(nn.Module):
+    """Of one input, whose way through it can be changed in one respect at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.GELU()
+        self.dtype, self.rows, self.more = torch.float32, 8, ()
+
+    def forward(self, x):
+        x = x.to(self.dtype)[: self.rows]
+        if 'nodes' in self.more:
+            x = x + 1
+        x = self.part(x.exp().sin())
+        if 'less is saved' not in self.more:
+            x = x.cos()
+        return x.sin() if 'more is saved' in self.more else x
+
+
+def change_input_layout(model, x):
+    return x.detach().T.contiguous().T.requires_grad_()
+
+
+def set_to(name, value):
+    def change(model, x):
+        setattr(model, name, value)
+        return x
+
+    return change
+
+
+def add_a_rule(model, x):
+    quantize_activations(model.part)
+    return x
+
+
+CHANGES = {
+    'node': set_to('more', ('nodes',)),
+    'shape': set_to('rows', 4),
+    'stride': change_input_layout,
+    'dtype': set_to('dtype', torch.float64),
+    'rules': add_a_rule,
+    'more is saved': set_to('more', ('more is saved',)),
+    'less is saved': set_to('more', ('less is saved',)),
+}
+
+
+def gradient(model, x):
+    (found,) = torch.autograd.grad(model(x).double().square().sum(), x)
+    return found
+
+
+def plans_of(model):
+    return wrapper_of(model, hooks.CompressedForward)._plans._plans
+
+
+def count_looks(monkeypatch):
+    """What operations were looked at is appended to the list."""
+    looked_at = []
+    plain = hooks.needs_of
+    monkeypatch.setattr(
+        hooks, 'needs_of', lambda node: looked_at.append(node.name()) or plain(node)
+    )
+    return looked_at
+
+
+@pytest.mark.parametrize('what', CHANGES)
+def test_what_differs_drops_the_plan(what, monkeypatch):
+    x = torch.randn(8, 8, dtype=torch.bfloat16, requires_grad=True)
+    plain, model = Changing().train(), Changing().train()
+    recompute_activations(model)
+    looked_at = count_looks(monkeypatch)
+    for step in range(1, 6):
+        looked_at.clear()
+        assert torch.equal(gradient(model, x), gradient(plain, x))
+        assert bool(looked_at) == (step & (step - 1) == 0)  # the first, second and fourth time
+    changed = CHANGES[what](model, x)
+    plain.dtype, plain.rows, plain.more = model.dtype, model.rows, model.more
+    found = gradient(model, changed)
+    assert not plans_of(model)
+    if what != 'rules':  # which is lossy
+        assert torch.equal(found, gradient(plain, changed))
+    gradient(model, changed)
+    assert plans_of(model)  # is noted again
+    looked_at.clear()
+
+
+def test_steps_that_follow_a_plan_are_the_plain_ones(monkeypatch):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.1, F.gelu, batch_first=True, norm_first=True)
+    plain = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train()
+    model = copy.deepcopy(plain)
+    recompute_activations(model)
+    looked_at, numbers = count_looks(monkeypatch), []
+    for step in range(8):
+        x = torch.randn(4, 6, 16)
+        grads = []
+        for one in (plain, model):
+            torch.manual_seed(step)
+            looked_at.clear()
+            grads.append(torch.autograd.grad(one(x).square().sum(), list(one.parameters())))
+        numbers.append(len(looked_at))
+        assert all(map(torch.equal, *grads))
+    assert max(numbers[i] for i in (2, 4, 5, 6)) < min(numbers[i] for i in (0, 1, 3, 7)) / 2
+
+
+class Factors(nn.Module):
+    """A product of two results; the shape of the second may change, after the first is let go."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = 8
+
+    def forward(self, x):
+        return F.gelu(x.sin()) * x[: self.rows].cos()
+
+
+def test_a_plan_that_ends_between_what_one_operation_saves():
+    model, plain = Factors().train(), Factors().train()
+    recompute_activations(model)
+    x = torch.randn(8, 8, requires_grad=True)
+    for rows in (8, 8, 8, 1, 8):
+        model.rows = plain.rows = rows
+        assert torch.equal(gradient(model, x), gradient(plain, x))
+
+
+def test_what_autocast_saves_beside_a_result_that_was_let_go():
+    """Its copies of weights, which offload may move, and so have to be looked at each time."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)).train()
+    model = copy.deepcopy(plain)
+    recompute_activations(model)
+    offload_activations(model, min_bytes=1)
+    x = torch.randn(8, 16, requires_grad=True)
+    with torch.autocast('cpu', torch.bfloat16):
+        for _ in range(4):
+            assert torch.equal(gradient(model, x), gradient(plain, x))
+
+
+class Swapped(nn.Module):
+    """A part may be given the result that is computed again, as later on one needs it whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.part, self.layer = nn.SiLU(), nn.Linear(16, 16)
+        self.is_swapped = False
+
+    def forward(self, x):
+        h = x.sin()
+        result, other = F.gelu(h), h.cos()
+        y = self.part(result if self.is_swapped else other)
+        return y.sum() + (result.sin() if self.is_swapped else result @ self.layer.weight).sum()
+
+
+def test_what_is_coded_by_now_is_not_let_go_by_plan():
+    torch.manual_seed(0)
+    plain = Swapped().train()
+    model = copy.deepcopy(plain)
+    recompute_activations(model, exclude=['part'])
+    quantize_activations(model, 1, modules=['part'], min_numel=1)
+    x = torch.randn(64, 16, requires_grad=True)
+    for step in (1, 2, 3):
+        plain.is_swapped = model.is_swapped = step == 3
+        is_same = torch.equal(gradient(model, x), gradient(plain, x))
+        assert is_same == plain.is_swapped  # as the sine needs all of it whole
+
+
+class Chain(nn.Module):
+    """Many operations of one module; says how many results are there when each has ended."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(16, 16) / 4 for _ in range(12))
+
+    def forward(self, x):
+        self.results, self.activated = [], []
+        self.most = 0
+        for weight in self.weights:
+            activated = F.gelu(x)
+            x = activated @ weight
+            self.results.append(weakref.ref(x.untyped_storage()))
+            self.activated.append(weakref.ref(activated.untyped_storage()))
+            del activated
+            self.most = max(self.most, sum(result() is not None for result in self.results))
+        self.left = sum(result() is not None for result in self.activated)
+        return x
+
+
+def test_a_module_of_many_operations_holds_few_results_raw():
+    model = Chain().train()
+    quantize_activations(model, min_numel=1)
+    for _ in range(3):
+        model(torch.randn(64, 16)).sum().backward()
+        assert model.most <= 5  # of twelve
+
+
+def test_results_that_were_computed_again_are_let_go_when_they_are_saved():
+    model = Chain().train()
+    recompute_activations(model)
+    left = []
+    for _ in range(3):
+        model(torch.randn(64, 16, requires_grad=True)).sum().backward()
+        left.append(model.left)
+    assert left[0] > 0
+    assert left[2] == 0
+
+
+class NeededTwice(nn.Module):
+    """A result that its own operation needs as it is, and a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(256, 256)
+
+    def forward(self, x):
+        return self.layer(x.exp())
+
+
+def test_no_code_is_kept_beside_what_stays_by_plan():
+    model = NeededTwice().train()
+    quantize_activations(model)
+    x = torch.randn(64, 256, requires_grad=True)
+    sizes = [saved_bytes(lambda: model(x), model) for _ in range(3)]
+    assert sizes == [x.nbytes] * 3
+
+
+class Attention(nn.Module):
+    """With scores so large that four bits of queries and keys change them by much."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(64, 192)
+
+    def forward(self, x):
+        q, k, v = (self.qkv(x) * 8).view(8, 32, 3, 1, 64).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def test_attention_to_codes_of_fewer_bits_than_planned():
+    """Its row sums follow queries and keys, whatever bits these had in earlier steps."""
+    torch.manual_seed(0)
+    x, model = torch.randn(8, 32, 64), Attention().train()
+    model(x).square().sum().backward()
+    plain = model.qkv.weight.grad.norm()
+    rule = quantize_activations(model, 8, min_numel=1)
+    for _ in range(5):
+        model(x).sum().backward()
+    rule.bits_of = {('the model', 'attention'): 4}
+    model.zero_grad()
+    model(x).square().sum().backward()
+    assert model.qkv.weight.grad.norm() < 10 * plain
+
+
+def test_plans_of_the_last_few_shapes_are_kept():
+    plans = ForwardPlans()
+    for length in [*range(1, 20), 19]:
+        plans.begin([torch.empty(length)], 0).finish()
+    assert len(plans._plans) == 8
+    assert ((torch.Size([19]), torch.float32),) in plans._plans
+
+
+def test_copies_and_pickles_have_no_plan():
+    model = Changing().train()
+    recompute_activations(model)
+    gradient(model, torch.randn(8, 8, requires_grad=True))
+    assert plans_of(model)
+    assert not plans_of(copy.deepcopy(model))
