@@ -22,12 +22,13 @@ def parameters(paths):
 
 
 def held_mib(out):
-    pairs = [re.findall(r'([\d.]+) MiB', line) for line in out.splitlines()]
-    return [(float(plain), float(less)) for plain, less in filter(None, pairs)]
+    """In the text as a whole, as ranks may write to the same line."""
+    pairs = re.findall(r'([\d.]+) MiB,.*? ([\d.]+) MiB', out)
+    return [(float(plain), float(less)) for plain, less in pairs]
 
 
 def largest_error(out):
-    errors = re.findall(r'difference of the gradients:? (\S+)$', out, re.MULTILINE)
+    errors = re.findall(r'difference of the gradients:? ([\de.+-]+)', out)
     return max(map(float, errors), default=0)
 
 
