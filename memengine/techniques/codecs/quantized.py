@@ -18,14 +18,12 @@ from memengine.techniques.codecs.bit_packing import (
 )
 from memengine.techniques.codecs.grids import Scratch, UniformGrid
 from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_order
+from memengine.techniques.codecs.top_k import part_numel
 from memengine.techniques.modules.private_random import private_generator
 
 __all__ = ['QuantizedCode', 'Quantizer', 'check_floating_point']
 
-# A part of a tensor at a time: one that stays in a CPU's cache; one that fills a GPU, and hardly
-# counts at the peak.
-_PART_NUMEL = {'cpu': 2**18}
-_PART_NUMEL_ELSEWHERE = 2**20
+_PART_NUMEL_ON_CPU = 2**18  # at a time, which stay in its cache
 _KERNELS = 'memengine.techniques.codecs.kernels'
 _LARGEST_GROUP_OF_KERNELS = 2**13  # of which a GPU's multiprocessor holds several
 
@@ -282,10 +280,9 @@ class Quantizer:
         kernels = _kernels(flat, self.bits, self.group_size)
         how = flat, self.bits, self.group_size, self.stochastic
         if kernels is None:
-            elsewhere = _PART_NUMEL_ELSEWHERE // max(1, flat.itemsize // 4)
-            part_numel = _PART_NUMEL.get(flat.device.type, elsewhere)
-            packed, extremes = quantize(*how, part_numel)
+            at_once = _PART_NUMEL_ON_CPU if flat.is_cpu else part_numel(flat.device, flat.itemsize)
+            packed, extremes = quantize(*how, at_once)
         else:
-            part_numel = self.group_size
+            at_once = self.group_size
             packed, extremes = kernels.quantize(*how)
-        return QuantizedCode(packed, extremes, order, self.bits, self.group_size, part_numel)
+        return QuantizedCode(packed, extremes, order, self.bits, self.group_size, at_once)
