@@ -265,7 +265,13 @@ class Report:
 
 
 class Handle:
-    """A technique at work on a model: what ``apply`` returns."""
+    """A technique at work on a model: what ``apply`` returns.
+
+    Attributes:
+        is_settled: Whether it does in the first step what it does in those that follow.
+    """
+
+    is_settled = False
 
     def before_step(self, step: StepInfo) -> None:
         """Called before each training step, for what changes while training goes on."""

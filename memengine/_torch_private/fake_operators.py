@@ -6,6 +6,7 @@ which a step has thousands. To make the tensors anew takes a tenth of that.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ def inputs_by_shape(
         kwargs: As well, by name.
         tensors: To which those among the arguments are added.
     """
-    if op.namespace != 'aten' or not _VALUES_DECIDE.isdisjoint(op.tags):
+    if not _is_by_shape(op):
         return None
     try:
         given = [_by_shape(value, tensors) for value in args]
@@ -51,6 +52,11 @@ def inputs_by_shape(
         return op, *given
     except _NotByShapeError:
         return None
+
+
+@functools.cache  # as tags take long to hash
+def _is_by_shape(op: OpOverload) -> bool:
+    return op.namespace == 'aten' and _VALUES_DECIDE.isdisjoint(op.tags)
 
 
 def _by_shape(value: Any, tensors: list[Tensor]) -> Hashable:

@@ -30,6 +30,7 @@ from memengine._torch_private.fake import (
     MAPS_A_FILE,
     READS_A_NUMBER,
     SHAPE_OF_VALUES,
+    fake_mode,
     is_fake,
     unset_fake_temporarily,
 )
@@ -44,7 +45,7 @@ from memengine.memory.cpu_workspaces import MOST_COMPUTED_BYTES, Operator, tenso
 from memengine.memory.ledger import Block, Ledger, blocks_of
 from memengine.memory.meter import SavedBytes
 
-__all__ = ['SAVED', 'TRANSIENT', 'Allocation', 'LiveMemory', 'Origin']
+__all__ = ['SAVED', 'TRANSIENT', 'Allocation', 'KnownOperators', 'LiveMemory', 'Origin']
 
 TRANSIENT, SAVED, WORKSPACE = 'transients', 'saved activations', 'workspaces'
 
@@ -112,8 +113,24 @@ class _MarksSaved(Ledger):
         return ()
 
 
+class KnownOperators:
+    """Operators that were carried out on fake tensors of one mode, whose results are known.
+
+    Attributes:
+        mode: The mode.
+        by_shapes: What each has made and cost, by the shapes of its inputs.
+    """
+
+    def __init__(self) -> None:
+        self.mode = fake_mode()
+        self.by_shapes: dict[Hashable, Operator] = {}
+
+
 class LiveMemory(TorchDispatchMode):
-    """Notes what is made and freed while it is entered, inside a ``FakeTensorMode``.
+    """Notes what is made and freed while it is entered, inside the mode of known operators.
+
+    Args:
+        known: Operators that need not be carried out; others are added.
 
     Attributes:
         events: Bytes (negative when freed) and allocation, in order.
@@ -126,9 +143,9 @@ class LiveMemory(TorchDispatchMode):
             asks whether any of many is so for no.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: KnownOperators) -> None:
         super().__init__()
-        self._operators: dict[Hashable, Operator] = {}  # by the shapes of their inputs
+        self._known = known.by_shapes
         self.events: list[tuple[int, Allocation]] = []
         self.begun: list[tuple[int, str]] = []
         self.flops = self.moved_bytes = self.operators = self.guessed = 0
@@ -238,7 +255,7 @@ class LiveMemory(TorchDispatchMode):
         self._origin = self._find_origin()
         inputs: list[Tensor] = []
         shapes = inputs_by_shape(func, args, kwargs, inputs)
-        operator = self._operators.get(shapes) if shapes is not None else None
+        operator = self._known.get(shapes) if shapes is not None else None
         if operator is not None:
             assert operator.results is not None
             out = operator.results.again(inputs)
@@ -248,7 +265,7 @@ class LiveMemory(TorchDispatchMode):
             operator = Operator.of(func, args, kwargs, out, inputs)
             is_so_again = inputs_by_shape(func, args, kwargs, []) == shapes
             if shapes is not None and is_so_again and operator.results is not None:
-                self._operators[shapes] = operator
+                self._known[shapes] = operator
         made = [out] if isinstance(out, Tensor) else tensors_of(out)
         for index in operator.fresh:
             self.note(made[index], op=operator.name)

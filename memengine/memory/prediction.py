@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from memengine._torch_private.fake import FAKE_REFUSES, fake_mode, resizes_noted
+from memengine._torch_private.fake import FAKE_REFUSES, resizes_noted
 from memengine.memory.cpu_workspaces import library_bytes, mapped_bytes
 from memengine.memory.ledger import tensors_in
-from memengine.memory.live_memory import SAVED, TRANSIENT, Allocation, LiveMemory
+from memengine.memory.live_memory import SAVED, TRANSIENT, Allocation, KnownOperators, LiveMemory
 from memengine.memory.training_step import TrainingStep
 
 __all__ = [
@@ -89,15 +89,19 @@ class Prediction:
 
 
 @contextmanager
-def on_fake_tensors() -> Iterator[LiveMemory]:
+def on_fake_tensors(known: KnownOperators | None = None) -> Iterator[LiveMemory]:
     """Within, tensors know their shape only; what becomes of them is noted.
+
+    Args:
+        known: From predictions before this one, which makes it faster.
 
     Raises:
         UnpredictableError: For what depends on values, or leaves torch.
     """
-    memory = LiveMemory()
+    known = known or KnownOperators()
+    memory = LiveMemory(known)
     try:
-        with fake_mode(), memory, resizes_noted(memory.resize):
+        with known.mode, memory, resizes_noted(memory.resize):
             yield memory
     # Also what leaves torch, or counts on a number that was guessed.
     except (*FAKE_REFUSES, RuntimeError, TypeError, IndexError) as error:
@@ -134,9 +138,11 @@ def predict(build: Callable[[], TrainingStep]) -> Prediction:
     return prediction_of(carried_out(build))
 
 
-def carried_out(build: Callable[[], TrainingStep]) -> LiveMemory:
+def carried_out(
+    build: Callable[[], TrainingStep], known: KnownOperators | None = None
+) -> LiveMemory:
     """All that becomes of memory in a step, for :func:`predict`."""
-    with on_fake_tensors() as memory:
+    with on_fake_tensors(known) as memory:
         step = build()
         _assign(memory, step)
         with memory.named(step.model), _gradients_noted(memory, step.model):

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from memengine.memory import TrainingStep, UnpredictableError, predict, timeline
+from memengine.memory.live_memory import KnownOperators, LiveMemory
+from memengine.memory.prediction import carried_out, prediction_of
 from memengine.techniques.checkpointing.checkpoint_activations import checkpoint_activations
 from tests.docs_pages import ROOT
 
@@ -136,6 +138,22 @@ def attention_of_two_precisions():
         optimizer.zero_grad()
 
     return TrainingStep(run, model, optimizer, batch)
+
+
+def test_operators_that_are_known_are_not_carried_out_again(monkeypatch):
+    known, carried = KnownOperators(), []
+    first = prediction_of(carried_out(attention_of_two_precisions, known))
+    carry_out = LiveMemory._carry_out
+
+    def note(self, func, *arguments):
+        carried.append(func)
+        return carry_out(self, func, *arguments)
+
+    monkeypatch.setattr(LiveMemory, '_carry_out', note)
+    assert prediction_of(carried_out(attention_of_two_precisions, known)) == first
+    again = len(carried)
+    assert prediction_of(carried_out(attention_of_two_precisions)) == first
+    assert again < (len(carried) - again) / 5  # numbers that are known, what values decide
 
 
 @pytest.mark.parametrize('build', [perceptron, convolutions, attention_of_two_precisions])

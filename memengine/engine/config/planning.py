@@ -24,6 +24,7 @@ from memengine.engine.config.types import arguments_of, find_type
 from memengine.engine.step import SlicedModel
 from memengine.engine.wrappers.disco import losses_with_a_group
 from memengine.memory import TrainingStep, UnpredictableError
+from memengine.memory.live_memory import KnownOperators
 from memengine.memory.planning import (
     Cost,
     Found,
@@ -126,11 +127,12 @@ class Planner:
         self._samples = cfg.train_dataloader.batch_size
         # Predictions, by batch and options.
         self._known: dict[tuple[tuple[str, Any], ...], Cost | None] = like._known if like else {}
+        self._operators: KnownOperators = like._operators if like else KnownOperators()
         self._wrapper, self._rows = '', 0
         self._towers: Counter[str | None] = Counter()
         self._sharded: dict[str, Any] = {}
         self._coupled: dict[int, int] = {}  # slices that the coupled loss reads, by their size
-        with on_fake_tensors():
+        with on_fake_tensors(self._operators):
             step = step_of(cfg, self._batch(cfg))()
             whole = self._cut_batch(step)
             lists = lists_of_blocks(step.model)
@@ -331,7 +333,7 @@ class Planner:
         merge_options(cfg, options)
         try:
             check_config(cfg)
-            memory = carried_out(lambda: step_of(cfg, self._batch(cfg), blocks)())
+            memory = carried_out(lambda: step_of(cfg, self._batch(cfg), blocks)(), self._operators)
             phases = self._at_places(peaks_by_phase(memory), blocks) if blocks else {}
             return Cost.of(prediction_of(memory), phases)
         except UnpredictableError:

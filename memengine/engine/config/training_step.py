@@ -133,7 +133,8 @@ def _build(cfg: Config, batch: Any, blocks: Mapping[int, int]) -> TrainingStep:
         for hook in hooks:
             hook.after_train_iter(place, 0, copy)
 
-    is_settled = not hooks and 'auto' not in cfg.optim_wrapper.values()
+    are_settled = all(hook.handle is not None and hook.handle.is_settled for hook in hooks)
+    is_settled = are_settled and 'auto' not in cfg.optim_wrapper.values()
     return TrainingStep(run, model, getattr(wrapper, 'optimizer', None), copy, buckets, is_settled)
 
 

@@ -102,6 +102,7 @@ class Checkpointing(PausableHandle):
     ) -> None:
         draw_from_known_generators_when_compiled()
         self.ops, self.budget = ops, budget
+        self.is_settled = not self.measures
         self._traces: dict[tuple[str, bool], Trace] = {}  # by name and training mode
         # Replaced, never changed: another thread that uses the model may be reading it.
         self._plans: dict[tuple[str, bool], Kept] = {}
@@ -119,7 +120,7 @@ class Checkpointing(PausableHandle):
     @property
     def measures(self) -> bool:
         """Whether what is kept follows from a measurement."""
-        return bool(self.ops) or self.budget is not None
+        return bool(self.ops) or self.budget not in (None, 0)
 
     def unused(self) -> dict[str, str]:
         """Modules that have not been computed again so far, and why."""

@@ -10,6 +10,7 @@ from memengine.engine.cli.plan import _draw
 from memengine.engine.config.check import check_config
 from memengine.engine.config.file import load_config
 from memengine.engine.config.planning import Planner, budget_for
+from memengine.engine.step import run_step
 from tests.marks import NEEDS_SHARDING
 
 SMALL = {'model.backbone.embed_dim': 32, 'model.backbone.num_heads': 2}
@@ -47,6 +48,19 @@ def test_what_a_technique_decides_in_the_first_step_is_in_the_prediction():
     keeping_all = planner(CLASSIFIER, activation_checkpointing={'budget': 1.0})
     saved = keeping_all.plain().by_category['saved activations']
     assert saved == planner(CLASSIFIER).plain().by_category['saved activations']
+
+
+def test_what_keeps_nothing_decides_nothing_in_the_first_step(monkeypatch):
+    runs = []
+    monkeypatch.setattr(
+        'memengine.engine.config.training_step.run_step',
+        lambda *step: (runs.append(step), run_step(*step)),
+    )
+    some = planner(CLASSIFIER)
+    for budget, expected in ((0.0, 1), (0.5, 2)):
+        runs.clear()
+        some._predict({'activation_checkpointing.budget': budget}, None)
+        assert len(runs) == expected
 
 
 def test_batch_statistics_leave_slices_out():
