@@ -107,7 +107,7 @@ class _Command:
         elif args.command == 'replay':
             print(commands.replay(args), end=end)
         elif args.command in AFTER_TRAINING:
-            from memengine.engine.cli.after import read_run, run_after
+            from memengine.engine.cli.after_training import read_run, run_after
 
             self.cfg = read_run(args)
             print(run_after(self.cfg, args.command), end=end)
