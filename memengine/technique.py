@@ -23,6 +23,7 @@ from importlib.metadata import entry_points
 from numbers import Integral, Real
 from operator import ge, le, lt
 from typing import (
+    TYPE_CHECKING,
     Annotated,
     Any,
     ForwardRef,
@@ -36,9 +37,10 @@ from typing import (
     is_typeddict,
 )
 
-from torch import Tensor, nn
-
 from memengine.suggest import did_you_mean
+
+if TYPE_CHECKING:  # settings are looked at before torch is imported
+    from torch import Tensor, nn
 
 __all__ = [
     'Handle',

@@ -34,9 +34,9 @@ from memengine._torch_private import (
     distributed,
     fake,
     fake_operators,
+    matrix_products,
     modules,
     ops,
-    products,
 )
 from memengine.techniques.compression.backward_needs import _NEEDS, IN_PLACE_FORMS, operation_name
 
@@ -807,11 +807,11 @@ def test_fake_tensors_made_again():
 @relies_on('multiplies half-precision matrices to fp32 by mm(left, right, dtype, out=)')
 def test_half_mm():
     left, right = torch.randn(3, 4).bfloat16(), torch.randn(4, 5).bfloat16()
-    if products.HAS_OUT_DTYPE:  # on GPUs only, so without values
+    if matrix_products.HAS_OUT_DTYPE:  # on GPUs only, so without values
         room = torch.empty(3, 5, device='meta')
         torch.mm(left.to('meta'), right.to('meta'), torch.float32, out=room)
     with torch.autocast('cpu', torch.bfloat16):
-        found = products.half_mm(left, right, torch.empty(3, 5))
+        found = matrix_products.half_mm(left, right, torch.empty(3, 5))
     torch.testing.assert_close(found, (left.double() @ right.double()).float())
 
 
@@ -821,7 +821,7 @@ def test_fp32_products():
     for was in ('highest', 'high'):
         torch.set_float32_matmul_precision(was)
         for kind in ('ieee', 'tf32'):
-            with products.fp32_products(kind):
+            with matrix_products.fp32_products(kind):
                 pass
             assert torch.get_float32_matmul_precision() == was
     torch.set_float32_matmul_precision(before)

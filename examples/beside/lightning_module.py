@@ -13,7 +13,8 @@ from sklearn.datasets import load_digits
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from memengine import SavedBytes, apply_techniques  # 1: this line is new
+from memengine import SavedBytes
+from memengine.engine.callbacks.lightning import TechniquesCallback  # 1: this line is new
 
 
 class Digits(lightning.LightningModule):
@@ -40,11 +41,10 @@ def fit(**techniques: object) -> tuple[dict[str, torch.Tensor], int]:
     images = torch.tensor(digits.images, dtype=torch.float32)[:64, None] / 16
     loader = DataLoader(TensorDataset(images, torch.tensor(digits.target[:64])), batch_size=16)
     model = Digits()
-    if techniques:
-        apply_techniques(model, **techniques)  # 2: before the trainer gets it
+    callbacks = [TechniquesCallback(**techniques)]  # 2: handed to the trainer
     quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
     trainer = lightning.Trainer(
-        max_epochs=1, accelerator='cpu', enable_model_summary=False, **quiet
+        max_epochs=1, accelerator='cpu', enable_model_summary=False, callbacks=callbacks, **quiet
     )
     with SavedBytes(model, images) as saved:
         trainer.fit(model, loader)

@@ -9,7 +9,8 @@ import torch
 from sklearn.datasets import load_digits
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
 
-from memengine import SavedBytes, apply_techniques  # 1: this line is new
+from memengine import SavedBytes
+from memengine.engine.callbacks.transformers import TechniquesCallback  # 1: this line is new
 
 
 def train(**techniques: object) -> tuple[dict[str, torch.Tensor], int]:
@@ -25,8 +26,7 @@ def train(**techniques: object) -> tuple[dict[str, torch.Tensor], int]:
     model = ViTForImageClassification(
         ViTConfig(image_size=8, patch_size=2, num_channels=1, num_labels=10, **sizes)
     )
-    if techniques:
-        apply_techniques(model, **techniques)  # 2: before the trainer gets it
+    callbacks = [TechniquesCallback(**techniques)]  # 2: handed to the trainer
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
@@ -39,7 +39,7 @@ def train(**techniques: object) -> tuple[dict[str, torch.Tensor], int]:
             disable_tqdm=True,
         )
         with SavedBytes(model) as saved:
-            Trainer(model, arguments, train_dataset=samples).train()
+            Trainer(model, arguments, train_dataset=samples, callbacks=callbacks).train()
     return model.state_dict(), saved.peak_bytes
 
 

@@ -27,9 +27,9 @@ def proven_kernels(module: str, tensor: Tensor, *variant: Any) -> Any | None:
     """The module of kernels to use for a tensor, or None: then the eager form is to be used.
 
     Before it is given for the first time in a process, for a device, dtype and variant, its
-    ``prove(like, *variant)`` compares the kernels with the eager form on a small case that lies
-    where the tensor `like` does, and raises where they do not agree. After any error the module is
-    not used on that device any more: that is warned of, once.
+    ``compare_with_eager(like, *variant)`` runs both forms on a small case that lies where the
+    tensor `like` does, and raises where they do not agree. After any error the module is not used
+    on that device any more: that is warned of, once.
 
     Args:
         module: Its name; it is imported here.
@@ -53,7 +53,7 @@ def proven_kernels(module: str, tensor: Tensor, *variant: Any) -> Any | None:
         if key not in _agreed:
             if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
                 return None
-            kernels.prove(tensor, *variant)
+            kernels.compare_with_eager(tensor, *variant)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # compilers and drivers raise what they like

@@ -1,6 +1,6 @@
 """Datasets: sources of images, the pipelines on them, and the batches that come out."""
 
-from memengine.datasets.bank import BankAndQueries
+from memengine.datasets.bank_and_queries import BankAndQueries
 from memengine.datasets.batched import BatchedImageDataset, BatchedViews, PlainImageDataset
 from memengine.datasets.coco import CocoDetection, list_samples
 from memengine.datasets.collate import stack_views

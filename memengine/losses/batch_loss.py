@@ -16,8 +16,9 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from memengine._torch_private.products import default_fp32_products, fp32_products, half_mm
+from memengine._torch_private.matrix_products import default_fp32_products, fp32_products, half_mm
 from memengine.losses.disco import sum_over_ranks
 from memengine.losses.gather import Gather, by_rank, compare_ranks, needs_grad, rows_per_rank
 from memengine.losses.logsumexp import others_logsumexp
@@ -29,6 +30,7 @@ __all__ = [
     'Precision',
     'Products',
     'at_least_fp32',
+    'l2_normalize',
     'log_partition',
     'mean_over_ranks',
     'own_rows',
@@ -269,6 +271,11 @@ def at_least_fp32(*tensors: Tensor) -> tuple[Tensor, ...]:
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
     return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def l2_normalize(embeddings: Tensor) -> Tensor:
+    """Rows of length 1, [..., D], in fp32 or wider."""
+    return F.normalize(at_least_fp32(embeddings)[0], dim=-1)
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
 from memengine.losses.batch_loss import (
     BatchLoss,
-    at_least_fp32,
+    l2_normalize,
     mean_over_ranks,
     own_rows,
     ranks_of,
@@ -53,7 +52,7 @@ def koleo_loss(
     if features.dim() != 2 or features.numel() == 0:
         raise ValueError(f'koleo_loss: expected features [B, D], got {tuple(features.shape)}')
     with torch.autocast(features.device.type, enabled=False):
-        z = F.normalize(at_least_fp32(features)[0], dim=1)
+        z = l2_normalize(features)
         everything = z if group is None else Gather(z, group)
         if len(everything) < 2:
             raise ValueError('koleo_loss: a single sample has no neighbour; use a larger batch')

@@ -200,7 +200,7 @@ class LiveMemory(TorchDispatchMode):
         before = {allocation for _, allocation in self.events[: self.begin]}
         return [allocation for allocation in self._allocations.values() if allocation not in before]
 
-    def as_if_there(self, allocations: Iterable[Allocation]) -> None:
+    def count_as_held_before(self, allocations: Iterable[Allocation]) -> None:
         """Take it that these, each of an operator's, were there when the account began."""
         there = set(allocations)
         moved = [(nbytes, allocation) for nbytes, allocation in self.events if allocation in there]

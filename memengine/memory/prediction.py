@@ -153,7 +153,7 @@ def carried_out(
             state_only = all(p.category == OPTIMIZER or p.nbytes <= _NEGLIGIBLE_BYTES for p in left)
             # With its state there from the start, this step is as those that follow.
             if step.is_settled and state_only:
-                memory.as_if_there(p for p in left if p.category == OPTIMIZER)
+                memory.count_as_held_before(p for p in left if p.category == OPTIMIZER)
             else:
                 memory.start_again()
                 step.run()

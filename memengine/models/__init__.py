@@ -21,7 +21,7 @@ from memengine.models.backbones.timm_backbone import TimmBackbone
 from memengine.models.heads.caption_head import CaptionHead
 from memengine.models.heads.dino_head import DINOHead
 from memengine.models.heads.projection_head import ProjectionHead
-from memengine.models.mixing import MixedBatches
+from memengine.models.mixed_batches import MixedBatches
 from memengine.techniques.slices.slicing import Slice
 
 __all__ = [

@@ -29,7 +29,7 @@ IMPORTED = (
     'matplotlib.pyplot',
     'memengine.datasets',
     'memengine.engine',
-    'memengine.engine.cli.after',
+    'memengine.engine.cli.after_training',
     'memengine.engine.cli.commands',
     'memengine.evaluation',
     'memengine.models',

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memengine.engine.cli.parser import AFTER_TRAINING, make_parser
-from memengine.engine.config.early import check_names
+from memengine.engine.config.before_torch.check import check_text
 from memengine.engine.config.error import ConfigError
 from memengine.engine.faults.signals import (
     Interrupted,
@@ -94,7 +94,7 @@ class _Command:
             return
         # Where torch is there already, nothing is gained, and techniques of one's own may be, too.
         if self.args.command in _ON_CONFIG and 'torch' not in sys.modules:
-            check_names(self.args.config, self.args.cfg_options)
+            check_text(self.args.config, self.args.cfg_options)
         from memengine.engine.cli import commands
 
         args = self.args
@@ -107,7 +107,7 @@ class _Command:
         elif args.command == 'replay':
             print(commands.replay(args), end=end)
         elif args.command in AFTER_TRAINING:
-            from memengine.engine.cli.after import read_run, run_after
+            from memengine.engine.cli.after_training import read_run, run_after
 
             self.cfg = read_run(args)
             print(run_after(self.cfg, args.command), end=end)

@@ -23,6 +23,7 @@ __all__ = [
     'existing_config',
     'find_config',
     'merged',
+    'misplaced',
     'similar_files',
     'used_names',
     'values_in_text',
@@ -205,7 +206,7 @@ def values_in_text(file: Path) -> dict[str, Any] | None:
     named = own.pop('_base_', [])
     named = [named] if isinstance(named, str) else named
     values: dict[str, Any] = {}
-    for base in named if isinstance(named, list) else [UNKNOWN]:
+    for base in named if isinstance(named, (list, tuple)) else [UNKNOWN]:
         below = base_file(base, file) if isinstance(base, str) else None
         read = values_in_text(below) if below is not None and below.is_file() else None
         if read is None:
@@ -220,9 +221,53 @@ def merged(base: Any, changes: Any) -> Any:
         if not all(str(key).isdigit() and int(key) < len(base) for key in changes):
             return UNKNOWN
         return [merged(old, changes.get(str(i), old)) for i, old in enumerate(base)]
-    if not isinstance(base, dict) or not isinstance(changes, dict) or changes.get('_delete_'):
+    if not isinstance(changes, dict):
         return changes
+    if not isinstance(base, dict) or changes.get('_delete_'):
+        return {key: value for key, value in changes.items() if key != '_delete_'}
     return base | {key: merged(base.get(key), value) for key, value in changes.items()}
+
+
+def misplaced(values: Any, path: str, value: Any) -> str | None:
+    """Why an option cannot be set for what stands at its path, or on the way there, if so.
+
+    Args:
+        values: The config.
+        path: The option's.
+        value: The option's.
+    """
+    keys = path.split('.')
+    node = values
+    for depth, key in enumerate(keys):
+        before = '.'.join(keys[:depth])
+        if hasattr(node, 'keys'):
+            if key not in node:
+                return None  # a new entry, which check_config judges
+            node = node[key]
+        elif isinstance(node, list):
+            if not key.isdigit():
+                return f'{path}: {before} is a list; name an entry by its number, as {before}.0'
+            if int(key) >= len(node):
+                there = f'its entries are 0 to {len(node) - 1}' if node else 'it is empty'
+                return f'{path}: {before} has no entry {key}; {there}'
+            node = node[int(key)]
+        elif node is UNKNOWN:
+            return None
+        else:
+            return f'{path}: {before} is {node!r}, which has no entries; set {before} as a whole'
+    if node is UNKNOWN:
+        return None
+    if isinstance(value, Mapping) and not isinstance(node, (Mapping, type(None))):
+        advice = 'give it whole, or set one by its number' if isinstance(node, list) else ''
+        return f'{path}: is {node!r}, got {dict(value)!r}; {advice or "give it a value like this"}'
+    if (
+        isinstance(node, Mapping)
+        and node
+        and isinstance(value, (str, int, float))
+        and not isinstance(value, bool)
+    ):
+        return f'{path}: is a dict; set its entries one by one, as {path}.{next(iter(node))}=...'
+    return None
 
 
 def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
@@ -237,10 +282,10 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
             for entry in entries:
                 several = isinstance(entry, ast.Starred)
                 value = _value(entry.value if isinstance(entry, ast.Starred) else entry, names)
-                if several and not isinstance(value, list):
+                if several and not isinstance(value, (list, tuple)):
                     return UNKNOWN
                 values += value if several else [value]
-            return values
+            return tuple(values) if isinstance(node, ast.Tuple) else values
         case ast.Call(func=ast.Name(id='dict'), args=[], keywords=pairs):
             if all(pair.arg for pair in pairs):
                 return {str(pair.arg): _value(pair.value, names) for pair in pairs}

@@ -11,8 +11,9 @@ from typing import Any, get_args, get_type_hints, is_typeddict
 
 from mmengine.registry import Registry
 
-from memengine.engine.config.runner_schema import CONSTRAINTS, PARAMETER_SCHEMAS
-from memengine.engine.config.schema import Config, Schema, SchemaChoice, of_hint
+from memengine.engine.config.bounds import value_fault
+from memengine.engine.config.runner_schema import PARAMETER_SCHEMAS
+from memengine.engine.config.schema import Config, Schema, SchemaChoice
 from memengine.engine.config.types import (
     REGISTRIES,
     Arguments,
@@ -128,7 +129,10 @@ class Checker:
             below = f'{path}.{key}'
             if is_typed and key in _RESERVED:
                 continue
-            if fault := _value_fault(key, value, schema, arguments, ours):
+            default = [arguments.defaults[key]] if key in arguments.defaults else []
+            if fault := value_fault(
+                key, value, schema.constraints, arguments.hints.get(key), default, ours
+            ):
                 self.report(below, fault)
             elif key in schema.children:
                 self.check(value, schema.children[key], below)
@@ -287,20 +291,6 @@ def _accepted_keys(schema: Schema) -> Arguments:
 def _is_ours(target: Any) -> bool:
     """Whether the types that a callable states are what it takes, and names mean what they do."""
     return str(getattr(target, '__module__', '')).partition('.')[0] in _EXACT_PACKAGES
-
-
-def _value_fault(
-    key: Any, value: Any, schema: Schema, arguments: Arguments, ours: bool
-) -> str | None:
-    """What is wrong with the value of an argument: by its schema, its type hint or its name."""
-    if key in schema.constraints:
-        return schema.constraints[key].fault(value)
-    default = arguments.defaults.get(key, ...)
-    if value is default or (type(value) is type(default) and value == default):
-        return None
-    hint = arguments.hints.get(key)
-    fault = None if hint is None else of_hint(hint, strict=ours).fault(value)
-    return fault or (CONSTRAINTS[key].fault(value) if ours and key in CONSTRAINTS else None)
 
 
 def _infer_schema(key: Any, parent: Schema, arguments: Arguments) -> Schema:

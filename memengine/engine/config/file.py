@@ -18,6 +18,7 @@ from memengine.engine.config.bases import (
     config_files,
     existing_config,
     find_config,
+    misplaced,
     similar_files,
 )
 from memengine.engine.config.check import import_custom_modules, known_keys
@@ -153,30 +154,4 @@ def _option_problem(cfg: Config, path: str, value: Any) -> str | None:
                 'now it has been used, so setting it changes nothing: set the places it went to'
             )
         return unknown_option(keys[0], known)
-    node: Any = cfg
-    for depth, key in enumerate(keys):
-        before = '.'.join(keys[:depth])
-        if isinstance(node, (Mapping, Config)):
-            if key not in node:
-                return None  # a new entry, which check_config judges
-            node = node[key]
-        elif isinstance(node, list):
-            if not key.isdigit():
-                return f'{path}: {before} is a list; name an entry by its number, as {before}.0'
-            if int(key) >= len(node):
-                there = f'its entries are 0 to {len(node) - 1}' if node else 'it is empty'
-                return f'{path}: {before} has no entry {key}; {there}'
-            node = node[int(key)]
-        else:
-            return f'{path}: {before} is {node!r}, which has no entries; set {before} as a whole'
-    if isinstance(value, Mapping) and not isinstance(node, (Mapping, type(None))):
-        advice = 'give it whole, or set one by its number' if isinstance(node, list) else ''
-        return f'{path}: is {node!r}, got {dict(value)!r}; {advice or "give it a value like this"}'
-    if (
-        isinstance(node, Mapping)
-        and node
-        and isinstance(value, (str, int, float))
-        and not isinstance(value, bool)
-    ):
-        return f'{path}: is a dict; set its entries one by one, as {path}.{next(iter(node))}=...'
-    return None
+    return misplaced(cfg, path, value)

@@ -19,24 +19,15 @@ from mmengine.utils.dl_utils import set_multi_processing
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.data import DataLoader
 
-from memengine.engine.config.schema import (
-    BOOL,
-    FINITE,
-    FRACTION,
-    NON_NEGATIVE_INT,
+from memengine.engine.config.bounds import (
+    BOUNDS_AT,
+    MULTIPLIERS,
     NON_NEGATIVE_NUMBER,
-    POSITIVE_INT,
-    POSITIVE_NUMBER,
-    SEED,
-    Config,
+    TOP_BOUNDS,
     Constraint,
-    Schema,
-    SchemaChoice,
-    each,
-    number_within,
     of_hint,
-    one_of,
 )
+from memengine.engine.config.schema import Config, Schema, SchemaChoice
 from memengine.engine.config.types import arguments_of
 from memengine.memory.planning import FITS, parse_bytes, parse_fit
 from memengine.technique import is_of
@@ -48,7 +39,6 @@ __all__ = [
     'TOP_KEYS',
     'TOP_SCHEMAS',
     'KEYS_SET_TOGETHER',
-    'CONSTRAINTS',
 ]
 
 FREE = Schema()
@@ -69,7 +59,7 @@ OPTIMIZER = Schema(
     'OPTIMIZERS',
     positional=1,
     complete=True,
-    constraints={'lr': POSITIVE_NUMBER, 'weight_decay': NON_NEGATIVE_NUMBER},
+    constraints=BOUNDS_AT['optim_wrapper.optimizer'],
 )
 
 
@@ -84,7 +74,7 @@ SCHEDULER = Schema(
     builder_keys=('convert_to_iter_based',),
     supplied=('optimizer', 'epoch_length'),
     complete=True,
-    constraints={'convert_to_iter_based': BOOL},
+    constraints=BOUNDS_AT['param_scheduler'],
     rule=_scheduler_rule,
 )
 VISUALIZER = Schema(
@@ -115,11 +105,7 @@ LOADER = Schema(
         'collate_fn': FUNCTION,
         'worker_init_fn': FUNCTION,
     },
-    constraints={
-        'batch_size': POSITIVE_INT,
-        'num_workers': NON_NEGATIVE_INT,
-        'num_batch_per_epoch': POSITIVE_INT,
-    },
+    constraints=BOUNDS_AT['train_dataloader'],
     rule=_loader_rule,
 )
 
@@ -127,16 +113,10 @@ _TRAIN_LOOP = Schema(
     'LOOPS',
     supplied=('runner', 'dataloader'),
     complete=True,
-    constraints={
-        'max_epochs': POSITIVE_INT,
-        'max_iters': POSITIVE_INT,
-        'val_interval': POSITIVE_INT,
-        'stop_at_iter': POSITIVE_INT,
-        'by_epoch': BOOL,
-    },
+    constraints=BOUNDS_AT['train_cfg'],
 )
 _EVAL_LOOP = Schema(
-    'LOOPS', supplied=('runner', 'dataloader', 'evaluator'), constraints={'fp16': BOOL}
+    'LOOPS', supplied=('runner', 'dataloader', 'evaluator'), constraints=BOUNDS_AT['val_cfg']
 )
 
 
@@ -148,11 +128,6 @@ def _train_loop(config: Config) -> Schema:
     return replace(_TRAIN_LOOP, default=default, builder_keys=('by_epoch',))
 
 
-_POSITIVE_OR_INF = Constraint(
-    'a positive number', lambda value: value in ('inf', math.inf) or POSITIVE_NUMBER.holds(value)
-)
-
-
 def _clip_grad(config: Config) -> Schema:
     by_value = config.get('type') == 'value'
     return Schema(
@@ -160,25 +135,12 @@ def _clip_grad(config: Config) -> Schema:
         positional=1,
         builder_keys=('type',),
         complete=True,
-        constraints={
-            'type': one_of('norm', 'value', 'each_norm'),
-            'max_norm': _POSITIVE_OR_INF,
-            'norm_type': _POSITIVE_OR_INF,
-            'clip_value': POSITIVE_NUMBER,
-        },
+        constraints=BOUNDS_AT['optim_wrapper.clip_grad'],
     )
 
 
-_MULTIPLIERS = (
-    'bias_lr_mult',
-    'bias_decay_mult',
-    'norm_decay_mult',
-    'dwconv_decay_mult',
-    'flat_decay_mult',
-    'dcn_offset_lr_mult',
-)
 _PARAMWISE = Schema(
-    accepts=('custom_keys', 'bypass_duplicate', *_MULTIPLIERS),
+    accepts=('custom_keys', 'bypass_duplicate', *MULTIPLIERS),
     children={
         # Beside these two, a parameter group may have any setting of the user's own.
         'custom_keys': Schema(
@@ -189,10 +151,7 @@ _PARAMWISE = Schema(
             )
         )
     },
-    constraints={
-        **dict.fromkeys(_MULTIPLIERS, NON_NEGATIVE_NUMBER),
-        'bypass_duplicate': BOOL,
-    },
+    constraints=BOUNDS_AT['optim_wrapper.paramwise_cfg'],
 )
 _OPTIM_WRAPPER = Schema(
     'OPTIM_WRAPPERS',
@@ -205,11 +164,7 @@ _OPTIM_WRAPPER = Schema(
         'paramwise_cfg': _PARAMWISE,
         'constructor': Schema('OPTIM_WRAPPER_CONSTRUCTORS', bare_type=True),
     },
-    constraints={
-        'accumulative_counts': POSITIVE_INT,
-        'on_nonfinite': one_of('stop', 'skip', 'rollback'),
-        'nonfinite_limit': POSITIVE_INT,
-    },
+    constraints=BOUNDS_AT['optim_wrapper'],
 )
 
 
@@ -262,26 +217,16 @@ _ENVIRONMENT = Schema(
         'dist_cfg': Schema(
             accepts=torch.distributed.init_process_group,
             builder_keys=('port', 'init_backend'),
-            constraints={'timeout': POSITIVE_NUMBER},
+            constraints=BOUNDS_AT['env_cfg.dist_cfg'],
         ),
     },
-    constraints={'cudnn_benchmark': BOOL, 'resource_limit': POSITIVE_INT},
+    constraints=BOUNDS_AT['env_cfg'],
 )
 
 
 def _unless_off(schema: Schema) -> SchemaChoice:
     """For a key that may also be switched on or off."""
     return lambda value: schema if value else FREE
-
-
-def _names_weights(value: Any) -> bool:
-    texts, switches = ('path', 'part', 'into'), ('strict',)
-    if not isinstance(value, Mapping):
-        return value is None or isinstance(value, str)
-    return 'path' in value and all(
-        (key in texts and isinstance(entry, str)) or (key in switches and isinstance(entry, bool))
-        for key, entry in value.items()
-    )
 
 
 def _parses(parse: Callable[[Any], Any]) -> Callable[[Any], bool]:
@@ -317,7 +262,7 @@ TOP_SCHEMAS: Mapping[str, SchemaChoice] = {
     'param_scheduler': _schedulers,
     'auto_scale_lr': Schema(
         accepts=('base_batch_size', 'enable'),
-        constraints={'base_batch_size': POSITIVE_INT, 'enable': BOOL},
+        constraints=BOUNDS_AT['auto_scale_lr'],
     ),
     'val_evaluator': _evaluator,
     'test_evaluator': _evaluator,
@@ -327,7 +272,7 @@ TOP_SCHEMAS: Mapping[str, SchemaChoice] = {
     'randomness': Schema(
         accepts=Runner.set_randomness,
         supplied=('self',),
-        constraints={'seed': SEED, 'deterministic': BOOL, 'diff_rank_seed': BOOL},
+        constraints=BOUNDS_AT['randomness'],
     ),
     'log_processor': Schema('LOG_PROCESSORS', default='LogProcessor', complete=True),
     'visualizer': VISUALIZER,
@@ -340,17 +285,7 @@ TOP_SCHEMAS: Mapping[str, SchemaChoice] = {
     'verify_exactness': _unless_off(
         Schema(
             accepts=('every', 'samples', 'tolerance'),
-            constraints={
-                'every': POSITIVE_INT,
-                'samples': Constraint(
-                    'a positive integer or None',
-                    lambda value: value is None or POSITIVE_INT.holds(value),
-                ),
-                'tolerance': Constraint(
-                    'a positive number or None',
-                    lambda value: value is None or POSITIVE_NUMBER.holds(value),
-                ),
-            },
+            constraints=BOUNDS_AT['verify_exactness'],
         )
     ),
     'custom_imports': Schema(accepts=('imports', 'allow_failed_imports')),
@@ -363,30 +298,18 @@ TOP_SCHEMAS: Mapping[str, SchemaChoice] = {
     },
 }
 
-_DICT = Constraint('a dict', lambda value: isinstance(value, Mapping))
 TOP_CONSTRAINTS: Mapping[str, Constraint] = {
     **{
         key: of_hint(hint, strict=True)
         for key, hint in arguments_of(Runner).hints.items()
         if key not in TOP_SCHEMAS
     },
-    **dict.fromkeys(('env_cfg', 'randomness'), _DICT),
-    'launcher': one_of('none', 'pytorch', 'slurm', 'mpi'),
-    'log_level': one_of('CRITICAL', 'ERROR', 'WARNING', 'INFO', 'DEBUG', 'NOTSET'),
-    'console': one_of('quiet', 'normal', 'verbose'),
-    'load_from': Constraint(
-        'a path, or dict(path=..., part=..., into=..., strict=True or False)', _names_weights
-    ),
-    'find_unused_parameters': BOOL,
+    **TOP_BOUNDS,
     'memory': Constraint(
         f'a number from 0 (least memory) to 1 (fastest), {", ".join(map(repr, FITS))} or None',
         _parses(parse_fit),
     ),
     'memory_budget': Constraint("a size such as '20GiB', or None", _parses(parse_bytes)),
-    'verify_exactness': Constraint(
-        'True, False or dict(every=..., samples=..., tolerance=...)',
-        lambda value: value is None or isinstance(value, (bool, Mapping)),
-    ),
 }
 
 # What a run reads from its config beside the keys of techniques: the Runner's arguments, and more.
@@ -414,47 +337,4 @@ PARAMETER_SCHEMAS: Mapping[str, Schema] = {
     'vis_backends': VIS_BACKEND,
     # MMCV's builder of normalisation layers takes this key out.
     'norm_cfg': replace(PART, builder_keys=('requires_grad',), inferred=True, lenient=True),
-}
-
-
-def _by_name(bound: Constraint, names: str) -> dict[str, Constraint]:
-    return dict.fromkeys(names.split(), each(bound))
-
-
-# Ranges of numbers that go by these names in constructors of MMEngine, torch and this library.
-CONSTRAINTS: Mapping[str, Constraint] = {
-    **_by_name(FINITE, 'degrees mean shear threshold value'),
-    **_by_name(
-        POSITIVE_INT,
-        'batch_size block_size bottleneck_dim channels chunk_size context_length crop_size '
-        'crops_per_image depth embed_dim hidden_dim image_size img_size in_chans in_dim '
-        'interval interval_exp_name k kernel_size max_keep_ckpts micro_batch_size nlayers '
-        'num_classes num_digits num_heads num_layers num_repeats out_dim output_stride '
-        'patch_size patience prefetch_factor save_begin size step_size T_max tile_size topk '
-        'total_iters vocab_size width window_size',
-    ),
-    **_by_name(
-        NON_NEGATIVE_INT,
-        'begin end freeze_last_layer indices local_crops milestones num num_images pad_id seed '
-        'trainable_layers val_begin warmup_teacher_temp_epochs',
-    ),
-    **_by_name(
-        POSITIVE_NUMBER,
-        'base_temperature init_scale lr max_scale mlp_ratio power ratio std student_temp '
-        'teacher_temp temperature warmup_teacher_temp',
-    ),
-    **_by_name(
-        NON_NEGATIVE_NUMBER,
-        'brightness contrast cutmix_alpha end_value eps eta_min gamma koleo_weight '
-        'min_feature_rank mixup_alpha saturation sigma timeout weight_decay',
-    ),
-    **_by_name(
-        number_within('a number between 0 and 1', lambda value: 0 < value < 1), 'test_fraction'
-    ),
-    **_by_name(
-        FRACTION,
-        'attn_drop_rate betas center_momentum drop_path_rate drop_rate dropout end_factor '
-        'eta_min_ratio label_smoothing max_skipped min_entropy min_feature_std min_information '
-        'momentum momentum_teacher momentum_teacher_end p proj_drop_rate start_factor',
-    ),
 }

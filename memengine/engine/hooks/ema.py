@@ -7,6 +7,7 @@ from typing import Any
 from mmengine.hooks import EMAHook as MMEngineEMAHook
 
 from memengine.engine.faults.finite_state import each_optim_wrapper
+from memengine.engine.optim.optim_wrapper import OptimWrapper
 from memengine.registry import HOOKS
 
 __all__ = ['EMAHook']
@@ -24,8 +25,8 @@ class EMAHook(MMEngineEMAHook):
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
     ) -> None:
         """Average, unless there was no update."""
-        guards = [getattr(each, 'guard', None) for each in each_optim_wrapper(runner.optim_wrapper)]
-        if all(guard is None or guard.bad_step is None for guard in guards):
+        ours = (w for w in each_optim_wrapper(runner.optim_wrapper) if isinstance(w, OptimWrapper))
+        if all(wrapper.guard is None or wrapper.guard.bad_step is None for wrapper in ours):
             super().after_train_iter(runner, batch_idx, data_batch, outputs)
 
     def before_roll_back(self, runner: Any, checkpoint: dict[str, Any]) -> None:

@@ -9,8 +9,8 @@ import torch
 from mmengine import dist
 from mmengine.hooks import Hook, LoggerHook
 
+from memengine.engine.hooks.around_next_call import wrap_next_call
 from memengine.engine.hooks.batches import count_images
-from memengine.engine.hooks.next_call import wrap_next_call
 from memengine.engine.step import unwrap
 from memengine.memory import SavedBytes, cuda_figures, rss_mib
 from memengine.registry import HOOKS

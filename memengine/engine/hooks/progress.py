@@ -26,7 +26,7 @@ from rich.progress import (
 from rich.text import Text
 
 from memengine.engine.cli.console import writes_to_terminal
-from memengine.engine.hooks.next_call import wrap_next_call
+from memengine.engine.hooks.around_next_call import wrap_next_call
 from memengine.registry import HOOKS
 
 __all__ = ['ProgressHook']

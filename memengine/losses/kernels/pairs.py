@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ['prove', 'sigmoid_slope', 'sigmoid_sums', 'softmax_slope', 'softmax_sums']
+__all__ = ['compare_with_eager', 'sigmoid_slope', 'sigmoid_sums', 'softmax_slope', 'softmax_sums']
 
 _SIDE = 128  # of a block
 _PANEL_BYTES = 128  # of a row's features that are multiplied at once
@@ -147,7 +147,7 @@ def sigmoid_slope(
     return slope, totals.sum()
 
 
-def prove(like: Tensor) -> None:
+def compare_with_eager(like: Tensor) -> None:
     """Compare with the same computed in float64, where `like` lies and for operands of its dtype.
 
     Raises:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from memengine.models.algorithms.base import Algorithm
-from memengine.models.parts import check_labels, check_one_view, labels_of
+from memengine.models.batch_checks import check_labels, check_one_view, labels_of
 from memengine.registry import MODELS, ModelConfig
 from memengine.techniques.slices.slicing import Slice
 

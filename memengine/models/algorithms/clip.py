@@ -12,8 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from memengine.losses.batch_loss import l2_normalize
 from memengine.models.algorithms.base import Algorithm, feature_moments, feature_rank, feature_std
-from memengine.models.parts import build_loss, check_one_view, l2_normalize
+from memengine.models.batch_checks import check_one_view
+from memengine.models.build import build_loss
 from memengine.registry import MODELS, ModelConfig
 from memengine.techniques.slices.slicing import Slice, cut_evenly, take
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from memengine.losses.batch_loss import l2_normalize
 from memengine.models.algorithms.base import (
     Algorithm,
     feature_moments,
@@ -17,7 +18,8 @@ from memengine.models.algorithms.base import (
     feature_std,
     rows_of,
 )
-from memengine.models.parts import build_head, build_loss, l2_normalize, labels_of
+from memengine.models.batch_checks import labels_of
+from memengine.models.build import build_head, build_loss
 from memengine.registry import MODELS, HeadConfig, ModelConfig
 
 __all__ = ['SimCLR', 'SupCon']

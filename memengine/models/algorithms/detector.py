@@ -17,7 +17,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 from memengine.engine.checkpoint.weights import read_weights
 from memengine.models.algorithms.by_sample import LossBySample
-from memengine.models.parts import check_labels
+from memengine.models.batch_checks import check_labels
 from memengine.registry import MODELS, PreprocessorConfig
 from memengine.techniques.slices.slicing import Slice, cut_evenly, take
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from memengine.suggest import did_you_mean
 from memengine.techniques.codecs.bit_packing import add_truths, packed_numel
 from memengine.techniques.codecs.codec import Code, Codec
-from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_order
-from memengine.techniques.codecs.places import (
+from memengine.techniques.codecs.kept_positions import (
     BYTE_VALUES,
     Bitmap,
     Offsets,
@@ -30,6 +29,7 @@ from memengine.techniques.codecs.places import (
     take,
     take_from_blocks,
 )
+from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_order
 from memengine.techniques.codecs.top_k import (
     INTEGER_OF,
     largest,

@@ -11,10 +11,10 @@ import torch
 from memengine._torch_private import triton_kernels
 from memengine._torch_private.ops import TorchDispatchMode
 from memengine.techniques.codecs import sparse
+from memengine.techniques.codecs.kept_positions import Bitmap, Offsets
 from memengine.techniques.codecs.kernels import bits as bit_kernels
-from memengine.techniques.codecs.kernels import largest, quantizing, selection
+from memengine.techniques.codecs.kernels import largest_values, quantizing, selection
 from memengine.techniques.codecs.lossless import between, bitmask, positive_mask, sign_mask
-from memengine.techniques.codecs.places import Bitmap, Offsets
 from memengine.techniques.codecs.quantized import Quantizer
 from memengine.techniques.codecs.sparse import Sparsifier
 from memengine.techniques.modules.forward_state import PrivateRandomState
@@ -42,7 +42,7 @@ def _on_cpu(monkeypatch):
     ],
 )
 def test_quantising_agrees_with_the_eager_form(dtype, group_size, bits):
-    quantizing.prove(torch.empty(0, dtype=dtype), bits, group_size)
+    quantizing.compare_with_eager(torch.empty(0, dtype=dtype), bits, group_size)
 
 
 WRONG = {
@@ -59,7 +59,7 @@ def test_wrong_kernels_are_seen(monkeypatch, wrong, bits):
     right = quantizing.quantize
     monkeypatch.setattr(quantizing, 'quantize', lambda *a, **k: WRONG[wrong](*right(*a, **k)))
     with pytest.raises(ArithmeticError):
-        quantizing.prove(torch.empty(0), bits, 16)
+        quantizing.compare_with_eager(torch.empty(0), bits, 16)
 
 
 @pytest.mark.parametrize('wrong', [lambda x: x + 0.1, lambda x: x.flip(0), torch.zeros_like])
@@ -67,7 +67,7 @@ def test_wrong_decoding_is_seen(monkeypatch, wrong):
     right = quantizing.dequantize
     monkeypatch.setattr(quantizing, 'dequantize', lambda *a: wrong(right(*a)))
     with pytest.raises(ArithmeticError):
-        quantizing.prove(torch.empty(0), 4, 16)
+        quantizing.compare_with_eager(torch.empty(0), 4, 16)
 
 
 def test_noise_that_is_none_is_seen(monkeypatch):
@@ -76,7 +76,7 @@ def test_noise_that_is_none_is_seen(monkeypatch):
         quantizing, 'quantize', lambda *a, stochastic, seed=None: right(*a, stochastic=False)
     )
     with pytest.raises(ArithmeticError):
-        quantizing.prove(torch.empty(0), 4, 16)
+        quantizing.compare_with_eager(torch.empty(0), 4, 16)
 
 
 @pytest.mark.parametrize('bits', [8, 2, 1])
@@ -199,7 +199,7 @@ def test_wrong_bits_are_seen(monkeypatch, form):
     for wrong in (lambda x: x ^ 1, torch.zeros_like, lambda x: x.flip(0)):
         monkeypatch.setattr(bit_kernels, form, lambda *a, wrong=wrong: wrong(right(*a)))
         with pytest.raises(ArithmeticError):
-            bit_kernels.prove(torch.empty(0), torch.float32)
+            bit_kernels.compare_with_eager(torch.empty(0), torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -241,17 +241,17 @@ def test_wrong_selection_is_seen(monkeypatch):
             selection, 'largest_of_blocks', lambda *a, wrong=wrong, **k: wrong(*right(*a, **k))
         )
         with pytest.raises(ArithmeticError):
-            selection.prove(like, 16)
+            selection.compare_with_eager(like, 16)
     monkeypatch.setattr(selection, 'largest_of_blocks', right)
-    selection.prove(like, 16)
+    selection.compare_with_eager(like, 16)
     monkeypatch.setattr(selection, 'scatter', lambda *a: a[-1])
     with pytest.raises(ArithmeticError):
-        selection.prove(like, 16)
+        selection.compare_with_eager(like, 16)
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
 def test_the_largest_of_all_are_torchs(dtype):
-    largest.prove(torch.empty(0, dtype=dtype))
+    largest_values.compare_with_eager(torch.empty(0, dtype=dtype))
 
 
 WRONG_LARGEST = {
@@ -266,15 +266,15 @@ WRONG_LARGEST = {
 @pytest.mark.parametrize('what', WRONG_LARGEST)
 def test_a_wrong_largest_is_seen(monkeypatch, what):
     form, wrong = WRONG_LARGEST[what]
-    right = getattr(largest, form)
+    right = getattr(largest_values, form)
 
     def damaged(*args, **kwargs):
         found = right(*args, **kwargs)
         return wrong(*found) if isinstance(found, tuple) else wrong(found)
 
-    monkeypatch.setattr(largest, form, damaged)
+    monkeypatch.setattr(largest_values, form, damaged)
     with pytest.raises(ArithmeticError, match='the largest of all'):
-        largest.prove(torch.empty(0, dtype=torch.bfloat16))
+        largest_values.compare_with_eager(torch.empty(0, dtype=torch.bfloat16))
 
 
 class Kernels(TorchDispatchMode):
@@ -284,7 +284,7 @@ class Kernels(TorchDispatchMode):
 
     def __init__(self, monkeypatch):
         super().__init__()
-        self.count, run = 0, type(largest._count).run
+        self.count, run = 0, type(largest_values._count).run
         self._is_in_ours = False
 
         def counted(*args, **kwargs):
@@ -293,7 +293,7 @@ class Kernels(TorchDispatchMode):
             run(*args, **kwargs)
             self._is_in_ours = False
 
-        monkeypatch.setattr(type(largest._count), 'run', counted)
+        monkeypatch.setattr(type(largest_values._count), 'run', counted)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name, results = function._schema.name, function._schema.returns

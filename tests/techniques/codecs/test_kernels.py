@@ -25,7 +25,9 @@ def test_in_the_interpreter():
 def kernels(monkeypatch):
     """Kernels of a module that counts when it is asked to prove them, for CPU tensors."""
     proofs = []
-    module = SimpleNamespace(prove=lambda like, *variant: proofs.append(variant), proofs=proofs)
+    module = SimpleNamespace(
+        compare_with_eager=lambda like, *variant: proofs.append(variant), proofs=proofs
+    )
     monkeypatch.setitem(sys.modules, 'kernels_of_a_test', module)
     monkeypatch.setattr(triton_kernels, '_can_be_read', lambda tensor: True)
     monkeypatch.setattr(triton_kernels, '_agreed', set())
@@ -46,7 +48,7 @@ def test_after_an_error_they_are_given_up_with_one_warning(kernels):
     def fail(like, *variant):
         raise RuntimeError('no compiler\nof that kind')
 
-    kernels.prove = fail
+    kernels.compare_with_eager = fail
     with pytest.warns(UserWarning, match=r'not used on cpu \(RuntimeError: no compiler\)'):
         assert proven_kernels('kernels_of_a_test', torch.ones(3), 4) is None
     with warnings.catch_warnings():
@@ -58,15 +60,15 @@ def test_after_an_error_they_are_given_up_with_one_warning(kernels):
 
 
 def test_running_out_of_memory_is_no_proof(kernels):
-    works = kernels.prove
+    works = kernels.compare_with_eager
 
     def fail(like, *variant):
         raise torch.OutOfMemoryError
 
-    kernels.prove = fail
+    kernels.compare_with_eager = fail
     with pytest.raises(torch.OutOfMemoryError):
         proven_kernels('kernels_of_a_test', torch.ones(3))
-    kernels.prove = works
+    kernels.compare_with_eager = works
     assert proven_kernels('kernels_of_a_test', torch.ones(3)) is kernels
 
 
@@ -77,7 +79,7 @@ def test_nothing_is_asked_for_a_tensor_of_the_cpu():
 def kernels_to_compile(dtype, bits):
     """Each with the types of what it takes and the settings that it is compiled for."""
     from memengine.techniques.codecs.kernels import bits as of_bits
-    from memengine.techniques.codecs.kernels import largest, quantizing, selection
+    from memengine.techniques.codecs.kernels import largest_values, quantizing, selection
 
     flat = dict(flat=f'*{dtype}', packed='*u8', numel='i32')
     groups = {**flat, 'extremes': f'*{dtype}', 'seed': 'i64'}
@@ -101,12 +103,12 @@ def kernels_to_compile(dtype, bits):
     tile = dict(tile=4096)
     how = dict(passes=3, width=11) if dtype == 'fp32' else dict(passes=2, width=8)
     how |= dict(most=128, num_warps=8, **tile)
-    yield largest._count, of_all, dict(number=1, **how)
-    yield largest._take, of_all, dict(as_offsets=bits == 8, page=256, **how)
-    yield largest._put_bits, of_all, dict(page=256)
-    yield largest._count_bits, of_all, tile
+    yield largest_values._count, of_all, dict(number=1, **how)
+    yield largest_values._take, of_all, dict(as_offsets=bits == 8, page=256, **how)
+    yield largest_values._put_bits, of_all, dict(page=256)
+    yield largest_values._count_bits, of_all, tile
     values = dict.fromkeys(('flat', 'values'), f'*{dtype}')
-    yield largest._scatter, {**of_all, **values}, dict(most=1024, **tile)
+    yield largest_values._scatter, {**of_all, **values}, dict(most=1024, **tile)
 
 
 @needs_triton

@@ -13,7 +13,7 @@ from torch import Tensor
 from memengine.techniques.codecs.bit_packing import pack_truths, packed_numel
 from memengine.techniques.codecs.lossless import INTEGER_OF_SIZE, Within, of_two_values
 
-__all__ = ['pack_within', 'prove', 'select']
+__all__ = ['pack_within', 'compare_with_eager', 'select']
 
 _BLOCK = 256  # bytes of a program
 
@@ -49,7 +49,7 @@ def select(packed: Tensor, numel: int, off: int, on: int, integer: torch.dtype) 
     return chosen
 
 
-def prove(like: Tensor, dtype: torch.dtype) -> None:
+def compare_with_eager(like: Tensor, dtype: torch.dtype) -> None:
     """Compare with the eager form on a few bytes, where `like` lies, for elements of a dtype.
 
     Raises:

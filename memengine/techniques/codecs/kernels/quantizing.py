@@ -16,7 +16,7 @@ from memengine.techniques.codecs import quantized
 from memengine.techniques.codecs.bit_packing import packed_numel
 from memengine.techniques.modules.private_random import private_seed
 
-__all__ = ['dequantize', 'prove', 'quantize']
+__all__ = ['dequantize', 'compare_with_eager', 'quantize']
 
 _TILE_NUMEL = 2048
 
@@ -64,7 +64,7 @@ def dequantize(packed: Tensor, extremes: Tensor, numel: int, bits: int, group_si
     return flat
 
 
-def prove(like: Tensor, bits: int, group_size: int) -> None:
+def compare_with_eager(like: Tensor, bits: int, group_size: int) -> None:
     """Compare with the eager form on a few groups, where `like` lies and in its dtype.
 
     Raises:

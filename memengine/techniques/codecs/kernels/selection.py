@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memengine.techniques.codecs.places import BYTE_VALUES
+from memengine.techniques.codecs.kept_positions import BYTE_VALUES
 from memengine.techniques.codecs.top_k import masks_of_blocks
 
-__all__ = ['largest_of_blocks', 'prove', 'scatter']
+__all__ = ['largest_of_blocks', 'compare_with_eager', 'scatter']
 
 _TILE_NUMEL = 2048
 
@@ -94,7 +94,7 @@ def scatter(
     return flat
 
 
-def prove(like: Tensor, size: int) -> None:
+def compare_with_eager(like: Tensor, size: int) -> None:
     """Compare with the eager form on some blocks of `size`, where `like` lies and in its dtype.
 
     Raises:

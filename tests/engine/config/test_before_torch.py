@@ -1,20 +1,23 @@
-"""What is misspelt is refused before torch and MMEngine are imported."""
+"""What is misspelt or of a wrong value is refused before torch and MMEngine are imported."""
 
+import copy
 import subprocess
 import sys
 
 import pytest
 
+from memengine.engine.config.before_torch.check import check_text
+from memengine.engine.config.before_torch.sources import of_other_packages, top_keys
 from memengine.engine.config.check import check_config, known_keys
-from memengine.engine.config.early import check_names
 from memengine.engine.config.error import ConfigError
 from memengine.engine.config.file import load_config, merge_options
-from memengine.engine.config.sources import of_other_packages, top_keys
 from tests.docs_pages import ROOT
-from tests.engine.config.mutations import REMOVED, mutations
+from tests.engine.config.mutations import REMOVED, mutations, shipped
 from tests.test_configs import CONFIGS
 
 BELOW = "model.head.nlayer: DINOHead takes no argument 'nlayer': did you mean 'nlayers'?"
+VALUE = "model.head.nlayers: must be a whole number, got 'x'"
+GAMMA = 'dropit: gamma is a number or a dict of (a number), at least 0 and below 1, got 1.9'
 
 
 def write(tmp_path, text, name='config.py'):
@@ -29,6 +32,8 @@ def write(tmp_path, text, name='config.py'):
         ("unknown key 'modl': did you mean 'model'?", ['typo.py']),
         ("unknown key 'modl': did you mean 'model'?", ['fine.py', '--cfg-options', 'modl.type=1']),
         (BELOW, ['fine.py', '--cfg-options', 'model.head.nlayer=1']),
+        (VALUE, ['fine.py', '--cfg-options', 'model.head.nlayers=x']),
+        (GAMMA, ['fine.py', '--cfg-options', 'dropit=1.9']),
         ('there is no config file dino_vitt: did you mean dino_vit?', ['dino_vitt']),
     ],
 )
@@ -77,12 +82,12 @@ def test_below_the_top_as_the_whole_check_says_it(tmp_path):
     text = ''.join(f'{key} = {value!r}\n' for key, value in MISSPELT.items())
     file = write(tmp_path, f"_base_ = 'memengine::dino_vit.py'\n{text}")
     with pytest.raises(ConfigError) as early:
-        check_names(file, {'model.head.nlayer': 1})
+        check_text(file, {'model.head.nlayer': 1})
     config = load_config(file)
     config.merge_from_dict({'model.head.nlayer': 1})
     with pytest.raises(ConfigError) as whole:
         check_config(config)
-    assert len(early.value.problems) == 15, early.value.problems
+    assert len(early.value.problems) == 16, early.value.problems
     assert {*early.value.problems} <= {*whole.value.problems}
 
 
@@ -97,9 +102,46 @@ NO_WORDS = {
     'train_cfg.iters': 3,
     'train_dataloader.workers': 2,
 }
+WORDS_OF_OTHERS = {
+    'model.size': 3,
+    'optim_wrapper.chunk_size': 4,
+    'train_cfg.epochs': 3,
+    'train_dataloader.dataset.name': 'x',
+    'log_processor.windw_size': 3,
+}
+VALUES = {
+    'optim_wrapper.optimizer.lr': 'abc',
+    'optim_wrapper.optimizer.betas': 0.9,
+    'optim_wrapper.clip_grad.max_norm': -1,
+    'optim_wrapper.clip_grad.max_nrom': 1,
+    'param_scheduler.0.begin': 'abc',
+    'param_scheduler.0.start_factor': 3,
+    'dropit': 1.9,
+    'dropit.strategy': 'mimk',
+    'quantized_activations': 9.5,
+    'quantized_activations.bits': 17,
+    'activation_checkpointing.modules': 3,
+    'sync_bn': 'torhc',
+    'model.backbone.depth': 'two',
+    'model.backbone.img_size': 'abc',
+    'model.head.use_bn': 'yes',
+    'model.local_crops': -1,
+    'train_cfg.max_epochs': 1.5,
+    'train_dataloader.batch_size': 0,
+    'train_dataloader.num_workers': 'two',
+    'train_dataloader': 3,
+    'default_hooks.checkpoint.interval': 'often',
+    'val_evaluator.k': 'many',
+    'randomness.seed': 'abc',
+    'resume': 'yes',
+    'load_from': 3,
+    'launcher': 'pytroch',
+}
 
 
-@pytest.mark.parametrize(('path', 'value'), NO_WORDS.items())
+@pytest.mark.parametrize(
+    ('path', 'value'), [*NO_WORDS.items(), *WORDS_OF_OTHERS.items(), *VALUES.items()]
+)
 def test_what_is_nothing_there_as_the_whole_check_says_it(path, value):
     said = problems_early(ROOT / 'configs/dino_vit.py', {path: value})
     config = load_config('dino_vit')
@@ -114,7 +156,7 @@ def test_what_is_nothing_there_as_the_whole_check_says_it(path, value):
 
 def problems_early(file, options):
     with pytest.raises(ConfigError) as error:
-        check_names(file, options)
+        check_text(file, options)
     return error.value.problems
 
 
@@ -139,38 +181,42 @@ def test_in_what_a_run_has_written(tmp_path):
 def test_a_technique_of_an_installed_package_goes_by_its_own_key(tmp_path, monkeypatch):
     file = write(tmp_path, "dropti = dict(share=0.5)\nmodel = dict(type='DINO')")
     with pytest.raises(ConfigError, match="did you mean 'dropit'"):
-        check_names(file, {'dropti.share': 1})
+        check_text(file, {'dropti.share': 1})
     write(tmp_path, "TECHNIQUE = Technique(key='dropti')", 'others_technique.py')
     write(tmp_path / 'others-1.0.dist-info', 'Metadata-Version: 2.1\nName: others', 'METADATA')
     entries = '[memengine.techniques]\ndropti = others_technique\n'
     write(tmp_path / 'others-1.0.dist-info', entries, 'entry_points.txt')
     monkeypatch.syspath_prepend(tmp_path)
     of_other_packages.cache_clear()
-    check_names(file, {'dropti.share': 1})
+    check_text(file, {'dropti.share': 1})
     monkeypatch.undo()
     of_other_packages.cache_clear()
 
 
 def refused_early(count, seed):
-    """Misspelt keys and types of shipped configs, with what is said of them at once."""
+    """Options that are wrong in shipped configs, with what is said of them at once."""
     for made in mutations(count, seed):
         # A type under another key still stands at its own here, where it is only added to.
         is_type = made.kind == 'key' and made.changes[1][0].endswith('.type')
-        if made.kind in ('key', 'name') and made.value is not REMOVED and not is_type:
+        if made.kind in ('key', 'name', 'type', 'range') and made.value is not REMOVED:
             try:
-                check_names(ROOT / made.config, dict(made.changes[:1]))
+                check_text(ROOT / made.config, {made.path: made.value} if not is_type else {})
             except ConfigError as error:
-                yield made, [problem.partition(': did')[0] for problem in error.problems]
+                yield made, error.problems
 
 
-@pytest.mark.parametrize(('count', 'seed'), [(120, 1)])
-def test_what_is_refused_early_is_misspelt(count, seed):
+@pytest.mark.parametrize(('count', 'seed'), [(150, 1)])
+def test_what_is_refused_early_is_wrong(count, seed):
     found = list(refused_early(count, seed))
-    assert len(found) > count / 30
+    assert len(found) > count / 3
     for made, said in found:
+        config = copy.deepcopy(shipped(made.config))
         with pytest.raises(ConfigError) as whole:
-            made.check()
-        assert all(problem in str(whole.value) for problem in said), made
+            merge_options(config, {made.path: made.value})
+            check_config(config)
+        # Of a value that is wrong in two ways either may be said.
+        same = ': did' if made.kind in ('key', 'name') else ':'
+        assert all(it.partition(same)[0] in str(whole.value) for it in said), (made, said)
 
 
 def test_keys_are_those_of_the_whole_check():
@@ -180,12 +226,12 @@ def test_keys_are_those_of_the_whole_check():
 def test_no_key_that_means_something_is_refused(tmp_path):
     keys = sorted(known_keys({}))
     file = write(tmp_path, ''.join(f'{key} = dict()\n' for key in keys))
-    check_names(file, {f'{key}.entry': 1 for key in keys})
+    check_text(file, {f'{key}.entry': 1 for key in keys})
 
 
 @pytest.mark.parametrize('name', CONFIGS)
 def test_configs_pass(name):
-    check_names(ROOT / name, {'train_cfg.max_epochs': 1})
+    check_text(ROOT / name, {'train_cfg.max_epochs': 1})
 
 
 def test_all_is_said_at_once_and_as_the_whole_check_says_it(tmp_path):
@@ -195,7 +241,7 @@ def test_all_is_said_at_once_and_as_the_whole_check_says_it(tmp_path):
     )
     file = write(tmp_path, text)
     with pytest.raises(ConfigError) as early:
-        check_names(file, {'lod_from': 'x'})
+        check_text(file, {'lod_from': 'x'})
     with pytest.raises(ConfigError) as whole:
         check_config(load_config(file))
     assert early.value.problems == [
@@ -222,9 +268,9 @@ def test_all_is_said_at_once_and_as_the_whole_check_says_it(tmp_path):
     ],
 )
 def test_what_the_text_does_not_tell_is_left_to_the_whole_check(tmp_path, text):
-    check_names(write(tmp_path, text), {})
+    check_text(write(tmp_path, text), {})
 
 
 @pytest.mark.parametrize('text', ['model: {{ _base_.model }}', '- 1', 'a b: 1', '{', '1: 2'])
 def test_yaml_that_says_something_else_is_left_to_the_whole_check(tmp_path, text):
-    check_names(write(tmp_path, text, 'config.yaml'), {})
+    check_text(write(tmp_path, text, 'config.yaml'), {})

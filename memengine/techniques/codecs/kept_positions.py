@@ -49,7 +49,7 @@ def kernels_for_all(like: Tensor) -> Any | None:
     """What selects from a whole tensor, and puts back by bits, in some kernels, likewise."""
     if like.dtype not in _OF_KERNELS or like.numel() >= 2**31:
         return None
-    return proven_kernels(f'{_KERNELS}.largest', like)
+    return proven_kernels(f'{_KERNELS}.largest_values', like)
 
 
 def are_few(kept: int, numel: int) -> bool:

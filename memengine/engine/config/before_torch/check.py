@@ -1,11 +1,12 @@
-"""Misspelt names in a config, seen in its text before torch and MMEngine are imported.
+"""Misspelt names and wrong values of a config, seen in its text before torch is imported.
 
-These take seconds, and a misspelt key is what a user wants to hear of at once. What the text does
+That takes seconds, and a misspelling is what a user wants to hear of at once. What the text does
 not tell for sure is left to the check of the whole config (:mod:`memengine.engine.config.check`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,33 +17,62 @@ from memengine.engine.config.bases import (
     config_files,
     existing_config,
     merged,
+    misplaced,
     used_names,
     values_in_text,
 )
-from memengine.engine.config.error import FREE_KEYS, ConfigError, unknown_key, unknown_option
-from memengine.engine.config.sources import (
+from memengine.engine.config.before_torch.hints import (
+    Stated,
+    stated_in_source,
+    stated_of_network,
+    technique_of,
+)
+from memengine.engine.config.before_torch.sources import (
+    NOTHING_KNOWN,
     SEARCHED,
     TIMM,
     arguments_in_source,
     arguments_of_network,
-    choices_in_source,
+    class_in_source,
     is_a_word,
     networks,
     of_other_packages,
     registered_types,
-    settings_in_source,
     top_keys,
 )
+from memengine.engine.config.bounds import BOUNDS_AT, TOP_BOUNDS, Constraint, value_fault
+from memengine.engine.config.error import FREE_KEYS, ConfigError, unknown_key, unknown_option
 from memengine.suggest import LOOSE, ONE_LETTER, STRICT, STRICTER, did_you_mean, similar
 
-__all__ = ['check_names']
+__all__ = ['check_text']
 
 _SUPPLIED = {'params', 'optimizer', 'runner', 'dataloader', 'evaluator'}  # by who builds
+# Where the Runner, or a loader, builds what a dict describes.
+_STATED = re.compile(
+    r'model|optim_wrapper|train_cfg|(train|val|test)_dataloader(\.dataset|\.sampler)?|log_processor|'
+    r'param_scheduler|custom_hooks|default_hooks\.\w+|(val|test)_evaluator'
+)
+_DEFAULT_TYPES = {
+    'log_processor': 'LogProcessor',
+    'optim_wrapper': 'OptimWrapper',
+    'test_cfg': 'TestLoop',
+    'val_cfg': 'ValLoop',
+    **dict.fromkeys(('train_dataloader', 'val_dataloader', 'test_dataloader'), 'DataLoader'),
+}
+_BY_BUILDER = {
+    'optim_wrapper': {'constructor', 'paramwise_cfg'},
+    'param_scheduler': {'convert_to_iter_based'},
+    'train_cfg': {'by_epoch'},
+    **dict.fromkeys(
+        ('train_dataloader', 'val_dataloader', 'test_dataloader'),
+        {'num_batch_per_epoch', 'disable_subprocess_warning'},
+    ),
+}
 _KEYS_THAT_ADD_KEYS = {'custom_imports', 'runner_type'}
 
 
-def check_names(config: str | Path, options: Mapping[str, Any] | None) -> None:
-    """Refuse a config that is not there, and keys and types that are misspelt for sure.
+def check_text(config: str | Path, options: Mapping[str, Any] | None) -> None:
+    """Refuse a config that is not there, and keys, types and values that are wrong for sure.
 
     Args:
         config: As on the command line.
@@ -77,9 +107,13 @@ def check_names(config: str | Path, options: Mapping[str, Any] | None) -> None:
 
 
 def _nested_problems(file: Path, options: Mapping[str, Any]) -> Iterator[str]:
-    """What is misspelt below the top."""
+    """What is wrong with what the top's keys stand for."""
     values = values_in_text(file)
     if values is None or values.get('default_scope', 'memengine') != 'memengine':
+        return
+    wrong = [it for path, value in options.items() if (it := misplaced(values, path, value))]
+    if wrong:
+        yield from wrong
         return
     for path, value in options.items():
         *above, last = path.split('.')
@@ -89,57 +123,113 @@ def _nested_problems(file: Path, options: Mapping[str, Any]) -> Iterator[str]:
         values = merged(values, change)
     for key, value in values.items():
         if key not in FREE_KEYS and key in top_keys():
-            yield from _problems_at(value, key)
+            yield from _problems_of(key, _with_lists(value))
+
+
+def _problems_of(key: str, value: Any) -> Iterator[str]:
+    """What is wrong at a key of the top, and below it."""
+    technique = technique_of(key)
+    if technique and _is_told(value):
+        try:
+            technique.read(value)
+        except ValueError as error:
+            yield from str(error).splitlines()
+        return
+    said = stated_in_source('Runner').get(key)
+    hint = said.hint if said and key not in BOUNDS_AT else None
+    fault = value_fault(key, value, TOP_BOUNDS, hint) if _is_told(value) else None
+    if fault:
+        yield f'{key}: {fault}'
+    else:
+        yield from _problems_at(value, key)
 
 
 def _problems_at(value: Any, path: str, known_above: bool = True) -> Iterator[str]:
-    """What is misspelt at a path and below; an unknown class above it may take any key out."""
+    """What is wrong at a path and below; an unknown class above it may take any key out."""
     if isinstance(value, list):
         for index, entry in enumerate(value):
             yield from _problems_at(entry, f'{path}.{index}', known_above)
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or '_scope_' in value:
         return
     kind = value.get('type', _default_type(path, value))
     is_named = isinstance(kind, str)
-    taken, takes_others = arguments_in_source(kind) if is_named else settings_in_source(path)
+    taken, takes_others = arguments_in_source(kind) if is_named else NOTHING_KNOWN
     if kind == 'TimmBackbone':  # which hands on what it does not know
         taken = {*taken, *arguments_of_network(str(value.get('model_name')))}
-    faults = _key_faults(value, kind, taken, is_whole=known_above and not takes_others)
-    if isinstance(kind, str):
-        faults |= _value_faults(value, kind)
+    known_below = known_above and (bool(taken) or not is_named)
+    place = re.sub(r'\.\d+\b', '', path)
+    bounds = BOUNDS_AT.get(place, {})
+    taken = {*taken, *_by_builder(place)} if taken else {*bounds}
+    is_whole, is_stated = known_above and not takes_others, bool(_STATED.fullmatch(place))
+    faults = _key_faults(value, kind, taken, is_whole, is_stated and 'constructor' not in value)
+    faults |= _value_faults(value, str(kind) if is_named else '', bounds)
     yield from (f'{path}.{key}: {fault}' for key, fault in sorted(faults.items()))
-    known_above = known_above and (bool(taken) or not is_named)
     for key, entry in value.items():
-        yield from _problems_at(entry, f'{path}.{key}', known_above)
+        yield from _problems_at(entry, f'{path}.{key}', known_below)
 
 
 def _key_faults(
-    value: Mapping[str, Any], kind: Any, taken: Collection[str], is_whole: bool
+    value: Mapping[str, Any], kind: Any, taken: Collection[str], is_whole: bool, is_stated: bool
 ) -> dict[str, str]:
-    """What is wrong with the keys of a dict; those that are taken are all where that is whole."""
+    """What is wrong with the keys of a dict.
+
+    Args:
+        value: The dict.
+        kind: Its type.
+        taken: What that takes.
+        is_whole: Whether it takes nothing else.
+        is_stated: Whether nothing is built around it, which might take keys out by their names.
+    """
     faults = {}
     places = [*SEARCHED, *(TIMM if kind == 'TimmBackbone' else ())]
     for key in value.keys() - {*taken, 'type'} if taken else ():
         near = similar(key, taken, LOOSE if is_whole else ONE_LETTER)
-        # Beside a whole list there may only be what somebody takes out by its name.
-        if (near or is_whole) and not is_a_word(key, *places, only_quoted=is_whole):
+        is_alone = is_whole and is_stated
+        if is_alone or (near or is_whole) and not is_a_word(key, *places, only_quoted=is_whole):
             name = kind.rpartition('/')[2] if isinstance(kind, str) and kind != 'DataLoader' else ''
             faults[key] = _argument_fault(key, taken, name)
     return faults
 
 
-def _value_faults(value: Mapping[str, Any], kind: str) -> dict[str, str]:
-    """What is wrong with a type's name, a model's, and words of which there are a few only."""
+def _value_faults(
+    value: Mapping[str, Any], kind: str, bounds: Mapping[str, Constraint]
+) -> dict[str, str]:
+    """What is wrong with a type's name, a model's, and the values of arguments."""
     faults = {}
-    if fault := _type_fault(kind):
+    stated = stated_in_source(kind)
+    if kind == 'TimmBackbone':
+        stated = {**stated_of_network(str(value.get('model_name'))), **stated}
+    ours = class_in_source(kind) is not None
+    for key, entry in value.items():
+        if _is_told(entry) and (key in bounds or key not in ('type', '_delete_', '_scope_')):
+            said = stated.get(key, Stated())
+            if fault := value_fault(key, entry, bounds, said.hint, said.defaults, ours):
+                faults[key] = fault
+    if kind and (fault := _type_fault(kind)):
         faults['type'] = fault
     if kind == 'TimmBackbone' and (fault := _network_fault(value.get('model_name'))):
         faults['model_name'] = fault
-    for key, entry in value.items():
-        choices = choices_in_source(kind, key)
-        if choices and isinstance(entry, str) and entry not in choices:
-            faults[key] = _choice_fault(entry, choices)
     return faults
+
+
+def _with_lists(value: Any) -> Any:
+    """The same with lists for tuples, as the whole check has them."""
+    if isinstance(value, dict):
+        return {key: _with_lists(entry) for key, entry in value.items()}
+    return [*map(_with_lists, value)] if isinstance(value, (list, tuple)) else value
+
+
+def _is_told(value: Any) -> bool:
+    """Whether all of a value is in the text."""
+    if isinstance(value, dict):
+        return all(map(_is_told, value.values()))
+    return all(map(_is_told, value)) if isinstance(value, list) else value is not UNKNOWN
+
+
+def _by_builder(place: str) -> set[str]:
+    """Keys of a dict at a place that are taken out before its class sees the others."""
+    is_hook = place.startswith(('custom_hooks', 'default_hooks.'))
+    return {'priority'} if is_hook else _BY_BUILDER.get(place, set())
 
 
 def _argument_fault(key: str, taken: Collection[str], name: str) -> str:
@@ -154,9 +244,7 @@ def _default_type(path: str, value: Mapping[str, Any]) -> str | None:
     if path == 'train_cfg':
         by_epoch = value.get('by_epoch', 'max_iters' not in value)
         return 'EpochBasedTrainLoop' if by_epoch else 'IterBasedTrainLoop'
-    if path in ('train_dataloader', 'val_dataloader', 'test_dataloader'):
-        return 'DataLoader'
-    return 'OptimWrapper' if path == 'optim_wrapper' else None
+    return _DEFAULT_TYPES.get(path)
 
 
 def _type_fault(kind: str) -> str | None:
@@ -169,12 +257,6 @@ def _type_fault(kind: str) -> str | None:
     if not near:
         return None
     return f"there is no {registered_types()[near[0]]} '{kind}'{did_you_mean(kind, near)}"
-
-
-def _choice_fault(entry: str, choices: Collection[object]) -> str:
-    *others, last = map(repr, choices)
-    wanted = f'{", ".join(others)} or {last}' if others else last
-    return f'must be {wanted}, got {entry!r}{did_you_mean(entry, map(str, choices))}'
 
 
 def _network_fault(name: Any) -> str | None:

@@ -1,5 +1,5 @@
-"""DropIT's largest elements of a whole tensor: what ``top_k.largest`` and ``places.take`` do,
-and the way back from bits, ``places.Bitmap``.
+"""DropIT's largest elements of a whole tensor: what ``top_k.largest`` and
+``kept_positions.take`` do, and the way back from bits, ``kept_positions.Bitmap``.
 
 The least that is kept is found by some bits of a magnitude after others, from the highest: in each
 pass every program counts, of its share, the elements that begin with the bits found so far, by
@@ -19,7 +19,7 @@ from torch import Tensor
 from memengine.techniques.codecs.bit_packing import packed_numel, unpack_bits
 from memengine.techniques.codecs.top_k import INTEGER_OF
 
-__all__ = ['largest_of_all', 'prove', 'scatter']
+__all__ = ['largest_of_all', 'compare_with_eager', 'scatter']
 
 _PAGE = 256
 _TILE = 16 * _PAGE  # elements that a program has at once
@@ -95,7 +95,7 @@ def _share(numel: int, most: int) -> int:
     return triton.cdiv(triton.cdiv(numel, most), _TILE) * _TILE
 
 
-def prove(like: Tensor) -> None:
+def compare_with_eager(like: Tensor) -> None:
     """Compare with torch's ``topk`` on some pages, where `like` lies and in its dtype.
 
     Raises:

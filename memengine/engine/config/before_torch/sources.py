@@ -14,19 +14,24 @@ from collections.abc import Collection, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from memengine.engine.config.bounds import TOP_BOUNDS
 from memengine.engine.config.error import FREE_KEYS
 
 __all__ = [
+    'NOTHING_KNOWN',
+    'PREFIX',
     'SEARCHED',
     'TIMM',
     'arguments_in_source',
     'arguments_of_network',
-    'choices_in_source',
+    'assigned_in_source',
+    'class_in_source',
     'is_a_word',
+    'network_classes',
     'networks',
     'of_other_packages',
     'registered_types',
-    'settings_in_source',
+    'techniques_in_source',
     'top_keys',
 ]
 
@@ -42,8 +47,9 @@ _SEARCHED_PACKAGES = (
 )
 _TORCHVISION = ('torchvision/transforms/v2',)
 SEARCHED = (*_SEARCHED_PACKAGES, *_TORCHVISION)
+_EXACT = ('memengine', 'mmengine', 'torch/optim', 'torch/utils/data')
 TIMM = ('timm/models', 'timm/layers')
-_PREFIX = 'torchvision/'  # of its transforms' names
+PREFIX = 'torchvision/'  # of its transforms' names
 NOTHING_KNOWN: tuple[Collection[str], bool] = (frozenset(), True)
 _TITLES = r"^(\w+) = (?:Registry|_child)\(\s*'([\w ]+)'"  # MODELS = Registry('model', ...)
 _CONSTANT = r"^(\w+) = '(\w+)'$"
@@ -53,16 +59,20 @@ _DECORATORS = r'^(?:@.*\n(?:[ )].*\n)*)*'
 _REGISTERED = r'^@(\w+)\.register_module\(\)(?:\n@.*)*\nclass (\w+)'
 
 
-@functools.cache
 def _texts(places: tuple[str, ...] = _SEARCHED_PACKAGES) -> tuple[str, ...]:
     """All files of the places that are there."""
-    files: set[Path] = set()
-    for place in places:
-        package, _, below = place.partition('/')
-        if spec := importlib.util.find_spec(package):
-            folders = [Path(root, below) for root in spec.submodule_search_locations or ()]
-            files |= {file for folder in folders for file in folder.rglob('*.py')}
-            files |= set() if folders else {Path(str(spec.origin))}
+    return tuple(text for place in places for text in _texts_in(place))
+
+
+@functools.cache
+def _texts_in(place: str) -> tuple[str, ...]:
+    package, _, below = place.partition('/')
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        return ()
+    folders = [Path(root, below) for root in spec.submodule_search_locations or ()]
+    files = [file for folder in folders for file in folder.rglob('*.py')]
+    files += [] if folders else [Path(str(spec.origin))]
     return tuple(file.read_text(encoding='utf-8') for file in sorted(files))
 
 
@@ -82,12 +92,37 @@ def is_a_word(name: str, *places: str, only_quoted: bool = False) -> bool:
 
 
 @functools.cache
+def class_in_source(name: str, after: str = '') -> tuple[ast.ClassDef, str] | None:
+    """The one class of a name whose hints are what it takes, and the place in which it is.
+
+    A package's own class goes before those that it builds on, which come after its place.
+    """
+    places = _TORCHVISION if name.startswith(PREFIX) else _EXACT
+    for place in places[places.index(after) + 1 if after else 0 :]:
+        if found := list(_classes(name, (place,))):
+            return (found[0], place) if len(found) == 1 else None
+    return None
+
+
+@functools.cache
+def assigned_in_source(name: str) -> ast.expr | None:
+    """What a name is set to at the top of our files, if it is one thing wherever that is done."""
+    pattern = re.compile(rf'^{name}(?:: TypeAlias)? = (.+)$', re.M)
+    texts = (text for text in _texts(('memengine',)) if name in text)
+    found = {value for text in texts for value in pattern.findall(text)}
+    try:
+        return ast.parse(found.pop(), mode='eval').body if len(found) == 1 else None
+    except SyntaxError:  # it goes on in the next line
+        return None
+
+
+@functools.cache
 def registered_types() -> dict[str, str]:
     """Classes and their registries' titles: those that a decorator registers, and torch's."""
     optimizers = [
         name for text in _texts(('torch/optim',)) for name in re.findall(_OPTIMIZER, text, re.M)
     ]
-    transforms = [_PREFIX + name for text in _texts(_TORCHVISION) for name in _classes_in(text)]
+    transforms = [PREFIX + name for text in _texts(_TORCHVISION) for name in _classes_in(text)]
     titles = {key: title for text in _texts() for key, title in re.findall(_TITLES, text, re.M)}
     pairs = [pair for text in _texts() for pair in re.findall(_REGISTERED, text, re.M)]
     named = {name: titles[key].replace('_', ' ') for key, name in pairs if key in titles}
@@ -108,26 +143,25 @@ def networks() -> Collection[str]:
 @functools.cache
 def arguments_of_network(name: str) -> Collection[str]:
     """What the networks take of the file in which timm has a model; nothing if it is unknown."""
-    text = next((it for it in _texts(TIMM) if f'\ndef {name}(' in it), '')
-    taken = [_arguments_of(node)[0] for node in _classes_of(text)]
-    return frozenset(key for keys in taken if 'num_classes' in keys for key in keys)
-
-
-def settings_in_source(technique: str) -> tuple[Collection[str], bool]:
-    """The settings of a technique by its key, as :func:`arguments_in_source` says them."""
-    return arguments_in_source(_techniques().get(technique, ('', False))[0])
+    return frozenset(key for node in network_classes(name) for key in _arguments_of(node)[0])
 
 
 @functools.cache
-def _techniques() -> dict[str, tuple[str, bool]]:
-    """The class of each technique's settings, and whether its key is one of a config's, by key."""
+def network_classes(name: str) -> tuple[ast.ClassDef, ...]:
+    """The networks of the file in which timm has a model."""
+    text = next((it for it in _texts(TIMM) if f'\ndef {name}(' in it), '')
+    return tuple(it for it in _classes_of(text) if 'num_classes' in _arguments_of(it)[0])
+
+
+@functools.cache
+def techniques_in_source() -> dict[str, dict[str, str]]:
+    """What techniques' descriptions say, as it is written there, by their keys."""
     found = {}
     for text in _texts():
         constants = dict(re.findall(_CONSTANT, text, re.M))
         for described in re.findall(r'^\w+ = Technique\(\n(.*?)^\)', text, re.M | re.S):
             said = dict(re.findall(r'^    (\w+)=(.+?),?$', described, re.M))
-            key = constants.get(said['key'], said['key'].strip("'"))
-            found[key] = said['settings'], 'apply' in said
+            found[constants.get(said['key'], said['key'].strip("'"))] = said
     return found
 
 
@@ -137,8 +171,9 @@ def top_keys() -> frozenset[str]:
     table = next(text for text in _texts() if '\nTOP_SCHEMAS' in text)
     written = re.findall(r'^(?:TOP_\w+|AFTER_TRAINING)\b.*?^[})]', table, re.M | re.S)
     listed = {key for part in written for key in re.findall(r"^    '(\w+)'[:,]", part, re.M)}
-    keyed = {key for key, (_, is_keyed) in _techniques().items() if is_keyed}
-    return frozenset({*FREE_KEYS, *listed, *keyed, *arguments_in_source('Runner')[0]})
+    keyed = {key for key, said in techniques_in_source().items() if 'apply' in said}
+    runner = arguments_in_source('Runner')[0]
+    return frozenset({*FREE_KEYS, *TOP_BOUNDS, *listed, *keyed, *runner})
 
 
 @functools.cache
@@ -150,23 +185,9 @@ def arguments_in_source(name: str) -> tuple[Collection[str], bool]:
         class that is not found, or has a base that is not found.
     """
     classes = list(_classes(name))
-    prefix = _PREFIX if name.startswith(_PREFIX) else ''
+    prefix = PREFIX if name.startswith(PREFIX) else ''
     found = [_arguments_of(node, prefix, len(classes) == 1) for node in classes]
     return _together(found) if found else NOTHING_KNOWN
-
-
-@functools.cache
-def choices_in_source(name: str, argument: str) -> tuple[object, ...]:
-    """What a constructor's hint lets an argument be, where that is a list of plain values."""
-    for node in _classes(name):
-        for function in node.body:
-            if isinstance(function, ast.FunctionDef) and function.name == '__init__':
-                taken = (*function.args.args, *function.args.kwonlyargs)
-                hint = next((one.annotation for one in taken if one.arg == argument), None)
-                if isinstance(hint, ast.Subscript) and ast.unparse(hint.value) == 'Literal':
-                    listed = ast.literal_eval(hint.slice)
-                    return listed if isinstance(listed, tuple) else (listed,)
-    return ()
 
 
 def _together(found: Collection[tuple[Collection[str], bool]]) -> tuple[Collection[str], bool]:
@@ -175,9 +196,10 @@ def _together(found: Collection[tuple[Collection[str], bool]]) -> tuple[Collecti
     return frozenset().union(*(names for names, _ in found)), any(others for _, others in found)
 
 
-def _classes(name: str) -> Iterator[ast.ClassDef]:
-    bare = name.removeprefix(_PREFIX)
-    for text in _texts() if name == bare else _texts(_TORCHVISION):
+def _classes(name: str, places: tuple[str, ...] = ()) -> Iterator[ast.ClassDef]:
+    """All classes of a type's name, also where it is not registered."""
+    bare = name.removeprefix(PREFIX)
+    for text in _texts(places or (_SEARCHED_PACKAGES if name == bare else _TORCHVISION)):
         if bare.isidentifier() and f'class {bare}' in text:
             yield from _classes_of(text, bare)
 

@@ -1,46 +1,13 @@
-"""What algorithms share: parts built from configs, and what they ask of a batch."""
+"""What algorithms ask of a batch before they use it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from memengine import losses
-from memengine.losses.batch_loss import at_least_fp32
-from memengine.registry import MODELS
-
-__all__ = [
-    'build_head',
-    'build_loss',
-    'check_labels',
-    'check_one_view',
-    'l2_normalize',
-    'labels_of',
-]
-
-# The losses are plain torch; here they get names in configs.
-for _name in ('ClipLoss', 'ConLoss', 'KoLeoLoss', 'NTXentLoss', 'SigLipLoss', 'SupConLoss'):
-    MODELS.register_module(name=_name, module=getattr(losses, _name))
-
-
-def build_loss(loss: Mapping[str, Any] | str | nn.Module) -> nn.Module:
-    """A loss from its config, from the name of its class, or as it is."""
-    if isinstance(loss, nn.Module):
-        return loss
-    return MODELS.build({'type': loss} if isinstance(loss, str) else dict(loss))
-
-
-def build_head(head: Mapping[str, Any], in_dim: int) -> nn.Module:
-    """A head from its config, on features of width ``in_dim``."""
-    return MODELS.build({'in_dim': in_dim, **head})
-
-
-def l2_normalize(embeddings: Tensor) -> Tensor:
-    """Rows of length 1, [..., D], in fp32 or wider."""
-    return F.normalize(at_least_fp32(embeddings)[0], dim=-1)
+__all__ = ['check_labels', 'check_one_view', 'labels_of']
 
 
 def labels_of(data_samples: Any, name: str) -> Tensor:

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from memengine._torch_private.triton_kernels import proven_kernels
 
-__all__ = ['HAS_OUT_DTYPE', 'default_fp32_products', 'fp32_products', 'half_mm', 'prove']
+__all__ = [
+    'HAS_OUT_DTYPE',
+    'default_fp32_products',
+    'fp32_products',
+    'half_mm',
+    'compare_with_eager',
+]
 
 _MATMUL = torch.backends.cuda.matmul
 HAS_OUT_DTYPE = 'dtype' in torch.ops.aten.mm.overloads()
@@ -64,7 +70,7 @@ def _cast_mm(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
         return torch.mm(left.float(), right.float(), out=out)
 
 
-def prove(like: Tensor) -> None:
+def compare_with_eager(like: Tensor) -> None:
     """Compare both forms on matrices as they are, transposed, and parts of larger ones."""
     steps = torch.arange(96 * 64, device=like.device).view(96, 64)
     left, right = (steps % 7 / 7).to(like), (steps % 11 / 11 - 0.5).to(like)

@@ -10,7 +10,7 @@ from typing import Any
 from mmengine.model import BaseDataPreprocessor
 from torchvision.transforms import v2
 
-from memengine.models.parts import check_labels
+from memengine.models.batch_checks import check_labels
 from memengine.registry import MODELS
 
 __all__ = ['MixedBatches']

@@ -1,0 +1,1 @@
+"""Techniques of a model as callbacks of other libraries' trainers, a module for each library."""

@@ -1,0 +1,47 @@
+"""Techniques of a model as a callback of transformers' Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+from memengine.techniques import AppliedTechniques, apply_techniques
+
+__all__ = ['TechniquesCallback']
+
+
+class TechniquesCallback(transformers.TrainerCallback):
+    """Applies techniques to a Trainer's model.
+
+    ``Trainer(model, arguments, callbacks=[TechniquesCallback(recomputed_activations=True)])``: they
+    are applied as soon as the Trainer is made, before the model is wrapped, follow their schedules,
+    and say after the first step what they have done. ``callback.applied.undo()`` leaves the model
+    as it was.
+
+    Args:
+        **settings: As :func:`~memengine.apply_techniques` takes them.
+
+    Raises:
+        ValueError: As that does; after the first step, when a technique has done nothing.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+        self.applied = AppliedTechniques()
+        self.said: list[str] = []
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Apply them."""
+        self.applied = apply_techniques(kwargs['model'], **self.settings)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let schedules go on."""
+        self.applied.before_step(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say once what was done."""
+        if not self.said:
+            self.said = self.applied.report()
+            for sentence in self.said if state.is_world_process_zero else ():
+                print(sentence)

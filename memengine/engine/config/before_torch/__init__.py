@@ -1,0 +1,1 @@
+"""What is said of a config before torch and MMEngine are imported, which takes seconds."""

@@ -1,0 +1,304 @@
+"""Bounds on plain values: what they are made of, and those of settings by place and by name.
+
+Neither torch nor MMEngine is imported here, so that a number that is out of bounds can be refused
+before they are.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import sys
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args, get_origin
+
+from memengine.suggest import did_you_mean
+from memengine.technique import in_words, is_of
+
+__all__ = [
+    'BOUNDS_AT',
+    'MULTIPLIERS',
+    'NON_NEGATIVE_NUMBER',
+    'TOP_BOUNDS',
+    'Constraint',
+    'of_hint',
+    'value_fault',
+]
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A bound on a plain value.
+
+    Attributes:
+        wanted: What it must be, for the error.
+        holds: Whether a value is that.
+        choices: All that it may be, where these are few.
+    """
+
+    wanted: str
+    holds: Callable[[Any], bool]
+    choices: tuple[Any, ...] = ()
+
+    def fault(self, value: Any) -> str | None:
+        """What is wrong with a value, if anything."""
+        if self.holds(value):
+            return None
+        hint = did_you_mean(str(value), map(str, self.choices))
+        if isinstance(value, str) and not self.choices:
+            with suppress(ValueError):  # of a text that is no number
+                hint = f' (text; write it without quotes, as {float(value)!r})'
+        return f'must be {self.wanted}, got {value!r}{hint}'
+
+
+def one_of(*choices: Any) -> Constraint:
+    """The bound to be one of a few values."""
+    wanted = f'one of {", ".join(map(repr, choices))}'
+    return Constraint(wanted, lambda value: value in choices, choices)
+
+
+def whole_number(least: int, wanted: str) -> Constraint:
+    """The bound of a whole number."""
+    return Constraint(wanted, lambda value: is_of(value, int) and value >= least)
+
+
+def number_within(wanted: str, holds: Callable[[Any], bool]) -> Constraint:
+    """The bound of a number that is neither infinite nor NaN; a tensor of one may stand for it."""
+
+    def is_within(value: Any) -> bool:
+        is_number = isinstance(value, (numbers.Real, _tensors())) and not isinstance(value, bool)
+        return is_number and math.isfinite(value) and bool(holds(value))
+
+    return Constraint(wanted, is_within)
+
+
+def each(bound: Constraint) -> Constraint:
+    """The bound of a number, or of those in a list or dict; text and None are left to the hint."""
+
+    def holds(value: Any) -> bool:
+        if isinstance(value, (Mapping, list, tuple)):
+            return all(map(holds, value.values() if isinstance(value, Mapping) else value))
+        return not isinstance(value, numbers.Real) or isinstance(value, bool) or bound.holds(value)
+
+    return Constraint(bound.wanted, holds)
+
+
+def of_hint(hint: Any, strict: bool) -> Constraint:
+    """What a constructor's type hint asks for, of a value that may be built before it gets there.
+
+    Args:
+        hint: The hint.
+        strict: Whether its word is taken for it. Otherwise only text is refused that reads as a
+            number, or stands for True or False, where no text is meant.
+    """
+    literals = [part for part in (hint, *get_args(hint)) if get_origin(part) is Literal]
+
+    def holds(value: Any) -> bool:
+        if not isinstance(value, _PLAIN) or (isinstance(value, Mapping) and 'type' in value):
+            return True  # built, or about to be
+        if not strict and not (isinstance(value, str) and (hint is bool or _is_quoted(value))):
+            return True
+        return is_of(value, hint, _may_become) and value == value  # NaN is meant nowhere
+
+    return Constraint(in_words(hint), holds, tuple(c for part in literals for c in get_args(part)))
+
+
+_PLAIN = (bool, int, float, str, list, tuple, Mapping, type(None))
+
+
+def _may_become(value: Any, kind: Any) -> bool:
+    """Whether a plain value is of a class, or may be the name or description of what is."""
+    if not isinstance(kind, type) or Protocol in kind.__mro__:
+        return True
+    if issubclass(kind, (*_PLAIN, _tensors())):
+        return isinstance(value, kind)
+    if isinstance(value, Mapping):
+        return 'type' in value
+    return isinstance(value, (str, kind)) and not isinstance(value, bool)
+
+
+def _tensors() -> Any:
+    """What :func:`isinstance` tells tensors by: nothing is one before torch is imported."""
+    return getattr(sys.modules.get('torch'), 'Tensor', ())
+
+
+def _is_quoted(text: str) -> bool:
+    """Whether a text reads as a number, True or False."""
+    with suppress(ValueError):
+        return math.isfinite(float(text))
+    return text in ('True', 'False')
+
+
+POSITIVE_INT = whole_number(1, 'a positive integer')
+NON_NEGATIVE_INT = whole_number(0, 'an integer of 0 or more')
+POSITIVE_NUMBER = number_within('a positive number', lambda value: value > 0)
+NON_NEGATIVE_NUMBER = number_within('a number of 0 or more', lambda value: value >= 0)
+FINITE = number_within('a finite number', lambda value: True)
+FRACTION = number_within('a number from 0 to 1', lambda value: 0 <= value <= 1)
+BOOL = Constraint('True or False', lambda value: isinstance(value, bool))
+SEED = Constraint(
+    'an integer or None', lambda value: value is None or NON_NEGATIVE_INT.holds(value)
+)
+
+_POSITIVE_OR_INF = Constraint(
+    'a positive number', lambda value: value in ('inf', math.inf) or POSITIVE_NUMBER.holds(value)
+)
+_LOADER = {
+    'batch_size': POSITIVE_INT,
+    'num_workers': NON_NEGATIVE_INT,
+    'num_batch_per_epoch': POSITIVE_INT,
+}
+MULTIPLIERS = (
+    'bias_lr_mult',
+    'bias_decay_mult',
+    'norm_decay_mult',
+    'dwconv_decay_mult',
+    'flat_decay_mult',
+    'dcn_offset_lr_mult',
+)
+# What the Runner, or who builds for it, asks of settings, by the path of the dict that has them.
+BOUNDS_AT: Mapping[str, Mapping[str, Constraint]] = {
+    'optim_wrapper': {
+        'accumulative_counts': POSITIVE_INT,
+        'on_nonfinite': one_of('stop', 'skip', 'rollback'),
+        'nonfinite_limit': POSITIVE_INT,
+    },
+    'optim_wrapper.optimizer': {'lr': POSITIVE_NUMBER, 'weight_decay': NON_NEGATIVE_NUMBER},
+    'optim_wrapper.clip_grad': {
+        'type': one_of('norm', 'value', 'each_norm'),
+        'max_norm': _POSITIVE_OR_INF,
+        'norm_type': _POSITIVE_OR_INF,
+        'clip_value': POSITIVE_NUMBER,
+    },
+    'optim_wrapper.paramwise_cfg': {
+        **dict.fromkeys(MULTIPLIERS, NON_NEGATIVE_NUMBER),
+        'bypass_duplicate': BOOL,
+    },
+    'param_scheduler': {'convert_to_iter_based': BOOL},
+    'train_dataloader': _LOADER,
+    'val_dataloader': _LOADER,
+    'test_dataloader': _LOADER,
+    'train_cfg': {
+        'max_epochs': POSITIVE_INT,
+        'max_iters': POSITIVE_INT,
+        'val_interval': POSITIVE_INT,
+        'stop_at_iter': POSITIVE_INT,
+        'by_epoch': BOOL,
+    },
+    'val_cfg': {'fp16': BOOL},
+    'test_cfg': {'fp16': BOOL},
+    'auto_scale_lr': {'base_batch_size': POSITIVE_INT, 'enable': BOOL},
+    'env_cfg': {'cudnn_benchmark': BOOL, 'resource_limit': POSITIVE_INT},
+    'env_cfg.dist_cfg': {'timeout': POSITIVE_NUMBER},
+    'randomness': {'seed': SEED, 'deterministic': BOOL, 'diff_rank_seed': BOOL},
+    'verify_exactness': {
+        'every': POSITIVE_INT,
+        'samples': Constraint(
+            'a positive integer or None',
+            lambda value: value is None or POSITIVE_INT.holds(value),
+        ),
+        'tolerance': Constraint(
+            'a positive number or None',
+            lambda value: value is None or POSITIVE_NUMBER.holds(value),
+        ),
+    },
+}
+
+
+def _names_weights(value: Any) -> bool:
+    texts, switches = ('path', 'part', 'into'), ('strict',)
+    if not isinstance(value, Mapping):
+        return value is None or isinstance(value, str)
+    return 'path' in value and all(
+        (key in texts and isinstance(entry, str)) or (key in switches and isinstance(entry, bool))
+        for key, entry in value.items()
+    )
+
+
+_DICT = Constraint('a dict', lambda value: isinstance(value, Mapping))
+TOP_BOUNDS: Mapping[str, Constraint] = {
+    **dict.fromkeys(('env_cfg', 'randomness'), _DICT),
+    'launcher': one_of('none', 'pytorch', 'slurm', 'mpi'),
+    'log_level': one_of('CRITICAL', 'ERROR', 'WARNING', 'INFO', 'DEBUG', 'NOTSET'),
+    'console': one_of('quiet', 'normal', 'verbose'),
+    'load_from': Constraint(
+        'a path, or dict(path=..., part=..., into=..., strict=True or False)', _names_weights
+    ),
+    'find_unused_parameters': BOOL,
+    'verify_exactness': Constraint(
+        'True, False or dict(every=..., samples=..., tolerance=...)',
+        lambda value: value is None or isinstance(value, (bool, Mapping)),
+    ),
+}
+
+
+def _by_name(bound: Constraint, names: str) -> dict[str, Constraint]:
+    return dict.fromkeys(names.split(), each(bound))
+
+
+# Ranges of numbers that go by these names in constructors of MMEngine, torch and this library.
+BOUNDS_BY_NAME: Mapping[str, Constraint] = {
+    **_by_name(FINITE, 'degrees mean shear threshold value'),
+    **_by_name(
+        POSITIVE_INT,
+        'batch_size block_size bottleneck_dim channels chunk_size context_length crop_size '
+        'crops_per_image depth embed_dim hidden_dim image_size img_size in_chans in_dim '
+        'interval interval_exp_name k kernel_size max_keep_ckpts micro_batch_size nlayers '
+        'num_classes num_digits num_heads num_layers num_repeats out_dim output_stride '
+        'patch_size patience prefetch_factor save_begin size step_size T_max tile_size topk '
+        'total_iters vocab_size width window_size',
+    ),
+    **_by_name(
+        NON_NEGATIVE_INT,
+        'begin end freeze_last_layer indices local_crops milestones num num_images pad_id seed '
+        'trainable_layers val_begin warmup_teacher_temp_epochs',
+    ),
+    **_by_name(
+        POSITIVE_NUMBER,
+        'base_temperature init_scale lr max_scale mlp_ratio power ratio std student_temp '
+        'teacher_temp temperature warmup_teacher_temp',
+    ),
+    **_by_name(
+        NON_NEGATIVE_NUMBER,
+        'brightness contrast cutmix_alpha end_value eps eta_min gamma koleo_weight '
+        'min_feature_rank mixup_alpha saturation sigma timeout weight_decay',
+    ),
+    **_by_name(
+        number_within('a number between 0 and 1', lambda value: 0 < value < 1), 'test_fraction'
+    ),
+    **_by_name(
+        FRACTION,
+        'attn_drop_rate betas center_momentum drop_path_rate drop_rate dropout end_factor '
+        'eta_min_ratio label_smoothing max_skipped min_entropy min_feature_std min_information '
+        'momentum momentum_teacher momentum_teacher_end p proj_drop_rate start_factor',
+    ),
+}
+
+
+def value_fault(
+    key: Any,
+    value: Any,
+    bounds: Mapping[Any, Constraint],
+    hint: Any = None,
+    defaults: Collection[Any] = (),
+    ours: bool = False,
+) -> str | None:
+    """What is wrong with the value of an argument: by a bound, its type hint or its name.
+
+    Args:
+        key: The argument.
+        value: Its value.
+        bounds: Those of the place.
+        hint: What its constructor says; None says nothing.
+        defaults: What it is when it is left out, which is never wrong.
+        ours: Whether the hint's word is taken for it, and names mean what they mean here.
+    """
+    if key in bounds:
+        return bounds[key].fault(value)
+    if any(value is it or (type(value) is type(it) and value == it) for it in defaults):
+        return None
+    fault = None if hint is None else of_hint(hint, strict=ours).fault(value)
+    by_name = BOUNDS_BY_NAME.get(key) if ours else None
+    return fault or (by_name.fault(value) if by_name else None)
