@@ -7,8 +7,13 @@ import pytest
 import timm
 import torch
 import torch.distributed as dist
+from torch._functorch import config
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from memengine._torch_private.ops import draw_from_known_generators_when_compiled
+from memengine.engine.data_order import seed_generators
+from memengine.engine.hooks.random_state import RandomStateHook
 from memengine.engine.wrappers import FullyShardedDataParallel
 from memengine.techniques import shard_model
 from tests.engine.toy import Losses, params, toy_runner
@@ -41,6 +46,24 @@ def test_resume_on_the_gpu_is_the_uninterrupted_run(tmp_path):
     assert first.seen + second.seen == whole.seen
     for name, value in params(runner).items():
         assert torch.equal(value, params(final)[name]), name
+
+
+def test_dropout_in_compiled_checkpoints_follows_the_seed_of_an_iteration(monkeypatch):
+    if hasattr(config, 'graphsafe_rng_functionalization'):  # since 2.7
+        monkeypatch.setattr(config, 'graphsafe_rng_functionalization', True)
+    draw_from_known_generators_when_compiled.cache_clear()  # nobody has asked for it yet
+    RandomStateHook().before_train(None)
+    torch._dynamo.reset()
+    x = torch.ones(64, device='cuda', requires_grad=True)
+
+    @torch.compile(backend='aot_eager')
+    def masked(x):
+        return checkpoint(lambda x: F.dropout(x).cos(), x, use_reentrant=False)
+
+    seed_generators(1)
+    first = masked(x)
+    seed_generators(1)
+    assert torch.equal(masked(x), first)
 
 
 BUDGET = 1 << 30  # bytes; AdamW in fp32 takes 16 for each parameter

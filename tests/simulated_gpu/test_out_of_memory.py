@@ -7,7 +7,9 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from memengine.engine.optim import AccumulationOptimWrapper, GradCacheOptimWrapper, sliced
 from memengine.engine.step import run_step
@@ -21,6 +23,7 @@ from tests.models.test_dino import build as build_dino
 from tests.models.toy import VIT, build
 
 pytestmark = pytest.mark.gpu
+MIB = 2**20
 STRIDE = 23  # all places of an algorithm's step take minutes
 
 
@@ -138,6 +141,31 @@ def test_at_many_allocations_of_an_algorithm(device, make, kind, monkeypatch):
         assert all(map(torch.equal, state, small if found == size else large))
         assert found_left == left
     assert halved > 10
+
+
+def test_ddp_gives_its_buckets_away_before_it_makes_others(tmp_path):
+    dist.init_process_group('gloo', init_method=f'file://{tmp_path}/rank', rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(nn.Linear(1024, 4096, bias=False).cuda())  # 16 MiB
+        x, starts, peaks = torch.ones(1, 1024, device='cuda'), [], []
+
+        def step():
+            starts.append(torch.cuda.memory_allocated())
+            peaks.append(torch.cuda.max_memory_allocated())
+            model(x).sum().backward()
+            if len(starts) == 3:
+                raise torch.OutOfMemoryError('CUDA out of memory.')
+
+        def shrink():
+            torch.cuda.reset_peak_memory_stats()
+            return True
+
+        step()
+        step()  # in which DDP has ordered them
+        run_until_it_fits(step, shrink, model)
+    finally:
+        dist.destroy_process_group()
+    assert peaks[3] < starts[2] + 8 * MIB
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from memengine._torch_private.autograd import current_backward
 from memengine._torch_private.ops import draw_from_known_generators_when_compiled
 from memengine.technique import PausableHandle, Report, Settings, Technique, setting, with_settings
 from memengine.techniques.checkpointing.budget import Kept, Trace, plan_by_budget, plan_by_ops
@@ -105,6 +106,7 @@ class Checkpointing(PausableHandle):
         self._traces: dict[tuple[str, bool], Trace] = {}  # by name and training mode
         # Replaced, never changed: another thread that uses the model may be reading it.
         self._plans: dict[tuple[str, bool], Kept] = {}
+        self._was_measured_in_backward = False  # as within a reentrant checkpoint
         self._forwards = {
             name: CheckpointedForward(name, module, self) for name, module in modules.items()
         }
@@ -153,14 +155,18 @@ class Checkpointing(PausableHandle):
         if not self.measures:
             return _RECOMPUTE_ALL
         key = (name, training)
+        is_in_backward = current_backward() != -1
         if key not in self._traces:
             self._traces[key] = trace()
             self._plans = {}
+            self._was_measured_in_backward = is_in_backward
             if self.budget is not None:
                 return _RECOMPUTE_ALL  # until all are measured, so that the first step fits, too
             return plan_by_ops(self._traces[key], self.ops)
         plans = self._plans
         if key not in plans:
+            if self.budget is not None and is_in_backward and not self._was_measured_in_backward:
+                return _RECOMPUTE_ALL  # for a checkpoint around it that repeats the first step
             plans = self._plans = self._planned(dict(self._traces))
         return plans[key]
 

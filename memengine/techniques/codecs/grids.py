@@ -96,20 +96,21 @@ class UniformGrid(NamedTuple):
     top: int
 
     @classmethod
-    def between(cls, lows: Tensor, highs: Tensor, bits: int) -> UniformGrid:
-        """``2 ** bits`` levels from `lows` to `highs`.
+    def between(cls, bounds: Tensor, bits: int) -> UniformGrid:
+        """``2 ** bits`` levels from the lowest to the highest value of each range.
 
         Args:
-            lows: Lowest values, on level 0 exactly.
-            highs: Highest values. Where ``low == high``, all values are that one, exactly.
+            bounds: [2, ..., 1]. Lowest values, on level 0 exactly, and highest. Where both are
+                equal, all values are that one, exactly.
             bits: Of a level.
         """
         top = 2**bits - 1
-        dtype = computing_dtype(lows.dtype)
+        dtype = computing_dtype(bounds.dtype)
         numbers = torch.finfo(dtype)
-        low, high = lows.to(dtype), highs.to(dtype)
+        bounds = bounds.to(dtype)
+        low, high = bounds.unbind()
         shrink = None
-        if _may_be_huge(low, high):
+        if _may_be_huge(bounds):
             huge = torch.maximum(low.neg(), high) > numbers.max / 2
             shrink = torch.ones_like(low).masked_fill_(huge, 0.25)  # exact: a power of two
             low, high = low * shrink, high * shrink
@@ -148,14 +149,14 @@ class UniformGrid(NamedTuple):
             steps = torch.sub(values, self.low, out=steps)
         else:
             steps = torch.mul(values, self.shrink, out=steps).sub_(self.low)
-        steps.mul_(self.per_unit)
         if generator is None:
-            steps.add_(0.5)
+            steps.mul_(self.per_unit).add_(0.5)
         else:
             # The 256 in it leaves no trace in a byte. Sums in float32 are rounded to what noise is
             # made of, those in float64 are cut off to it.
             noise = _noise(steps, None if scratch is None else scratch.noise, generator)
-            steps.add_(noise if steps.dtype == noise.dtype else noise.double().add_(2**-16))
+            noise = noise if steps.dtype == noise.dtype else noise.double().add_(2**-16)
+            torch.addcmul(noise, steps, self.per_unit, out=steps)
         if steps.is_cpu:  # which converts to bytes in half the time by way of 16 bits
             steps = steps.to(torch.int16) if scratch is None else scratch.whole.copy_(steps)
             out = scratch.levels if out is None and scratch is not None else out
@@ -178,9 +179,10 @@ class UniformGrid(NamedTuple):
         return values if self.shrink is None else values.div_(self.shrink)
 
 
-def _may_be_huge(low: Tensor, high: Tensor) -> bool:
+def _may_be_huge(bounds: Tensor) -> bool:
     """Whether a range may overflow. An accelerator would be waited for, and is not asked."""
-    if low.device.type != 'cpu' or not low.numel():
+    if bounds.device.type != 'cpu' or not bounds.numel():
         return True
-    half = torch.finfo(low.dtype).max / 2
-    return not (high.max().item() <= half and low.min().item() >= -half)
+    half = torch.finfo(bounds.dtype).max / 2
+    lowest, highest = bounds.aminmax()  # NaN where there is one
+    return not (highest.item() <= half and lowest.item() >= -half)

@@ -16,7 +16,7 @@ from memengine.techniques.codecs.bit_packing import (
     packed_numel,
     unpack_bits,
 )
-from memengine.techniques.codecs.grids import Scratch, UniformGrid
+from memengine.techniques.codecs.grids import Scratch, UniformGrid, computing_dtype
 from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_order
 from memengine.techniques.codecs.top_k import part_numel
 from memengine.techniques.modules.private_random import private_generator
@@ -113,30 +113,34 @@ def quantize(
     numel = flat.numel()
     generator = private_generator(flat.device) if stochastic else None
     packed = flat.new_empty(packed_numel(numel, bits), dtype=torch.uint8)
-    extremes = _extremes(flat, group_size)
-    grid = _grid(extremes, bits)
+    extremes = flat.new_empty(2, -(-numel // group_size))
+    how = group_size, bits, generator
     if numel <= _numel_at_once(group_size, part_numel):
-        _put_levels(grid, flat, group_size, bits, generator, packed)
+        _quantize_part(flat, packed, extremes, *how)
         return packed, extremes
     most_rows = _numel_at_once(group_size, part_numel) // group_size
-    scratch = Scratch.like((most_rows, group_size), grid.low)
+    scratch = Scratch.like((most_rows, group_size), extremes.to(computing_dtype(flat.dtype)))
     for part in _parts(numel, bits, group_size, part_numel):
-        some = flat[part.elements], group_size, bits, generator, packed[part.bytes]
-        _put_levels(grid.of_ranges(part.groups), *some, scratch)
+        some = flat[part.elements], packed[part.bytes], extremes[:, part.groups]
+        _quantize_part(*some, *how, scratch)
     return packed, extremes
 
 
-def _put_levels(
-    grid: UniformGrid,
+def _quantize_part(
     flat: Tensor,
+    packed: Tensor,
+    extremes: Tensor,
     group_size: int,
     bits: int,
     generator: torch.Generator | None,
-    packed: Tensor,
     scratch: Scratch | None = None,
 ) -> None:
-    """Write what is packed of ``[n]``."""
+    """Write the levels and the extremes of ``[n]``."""
     rows = _in_rows(flat, group_size)
+    low, high = extremes.unbind()
+    torch.amin(rows, -1, out=low)
+    torch.amax(rows, -1, out=high)
+    grid = _grid(extremes, bits)
     scratch = None if scratch is None else scratch.for_rows(len(rows))
     if bits == 8 and rows.numel() == flat.numel():
         grid.levels(rows, generator, scratch, out=packed.view(rows.shape))
@@ -172,8 +176,7 @@ def _put_values(grid: UniformGrid, packed: Tensor, group_size: int, bits: int, o
 
 def _grid(extremes: Tensor, bits: int) -> UniformGrid:
     """Where the levels of each group lie."""
-    low, high = extremes.unsqueeze(-1).unbind()  # [groups, 1]
-    return UniformGrid.between(low, high, bits)
+    return UniformGrid.between(extremes.unsqueeze(-1), bits)
 
 
 def _parts(numel: int, bits: int, group_size: int, part_numel: int) -> Iterator[_Part]:
@@ -191,27 +194,6 @@ def _parts(numel: int, bits: int, group_size: int, part_numel: int) -> Iterator[
 def _numel_at_once(group_size: int, part_numel: int) -> int:
     """Elements of full groups, as many as fit."""
     return max(part_numel // group_size, 1) * group_size
-
-
-def _extremes(flat: Tensor, group_size: int) -> Tensor:
-    """The lowest and highest of each group, [2, groups]."""
-    numel = flat.numel()
-    extremes = flat.new_empty(2, -(-numel // group_size))
-    if numel % group_size == 0:
-        _put_extremes(flat.view(-1, group_size), extremes)
-        return extremes
-    full = numel // group_size
-    head, rest = flat.split([full * group_size, numel % group_size])
-    _put_extremes(head.view(-1, group_size), extremes[:, :full])
-    _put_extremes(rest[None], extremes[:, full:])
-    return extremes
-
-
-def _put_extremes(rows: Tensor, extremes: Tensor) -> None:
-    """Write the lowest and highest of each row [groups, group_size] into [2, groups]."""
-    low, high = extremes.unbind()
-    torch.amin(rows, -1, out=low)
-    torch.amax(rows, -1, out=high)
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,7 @@ class RunningRangeCode:
     @torch.no_grad()
     def decode(self) -> Tensor:
         """The tensor, a new one each time."""
-        low, high = self.bounds[..., None]  # [G, 1]
-        grid = UniformGrid.between(low, high, _BITS)
+        grid = UniformGrid.between(self.bounds[..., None], _BITS)
         decoded = torch.empty_strided(
             self.shape, self.stride, dtype=self.dtype, device=self.levels.device
         )
@@ -134,8 +133,8 @@ class RunningRangeQuantizer:
                 yield rows, part.to(computing_dtype(tensor.dtype)).reshape(rows.shape)
 
         bounds = self._moved_bounds(_extremes(parts()), grouped[1])
-        low, high = bounds[..., None]
-        grid = UniformGrid.between(low, high, _BITS)
+        low, high = bounds[..., None]  # [G, 1]
+        grid = UniformGrid.between(bounds[..., None], _BITS)
         generator = private_generator(tensor.device)
         for rows, values in parts():
             clipped = torch.maximum(values, low)  # these two take a third of clamp's time on CPU

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Container, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -299,8 +299,7 @@ class _ForwardHooks(saved_tensors_hooks):
 
     def __init__(self, module: nn.Module, replay: Replay, first_node: int) -> None:
         self.forward: CompressedForward | None = None  # the innermost module that runs
-        self._owned = owned_by([module])
-        self._replay, self._first_node = replay, first_node
+        self._module, self._replay, self._first_node = module, replay, first_node
         self._seen_nodes: set[int] = set()  # by number, as are the others
         self._unexamined: dict[int, list[weakref.ref[SavedTensor]]] = {}  # by the saving node
         self._most_unexamined = _MOST_UNEXAMINED
@@ -309,6 +308,11 @@ class _ForwardHooks(saved_tensors_hooks):
         self._counts: dict[CompressedForward, int] = {}  # of what each has saved so far
         self._saving_nodes: set[int] = set()  # that have saved something here
         super().__init__(self._pack, _unpack)
+
+    @cached_property
+    def _owned(self) -> dict[int, Any]:
+        """Storages that are the model's; nobody asks in a forward that agrees with its plan."""
+        return owned_by([self._module])
 
     @property
     def has_unexamined(self) -> bool:
@@ -326,22 +330,26 @@ class _ForwardHooks(saved_tensors_hooks):
             return tensor
         if is_parameter(tensor):
             return KeptAsIs(tensor)
-        key = storage_key(tensor.untyped_storage())
-        if key in self._owned or not tensor.numel():
-            return KeptAsIs(tensor)
         assert self.forward is not None
         module, rules = self.forward.module, self.forward.rules
         count = self._counts[self.forward] = self._counts.get(self.forward, 0) + 1
         step = self._replay.step(tensor, number, rules)
+        key = storage_key(tensor.untyped_storage())
         memory = self._storages.get(key)
-        if memory is None or not memory.is_of(tensor):
-            if step is not None and step.need is None and not is_offloading():
+        if memory is not None and not memory.is_of(tensor):
+            memory = None
+        if step is None or step.need is None:
+            if step is not None and memory is None and not is_offloading():
                 held = HeldWhole(tensor, module)
                 self._held[key] = weakref.ref(held)
                 return held
+            if key in self._owned or not tensor.numel():
+                self._replay.note(tensor, None, number, rules)
+                return KeptAsIs(tensor)
+        if memory is None:
             memory = self._storages[key] = SavedStorage(tensor, self._held.get(key))
         saved = SavedTensor(tensor, memory, module, rules, count)
-        self._replay.note(saved, number, rules)
+        self._replay.note(tensor, saved, number, rules)
         if number is None:
             saved.is_examined = True
         elif (

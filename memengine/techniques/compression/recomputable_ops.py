@@ -104,10 +104,12 @@ class Recomputation:
         """Whether all that it starts from stays as it is."""
         return all(source.is_whole for source in self.sources.tensors)
 
-    @torch.no_grad()
     def __call__(self) -> Tensor:
         """The result. (Meters do not look into what can be called: sources are counted already.)"""
-        return self.compute()
+        if not torch.is_grad_enabled():  # as in most backward passes, where to enter it costs
+            return self.compute()
+        with torch.no_grad():
+            return self.compute()
 
     def code(self, view: Tensor) -> RecomputedCode:
         """A codec for views of the storage."""
@@ -276,17 +278,22 @@ def _norm(function: Callable[..., Any], *kinds: type[nn.Module]) -> Callable[[_R
         module = x.module if x is not None else None
         if x is None or not isinstance(module, kinds):
             return None
-        held = {**vars(module), **own_parameters(module)}  # to ask the module may compute them
-        affine = [held.get(name) for name in ('weight', 'bias')]
-        if not all(_is_input(result.node, place, p) for place, p in enumerate(affine, start=1)):
+        own, held = own_parameters(module), vars(module)  # to ask the module may compute them
+        w, b = (own[name] if name in own else held.get(name) for name in ('weight', 'bias'))
+        if not (_is_input(result.node, 1, w) and _is_input(result.node, 2, b)):
             return None
         home = innermost_forward(module).__module__.partition('.')[0]
         result.sources.are_certain &= home in _LIBRARIES
-        kept = [KeptAsIs(p) if p is not None else None for p in affine]
+        weight, bias = (None if p is None else KeptAsIs(p) for p in (w, b))
         rest = function(result, module)
         if rest is None:
             return None
-        return lambda: rest(x.prefetch(), *(p.tensor() if p is not None else None for p in kept))
+
+        def compute() -> Tensor:
+            affine = (None if p is None else p.tensor() for p in (weight, bias))
+            return rest(x.prefetch(), *affine)
+
+        return compute
 
     return build
 

@@ -131,11 +131,10 @@ class RecomputedActivations(RuleHandle):
             return on_cpu and _is_same(tensor, recomputation)
         layout = tensor.stride(), tensor.dtype, version_of(tensor)
         place = (recomputation.number, name, need, recomputation.operation, *layout)
-        self._uses[place] += 1
-        uses = self._uses[place]
+        uses = self._uses[place] = self._uses.get(place, 0) + 1
         if place not in self._is_same:  # also if a thread has counted, and is comparing still
             self._is_same[place] = _is_same(tensor, recomputation)
-        elif self._is_same[place] and uses & (uses - 1) == 0:  # the second, fourth, eighth ... time
+        elif uses & (uses - 1) == 0 and self._is_same[place]:  # the second, fourth, eighth ... time
             if on_cpu:
                 is_same = _is_same(tensor, recomputation)
                 self._learn(place, is_same, is_same or _is_near(tensor, recomputation))

@@ -11,7 +11,7 @@ forward that follows no plan.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -92,7 +92,7 @@ class Replay:
         self, plans: dict[Any, _Plan], kind: Any, plan: _Plan | None, first_node: int
     ) -> None:
         self._plans, self._kind, self._first_node = plans, kind, first_node
-        self._noted: list[tuple[_Expected, weakref.ref[SavedTensor]]] = []
+        self._noted: list[tuple[_Expected, Callable[[], SavedTensor | None] | None]] = []
         self._is_noting = plan is None
         self._rest: Iterator[_Step | None] = iter(plan or ())
 
@@ -101,26 +101,32 @@ class Replay:
         if self._is_noting:
             return None
         step = next(self._rest, _NO_MORE)
-        if step is None or step.expected == self._seen(tensor, node, rules):
+        if step is None:
+            return None
+        number = None if node is None else node - self._first_node
+        if step.expected == (number, tensor.shape, tensor.stride(), tensor.dtype, rules):
             return step
         self._drop()
         return None
 
-    def note(self, saved: SavedTensor, node: int | None, rules: Sequence[Any]) -> None:
-        """A tensor is saved that is to be looked at."""
+    def note(
+        self, tensor: Tensor, saved: SavedTensor | None, node: int | None, rules: Sequence[Any]
+    ) -> None:
+        """A tensor is saved that is to be looked at; or that stays as it is, whatever it is for."""
         if self._is_noting:
-            self._noted.append((self._seen(saved.content, node, rules), weakref.ref(saved)))
+            number = None if node is None else node - self._first_node
+            seen = _Expected(number, tensor.shape, tensor.stride(), tensor.dtype, rules)
+            self._noted.append((seen, None if saved is None else weakref.ref(saved)))
 
     def finish(self) -> None:
         """The forward has ended, and all is decided."""
         if self._is_noting:
-            self._plans[self._kind] = [_step(seen, saved()) for seen, saved in self._noted]
+            self._plans[self._kind] = [
+                _Step(seen, None) if saved is None else _step(seen, saved())
+                for seen, saved in self._noted
+            ]
         elif next(self._rest, _NO_MORE) is not _NO_MORE:
             self._drop()
-
-    def _seen(self, tensor: Tensor, node: int | None, rules: Sequence[Any]) -> _Expected:
-        number = None if node is None else node - self._first_node
-        return _Expected(number, tensor.shape, tensor.stride(), tensor.dtype, rules)
 
     def _drop(self) -> None:
         self._plans.pop(self._kind, None)

@@ -295,7 +295,7 @@ class SavedStorage:
         """A part that serves: one that is there, or a new one by the codec of most fidelity."""
         content = one.content
         layout = _layout_of(content)
-        for key in (layout, None):  # the very view, or most of the storage
+        for key in (layout, None) if self._parts else ():  # the very view, or most of the storage
             part = self._parts[key]() if key in self._parts else None
             if part is not None and part.can_serve(content):
                 return part
@@ -340,8 +340,7 @@ def _base_for(view: Tensor, views: list[Tensor]) -> Tensor:
 
 
 def _coded_part(codec: Codec, base: Tensor) -> _CodedPart:
-    with torch.no_grad():
-        code = codec(base)
+    code = codec(base)
     if isinstance(code, RecomputedCode):
         return _CodedPart(code, base, 0)  # nothing is kept, and nothing to be looked for in it
     nbytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(code))
@@ -395,22 +394,22 @@ class _CodedPart:
     """A code, and which part of a storage it stands for."""
 
     __slots__ = (
-        '__weakref__', '_decoded', '_decoded_in', '_decoded_layout', '_device', '_dtype', '_end',
+        '__weakref__', '_decoded', '_decoded_in', '_decoded_layout', '_device', '_dtype',
         '_is_dense', '_layout', 'code', 'is_counted', 'nbytes',
     )  # fmt: skip
 
     def __init__(self, code: Code, base: Tensor, nbytes: int) -> None:
         self.code, self.nbytes, self.is_counted = code, nbytes, False
         self._layout, self._dtype, self._is_dense = _layout_of(base), base.dtype, is_dense(base)
-        self._end, self._device = _end_of(base), base.device
+        self._device = base.device
         self._decoded: weakref.ref[torch.UntypedStorage] | None = None
         self._decoded_in, self._decoded_layout = -1, self._layout  # in which backward, and how
 
     def can_serve(self, view: Tensor) -> bool:
         """Whether a view of the storage can be read from it."""
-        layout = _layout_of(view)
-        within = self._is_dense and layout[0] >= self._layout[0] and _end_of(view) <= self._end
-        return view.dtype == self._dtype and (within or layout == self._layout)
+        layout, own = _layout_of(view), self._layout
+        within = self._is_dense and layout[0] >= own[0] and _end_of(layout) <= _end_of(own)
+        return view.dtype == self._dtype and (within or layout == own)
 
     def view_at(self, layout: _Layout) -> Tensor:
         """A view that it serves; of memory that an earlier one still holds, as q, k and v do."""
@@ -432,7 +431,7 @@ def _layout_of(tensor: Tensor) -> _Layout:
     return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
 
 
-def _end_of(tensor: Tensor) -> int:
+def _end_of(layout: _Layout) -> int:
     """Behind the last element, in the storage; of a tensor with elements."""
-    steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(tensor.storage_offset()) + steps + 1
+    offset, shape, stride = layout
+    return offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1

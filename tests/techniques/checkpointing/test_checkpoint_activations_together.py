@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from memengine.techniques.activation_offload import offload_activations
 from memengine.techniques.checkpointing.checkpoint_activations import checkpoint_activations
@@ -42,6 +43,23 @@ def state(model):
 
 def coupled(embeddings):
     return torch.logsumexp(embeddings @ embeddings.t(), dim=1).mean()
+
+
+@pytest.mark.parametrize('reentrant', [False, True])
+@pytest.mark.parametrize('options', [{}, dict(keep='matmuls'), dict(budget=0.5)])
+def test_within_a_checkpoint_of_the_models_own(options, reentrant):
+    """Such as `gradient_checkpointing_enable()` puts around each block."""
+    model = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3))
+    plain = copy.deepcopy(model.double())
+    checkpoint_activations(model, ['0', '1', '2'], **options)
+    x = torch.randn(6, 8).double().requires_grad_()
+    for blocks in (model, plain):
+        for _ in range(2):  # what a budget lets them keep is known in the second
+            y = x
+            for block in blocks:
+                y = checkpoint(block, y, use_reentrant=reentrant)
+            y.square().sum().backward()
+    assert_same_step(state(model), state(plain))
 
 
 @pytest.mark.parametrize('name', ['vit', 'resnet'])

@@ -207,7 +207,7 @@ def test_top_level_never_spills():
     lows = torch.randn(20000, 1)
     highs = lows + torch.rand(20000, 1) * 10 ** torch.linspace(-9, 9, 20000)[:, None]
     for bits in BITS:
-        grid = UniformGrid.between(lows, highs, bits)
+        grid = UniformGrid.between(torch.stack([lows, highs]), bits)
         assert (grid.levels(lows, generator) == 0).all()
         top = grid.levels(highs, generator)
         assert (top[highs > lows] >= 2**bits - 2).all()

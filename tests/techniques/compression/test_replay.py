@@ -285,3 +285,32 @@ def test_copies_and_pickles_have_no_plan():
     gradient(model, torch.randn(8, 8, requires_grad=True))
     assert plans_of(model)
     assert not plans_of(copy.deepcopy(model))
+
+
+class WithBuffer(Changing):
+    """Saves a buffer, of which a plan knows that it stays as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer('scale', torch.linspace(1, 2, 8))
+
+    def forward(self, x):
+        return super().forward(x * self.scale)
+
+
+def test_what_the_model_owns_is_not_looked_for_by_plan(monkeypatch):
+    asked = []
+    plain_owned_by = hooks.owned_by
+    monkeypatch.setattr(
+        hooks, 'owned_by', lambda owners: asked.append(owners) or plain_owned_by(owners)
+    )
+    plain, model = WithBuffer().train(), WithBuffer().train()
+    recompute_activations(model)
+    x = torch.randn(8, 8, requires_grad=True)
+    for step in range(1, 8):
+        asked.clear()
+        if step == 6:  # in the middle of steps that follow the plan
+            plain.scale, model.scale = plain.scale * 2, model.scale * 2
+        assert torch.equal(gradient(model, x), gradient(plain, x))
+        assert bool(asked) == (step & (step - 1) == 0)
+    assert plans_of(model)
