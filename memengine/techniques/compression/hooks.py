@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Container, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -28,8 +29,9 @@ from memengine._torch_private.autograd import (
     node_number,
     saved_by,
     storage_key,
+    version_of,
 )
-from memengine._torch_private.modules import is_compiled
+from memengine._torch_private.modules import BatchOrInstanceNorm, is_compiled
 from memengine._torch_private.ops import do_not_compile
 from memengine.memory.ledger import owned_by, tensors_in
 from memengine.memory.meter import is_counting
@@ -42,8 +44,10 @@ from memengine.techniques.compression.backward_needs import (
     behind_views,
     needs_of,
     operation_name,
+    producer_of,
 )
 from memengine.techniques.compression.recomputable_ops import (
+    Recomputation,
     Source,
     recomputation_by,
     recomputation_of,
@@ -79,6 +83,8 @@ class _State(threading.local):
 
 _state = _State()
 _MOST_UNEXAMINED = 8  # operations whose saved tensors are held raw
+_LONGEST_IN_PLACE = 3  # operations after a norm: a sum and an activation, and the norm itself
+_NORMS = (BatchOrInstanceNorm, nn.GroupNorm)
 _NOTHING = torch.empty(0, device='cpu')
 
 
@@ -250,6 +256,7 @@ class CompressedForward(WrappedForward):
         super().__init__(name, module)
         self.rules: list[tuple[Rule, str]] = []  # with what its model calls this module
         self.model_rules: list[Rule] = []  # that hold here or elsewhere in their model
+        self._is_norm = isinstance(module, _NORMS)
         self._plans = ForwardPlans()  # of forward passes of which this is the outermost module
 
     def __getstate__(self) -> dict[str, Any]:
@@ -287,6 +294,8 @@ class CompressedForward(WrappedForward):
             outputs = self.plain(*args, **kwargs)
         finally:
             hooks.forward = outside
+        if self._is_norm and is_plain(outputs):
+            hooks.note_result_of_norm(outputs)
         if hooks.has_unexamined:
             hooks.examine_operations(outputs, (args, kwargs))
         if outside is None:
@@ -307,6 +316,8 @@ class _ForwardHooks(saved_tensors_hooks):
         self._held: dict[int, weakref.ref[HeldWhole]] = {}  # by their storage, as the plan has it
         self._counts: dict[CompressedForward, int] = {}  # of what each has saved so far
         self._saving_nodes: set[int] = set()  # that have saved something here
+        # Where a norm's result lay when its module ended, and in which version, by the node.
+        self._norm_results: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         super().__init__(self._pack, _unpack)
 
     @cached_property
@@ -422,8 +433,7 @@ class _ForwardHooks(saved_tensors_hooks):
             saved = _held_in_field(node, field)
             # What its plan has let go of is decided, though other fields of its node are not.
             if isinstance(saved, SavedTensor) and not saved.is_examined:
-                content, count = saved.content, saved.number
-                find = partial(recomputation_of, node, field, content, count, self._find_source)
+                find = partial(self._recomputation, node, field, saved)
                 saved.choose_codec(need, node, find)
                 found.append(saved)
         rest = [saved for saved in kept if saved not in found]
@@ -435,6 +445,37 @@ class _ForwardHooks(saved_tensors_hooks):
         for saved in found:
             saved.is_examined = True
         return found
+
+    def _recomputation(self, node: Any, field: str, saved: SavedTensor) -> Recomputation | None:
+        """How to compute what a node has saved again, with the version that it is to have."""
+        found = recomputation_of(node, field, saved.content, saved.number, self._find_source)
+        if found is None or found.is_exact:
+            return found
+        version = self._version_of_result(producer_of(node, field), saved.memory)
+        return replace(found, version=version)
+
+    def note_result_of_norm(self, result: Tensor) -> None:
+        """Remember where a norm's result lies, in which what follows may work in place."""
+        if result.grad_fn is not None:
+            made = weakref.ref(result.untyped_storage()), version_of(result)
+            self._norm_results[node_number(result.grad_fn)] = made
+
+    def _version_of_result(self, node: Any, memory: SavedStorage) -> int | None:
+        """The version of the memory that holds a node's result, if a norm's result lay there.
+
+        All operations since have then worked in place, or the result would lie elsewhere: each is
+        one version, and if there are more, somebody else has changed what is there.
+        """
+        for steps in range(_LONGEST_IN_PLACE):
+            if node is None:
+                return None
+            if (made := self._norm_results.get(node_number(node))) is not None:
+                storage, version = made
+                return version + steps if memory.is_in(storage()) else None
+            if operation_name(node) not in (*IN_PLACE_FORMS, 'Relu', 'Add'):
+                return None
+            node = node.next_functions[0][0]
+        return None
 
     def _find_source(self, node: Any, field: str) -> Source | None:
         """What is held of another node of this forward, if it has saved with these hooks."""

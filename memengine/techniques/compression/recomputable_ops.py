@@ -87,12 +87,15 @@ class Recomputation:
         compute: Runs that, into memory of its own that is laid out as the first result's.
         sources: What it starts from.
         number: Of the tensor that it is for, among those that its module saves in a forward.
+        version: That the storage has if only these operations have worked in place in it; None if
+            that cannot be told.
     """
 
     operation: str
     compute: Compute
     sources: Sources
     number: int = 0
+    version: int | None = None
 
     @property
     def is_exact(self) -> bool:

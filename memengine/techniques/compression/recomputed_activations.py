@@ -125,7 +125,9 @@ class RecomputedActivations(RuleHandle):
         """
         if not recomputation.is_exact:  # what comes from codes cannot be compared
             once = recomputation.operation in (*IN_PLACE_FORMS, 'Relu')
-            return recomputation.sources.are_certain and version_of(tensor) <= once
+            version = version_of(tensor)
+            is_untouched = version <= once or version == recomputation.version
+            return recomputation.sources.are_certain and is_untouched
         on_cpu = tensor.device.type == 'cpu'
         if not recomputation.sources.are_certain:
             return on_cpu and _is_same(tensor, recomputation)

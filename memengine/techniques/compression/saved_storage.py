@@ -237,6 +237,10 @@ class SavedStorage:
         """Whether the tensor is a view of it; an address is used again when it is free."""
         return self._storage() is not None and self._version == version_of(tensor)
 
+    def is_in(self, storage: torch.UntypedStorage | None) -> bool:
+        """Whether it is that storage, in this state or another."""
+        return storage is not None and self._storage() is storage
+
     @property
     def is_exact(self) -> bool:
         """Whether nothing that is saved of it is in a lossy code."""
