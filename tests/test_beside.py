@@ -20,6 +20,7 @@ PEERS = dict(
     lightning_gradient_cache='lightning',
     **{f'lightning_gradient_cache {ranks}': 'lightning' for ranks in ('ddp', 'fsdp2')},
     lightning_module='lightning',
+    mmdet_config='mmdet',
     mmengine_runner='mmengine',
     mmpretrain_config='mmpretrain',
     open_clip_loop='open_clip',
@@ -54,7 +55,7 @@ def test_same_step_in_fewer_bytes(name):
         pytest.skip(f'{PEERS[name]} is not installed: pip install -r requirements/peers.txt')
     lines = run(name).splitlines()
     plain, less = held(next(line for line in lines if line.startswith('saved: ')))
-    assert less < 0.75 * plain
+    assert less < (0.9 if name == 'mmdet_config' else 0.75) * plain  # whose head keeps most
     if small := [held(line)[0] for line in lines if line.startswith('8 samples')]:
         assert less <= small[0] < plain  # 64 samples in the bytes of 8
         losses = re.findall(r'\d+\.\d{5}', next(x for x in lines if x.startswith('loss ')))

@@ -80,6 +80,9 @@ class ImageDataset(Dataset):
     def _source_name(self) -> str:
         return type(self.source).__name__
 
+    def full_init(self) -> None:
+        """Nothing: all is read already; MMEngine's wrappers, as ``RepeatDataset``, ask for it."""
+
     def sample_name(self, index: int) -> str:
         """What the sample is called in messages, with its file if it has one."""
         file = f', {self._path(self.indices[index])!r}' if self._path is not None else ''

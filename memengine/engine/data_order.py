@@ -237,7 +237,7 @@ def reproducible(dataloader: dict[str, Any], seed: int, diff_rank_seed: bool) ->
         raise ValueError(
             f'batch_size={config["batch_size"]} on {get_world_size()} rank(s) needs {per_step} '
             f'samples, but the data set has {size}, and drop_last=True would leave no batch; '
-            'lower batch_size'
+            'lower batch_size, or set drop_last=False'
         )
     sampler = config['sampler']
     if isinstance(sampler, dict):

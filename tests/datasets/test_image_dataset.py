@@ -3,7 +3,9 @@ import pickle
 
 import pytest
 import torch
+from mmengine.dataset import ConcatDataset, RepeatDataset
 from mmengine.logging import MMLogger
+from mmengine.registry import DefaultScope
 from torch.utils.data import DataLoader
 
 from memengine.datasets import ImageDataset, ImageFolder, stack_views
@@ -45,6 +47,20 @@ def test_it_is_built_from_a_config_with_its_source():
     )
     assert len(dataset) == 540
     assert dataset.metainfo == {'classes': [str(d) for d in range(10)]}
+
+
+@pytest.mark.parametrize(
+    'wrap', [lambda it: RepeatDataset(it, times=2), lambda it: ConcatDataset([it, it])]
+)
+def test_mmengines_wrappers_take_it(wrap):
+    digits = dict(type='Digits', split='test')
+    inner = dict(type='ImageDataset', source=digits, pipeline=PIPELINE, indices=[5, 7])
+    plain = DATASETS.build(inner)
+    with DefaultScope.overwrite_default_scope('memengine'):
+        dataset = wrap(inner)
+    assert len(dataset) == 4
+    for index in range(4):
+        torch.testing.assert_close(dataset[index]['inputs'], plain[index % 2]['inputs'])
 
 
 def test_metainfo_may_be_added_to():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args, get_origin
@@ -21,6 +21,7 @@ __all__ = [
     'BOUNDS_AT',
     'MULTIPLIERS',
     'NON_NEGATIVE_NUMBER',
+    'RULES_AT',
     'TOP_BOUNDS',
     'Constraint',
     'of_hint',
@@ -204,6 +205,31 @@ BOUNDS_AT: Mapping[str, Mapping[str, Constraint]] = {
             lambda value: value is None or POSITIVE_NUMBER.holds(value),
         ),
     },
+}
+
+
+def _scheduler_rule(scheduler: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
+    begin, end = scheduler.get('begin', 0), scheduler.get('end', math.inf)
+    if is_of(begin, int) and is_of(end, float) and end <= begin:
+        yield 'end', f'must be more than begin={begin}, got {end}'
+
+
+def _loader_rule(loader: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
+    if loader.get('num_workers', 0) == 0:
+        for key, off in (('persistent_workers', False), ('prefetch_factor', None), ('timeout', 0)):
+            if loader.get(key, off) != off:
+                yield key, f'needs num_workers above 0; set {key}={off} or num_workers=1'
+    if loader.get('collate_fn', ...) is None:
+        yield 'collate_fn', "must be a dict with a 'type' or a function, got None; or leave it out"
+    if 'shuffle' in loader:
+        advice = f"sampler=dict(type='DefaultSampler', shuffle={loader['shuffle']})"
+        yield 'shuffle', f'the sampler decides about the order; write {advice} instead'
+
+
+# What settings of one dict ask of each other, as (key, sentence), in the same way.
+RULES_AT: Mapping[str, Callable[[Mapping[Any, Any]], Iterator[tuple[str, str]]]] = {
+    'param_scheduler': _scheduler_rule,
+    **dict.fromkeys(('train_dataloader', 'val_dataloader', 'test_dataloader'), _loader_rule),
 }
 
 

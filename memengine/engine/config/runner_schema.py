@@ -7,8 +7,7 @@ go by the name of an argument, wherever it is. Classes are never listed here: re
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +22,7 @@ from memengine.engine.config.bounds import (
     BOUNDS_AT,
     MULTIPLIERS,
     NON_NEGATIVE_NUMBER,
+    RULES_AT,
     TOP_BOUNDS,
     Constraint,
     of_hint,
@@ -30,7 +30,6 @@ from memengine.engine.config.bounds import (
 from memengine.engine.config.schema import Config, Schema, SchemaChoice
 from memengine.engine.config.types import arguments_of
 from memengine.memory.planning import FITS, parse_bytes, parse_fit
-from memengine.technique import is_of
 
 __all__ = [
     'DEFAULT_HOOK_TYPES',
@@ -63,35 +62,17 @@ OPTIMIZER = Schema(
 )
 
 
-def _scheduler_rule(scheduler: Config) -> Iterator[tuple[str, str]]:
-    begin, end = scheduler.get('begin', 0), scheduler.get('end', math.inf)
-    if is_of(begin, int) and is_of(end, float) and end <= begin:
-        yield 'end', f'must be more than begin={begin}, got {end}'
-
-
 SCHEDULER = Schema(
     'PARAM_SCHEDULERS',
     builder_keys=('convert_to_iter_based',),
     supplied=('optimizer', 'epoch_length'),
     complete=True,
     constraints=BOUNDS_AT['param_scheduler'],
-    rule=_scheduler_rule,
+    rule=RULES_AT['param_scheduler'],
 )
 VISUALIZER = Schema(
     'VISUALIZERS', supplied=('name', 'save_dir'), children={'vis_backends': VIS_BACKEND}
 )
-
-
-def _loader_rule(loader: Config) -> Iterator[tuple[str, str]]:
-    if loader.get('num_workers', 0) == 0:
-        for key, off in (('persistent_workers', False), ('prefetch_factor', None), ('timeout', 0)):
-            if loader.get(key, off) != off:
-                yield key, f'needs num_workers above 0; set {key}={off} or num_workers=1'
-    if loader.get('collate_fn', ...) is None:
-        yield 'collate_fn', "must be a dict with a 'type' or a function, got None; or leave it out"
-    if 'shuffle' in loader:
-        advice = f"sampler=dict(type='DefaultSampler', shuffle={loader['shuffle']})"
-        yield 'shuffle', f'the sampler decides about the order; write {advice} instead'
 
 
 LOADER = Schema(
@@ -106,7 +87,7 @@ LOADER = Schema(
         'worker_init_fn': FUNCTION,
     },
     constraints=BOUNDS_AT['train_dataloader'],
-    rule=_loader_rule,
+    rule=RULES_AT['train_dataloader'],
 )
 
 _TRAIN_LOOP = Schema(

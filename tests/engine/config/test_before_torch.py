@@ -130,6 +130,7 @@ VALUES = {
     'train_dataloader.batch_size': 0,
     'train_dataloader.num_workers': 'two',
     'train_dataloader': 3,
+    'train_dataloader.shuffle': True,
     'default_hooks.checkpoint.interval': 'often',
     'val_evaluator.k': 'many',
     'randomness.seed': 'abc',

@@ -40,7 +40,7 @@ from memengine.engine.config.before_torch.sources import (
     registered_types,
     top_keys,
 )
-from memengine.engine.config.bounds import BOUNDS_AT, TOP_BOUNDS, Constraint, value_fault
+from memengine.engine.config.bounds import BOUNDS_AT, RULES_AT, TOP_BOUNDS, Constraint, value_fault
 from memengine.engine.config.error import FREE_KEYS, ConfigError, unknown_key, unknown_option
 from memengine.suggest import LOOSE, ONE_LETTER, STRICT, STRICTER, did_you_mean, similar
 
@@ -162,6 +162,8 @@ def _problems_at(value: Any, path: str, known_above: bool = True) -> Iterator[st
     taken = {*taken, *_by_builder(place)} if taken else {*bounds}
     is_whole, is_stated = known_above and not takes_others, bool(_STATED.fullmatch(place))
     faults = _key_faults(value, kind, taken, is_whole, is_stated and 'constructor' not in value)
+    if place in RULES_AT and _is_told(value):
+        faults |= dict(RULES_AT[place](value))
     faults |= _value_faults(value, str(kind) if is_named else '', bounds)
     yield from (f'{path}.{key}: {fault}' for key, fault in sorted(faults.items()))
     for key, entry in value.items():
