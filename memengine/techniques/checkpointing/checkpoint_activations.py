@@ -67,8 +67,8 @@ def checkpoint_activations(
 
     Cost: one more forward of the modules, but for what is kept (and for what comes after the last
     op that backward waits for). Kept from forward to backward are the modules' inputs and what is
-    chosen; in backward all of one module on top. With ``keep``, or a ``budget`` above 0, one forward
-    of each module more in the first step, and some 10 microseconds per op.
+    chosen; in backward all of one module on top. With ``keep``, or a ``budget`` above 0, one
+    forward of each module more in the first step, and some 10 microseconds per op.
 
     Random state (of torch, Python and NumPy) is replayed. BatchNorm uses the batch's statistics
     again and counts its running ones once. Autocast is as in the first forward. DDP (with
