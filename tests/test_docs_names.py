@@ -22,7 +22,7 @@ INLINE = re.compile(r'(?<!`)`([^`\n]+)`(?!`)')
 # Options of other programs that prose may name.
 OTHER_OPTIONS = {'--nproc_per_node', '--torch-backend', '--help'}
 OTHER_OPTIONS |= {'--kills-only', '--minutes', '--seed', '--iterations', '--steps'}  # of tools
-OTHER_OPTIONS |= {'--batch-size', '--rounds', '--fresh'}
+OTHER_OPTIONS |= {'--batch-size', '--rounds', '--rounds-of-deit', '--fresh'}
 
 
 def anchor(heading):
