@@ -81,6 +81,21 @@ def _sum_of(
     return how(known) if len(known) == len(parts) else None
 
 
+def _of_four(
+    large_2: Cost | None, small_4: Cost | None, small_2: Cost | None, ratio: float
+) -> Cost | None:
+    """What four slices cost, from two as large, and four and two that are so much smaller.
+
+    Of bytes only the batch grows with the number of slices, in proportion to their size; work does
+    so also by what each slice takes whatever its size.
+    """
+    peaks = _sum_of([(1, large_2), (ratio, small_4), (-ratio, small_2)], Cost.by_phase)
+    work = _sum_of([(2, large_2), (1, small_4), (-2, small_2)])
+    if peaks is None or work is None:
+        return None
+    return replace(peaks, flops=work.flops, moved_bytes=work.moved_bytes, operators=work.operators)
+
+
 def usable_bytes(budget_bytes: int) -> int:
     """What a prediction may be at most.
 
@@ -235,7 +250,7 @@ class Planner:
         is_even = len(self._towers) == 1 or not plan.get('kept')  # towers' slices differ
         if self._key(options) in self._known:
             return self._predicted(options)
-        if not is_even and self._lists and slices > _MOST_WHOLE and not self._chunk_size:
+        if not is_even and self._lists and slices > _MOST_TRACED and not self._chunk_size:
             return None  # it would take minutes, for the few graphs that so many slices can keep
         if not slices or not is_even or (slices <= _MOST_TRACED and not self._lists):
             return self._between_budgets(options, self._followed)
@@ -282,14 +297,18 @@ class Planner:
         large, small = self._size(2), self._size(4)
 
         def with_size(options: Mapping[str, Any]) -> Cost | None:
-            if not self._lists or large == small:
+            def of(size: int, number: int) -> Cost | None:
                 return self._followed(self._in_slices(options, size, number, kept))
+
+            if not self._lists or large == small:
+                return of(size, number)
+            if number == 2 or kept:
+                of_large = of(large, number)
+            else:  # four large slices are the dearest to predict, and follow
+                others = of(large, 2), of(small, 4), of(small, 2)
+                of_large = _of_four(*others, large / small)
             share = (size - small) / (large - small)
-            parts = [
-                (weight, self._followed(self._in_slices(options, other, number, kept)))
-                for weight, other in ((share, large), (1 - share, small))
-            ]
-            return _sum_of(parts, Cost.by_phase)
+            return _sum_of([(share, of_large), (1 - share, of(small, number))], Cost.by_phase)
 
         return self._between_budgets(options, with_size)
 
