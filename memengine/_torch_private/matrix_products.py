@@ -13,10 +13,10 @@ from memengine._torch_private.triton_kernels import proven_kernels
 
 __all__ = [
     'HAS_OUT_DTYPE',
+    'compare_with_eager',
     'default_fp32_products',
     'fp32_products',
     'half_mm',
-    'compare_with_eager',
 ]
 
 _MATMUL = torch.backends.cuda.matmul

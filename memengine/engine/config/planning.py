@@ -305,8 +305,7 @@ class Planner:
             if number == 2 or kept:
                 of_large = of(large, number)
             else:  # four large slices are the dearest to predict, and follow
-                others = of(large, 2), of(small, 4), of(small, 2)
-                of_large = _of_four(*others, large / small)
+                of_large = _of_four(of(large, 2), of(small, 4), of(small, 2), large / small)
             share = (size - small) / (large - small)
             return _sum_of([(share, of_large), (1 - share, of(small, number))], Cost.by_phase)
 

@@ -1,7 +1,8 @@
 """How a saved tensor is kept until backward: a codec gives its code, a code gives it back.
 
 A codec is chosen per operation by what its derivative needs (see ``backward_needs.py``). Codecs
-nest: the values that a sparse code keeps may themselves be quantised.
+nest: the values that a sparse code keeps may themselves be quantised. A codec leaves
+no graph behind, though it is called while gradients are on.
 """
 
 from __future__ import annotations

@@ -84,6 +84,7 @@ class _State(threading.local):
 _state = _State()
 _MOST_UNEXAMINED = 8  # operations whose saved tensors are held raw
 _LONGEST_IN_PLACE = 3  # operations after a norm: a sum and an activation, and the norm itself
+_MAY_BE_IN_PLACE = IN_PLACE_FORMS | {'Relu', 'Add'}
 _NORMS = (BatchOrInstanceNorm, nn.GroupNorm)
 _NOTHING = torch.empty(0, device='cpu')
 
@@ -294,7 +295,8 @@ class CompressedForward(WrappedForward):
             outputs = self.plain(*args, **kwargs)
         finally:
             hooks.forward = outside
-        if self._is_norm and is_plain(outputs):
+        # Only beside a second rule is anything computed again from codes.
+        if self._is_norm and len(self.model_rules) > 1 and is_plain(outputs):
             hooks.note_result_of_norm(outputs)
         if hooks.has_unexamined:
             hooks.examine_operations(outputs, (args, kwargs))
@@ -472,7 +474,7 @@ class _ForwardHooks(saved_tensors_hooks):
             if (made := self._norm_results.get(node_number(node))) is not None:
                 storage, version = made
                 return version + steps if memory.is_in(storage()) else None
-            if operation_name(node) not in (*IN_PLACE_FORMS, 'Relu', 'Add'):
+            if operation_name(node) not in _MAY_BE_IN_PLACE:
                 return None
             node = node.next_functions[0][0]
         return None

@@ -13,7 +13,7 @@ from torch import Tensor
 from memengine.techniques.codecs.bit_packing import pack_truths, packed_numel
 from memengine.techniques.codecs.lossless import INTEGER_OF_SIZE, Within, of_two_values
 
-__all__ = ['pack_within', 'compare_with_eager', 'select']
+__all__ = ['compare_with_eager', 'pack_within', 'select']
 
 _BLOCK = 256  # bytes of a program
 

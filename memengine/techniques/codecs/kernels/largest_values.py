@@ -19,7 +19,7 @@ from torch import Tensor
 from memengine.techniques.codecs.bit_packing import packed_numel, unpack_bits
 from memengine.techniques.codecs.top_k import INTEGER_OF
 
-__all__ = ['largest_of_all', 'compare_with_eager', 'scatter']
+__all__ = ['compare_with_eager', 'largest_of_all', 'scatter']
 
 _PAGE = 256
 _TILE = 16 * _PAGE  # elements that a program has at once

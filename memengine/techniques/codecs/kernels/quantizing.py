@@ -16,7 +16,7 @@ from memengine.techniques.codecs import quantized
 from memengine.techniques.codecs.bit_packing import packed_numel
 from memengine.techniques.modules.private_random import private_seed
 
-__all__ = ['dequantize', 'compare_with_eager', 'quantize']
+__all__ = ['compare_with_eager', 'dequantize', 'quantize']
 
 _TILE_NUMEL = 2048
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from memengine.techniques.codecs.kept_positions import BYTE_VALUES
 from memengine.techniques.codecs.top_k import masks_of_blocks
 
-__all__ = ['largest_of_blocks', 'compare_with_eager', 'scatter']
+__all__ = ['compare_with_eager', 'largest_of_blocks', 'scatter']
 
 _TILE_NUMEL = 2048
 
