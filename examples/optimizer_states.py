@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from memengine.memory.ledger import blocks_of
 from memengine.techniques import AdamWBf16
-from memengine.techniques.optimizer.adamw_low_bit import AdamW4bit, AdamW8bit
-from memengine.techniques.optimizer.states_on_host import cpu_offload_optimizer
+from memengine.techniques.optimizer_memory.adamw_low_bit import AdamW4bit, AdamW8bit
+from memengine.techniques.optimizer_memory.states_on_host import cpu_offload_optimizer
 
 
 def main() -> None:

@@ -127,7 +127,7 @@ def techniques_of_its_own(monkeypatch):
     from memengine.registry import HOOKS
     from memengine.technique import techniques
 
-    monkeypatch.setattr('memengine.technique._known', techniques())
+    monkeypatch.setattr('memengine.technique.description._known', techniques())
     monkeypatch.setattr(HOOKS, '_module_dict', dict(HOOKS.module_dict))
 
 

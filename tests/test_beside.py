@@ -5,11 +5,8 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
-from types import SimpleNamespace
 
 import pytest
-import torch
-from torch import nn
 
 from tests.docs_pages import ROOT
 
@@ -72,33 +69,3 @@ def test_every_script_is_tried():
         numbered = re.findall(r'# (?:(\d)(?: and (\d))?:|the line that is new)', path.read_text())
         assert 1 <= len(numbered) <= 3, f'{path.name}: at most three lines change'
         assert len(path.read_text().splitlines()) <= 72
-
-
-def made(model):
-    """A callback of transformers' as its Trainer has it, applied to a model."""
-    from memengine.engine.callbacks.transformers import TechniquesCallback
-
-    callback = TechniquesCallback(dropit=0.5)
-    callback.on_init_end(None, None, None, model=model)
-    return callback
-
-
-def test_a_callback_applies_follows_schedules_and_says_once_what_was_done(monkeypatch, capsys):
-    state, steps = SimpleNamespace(global_step=0, is_world_process_zero=True), []
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4))
-    callback = made(model)
-    monkeypatch.setattr(callback.applied.handles['dropit'], 'before_step', steps.append)
-    for state.global_step in range(2):
-        callback.on_step_begin(None, state, None)
-        model(torch.ones(32, 64)).sum().backward()
-        callback.on_step_end(None, state, None)
-    assert [step.iteration for step in steps] == [0, 1]
-    assert capsys.readouterr().out == f'{callback.said[0]}\n'
-
-
-def test_a_callback_raises_when_nothing_was_done():
-    model = nn.Sequential(nn.ReLU())
-    callback = made(model)
-    model(torch.ones(2, 2, requires_grad=True)).sum().backward()
-    with pytest.raises(ValueError, match='dropit: the first iteration saved nothing'):
-        callback.on_step_end(None, SimpleNamespace(is_world_process_zero=True), None)

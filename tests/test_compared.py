@@ -18,7 +18,7 @@ PROOFS = {
         'test_iterations_of_a_coupled_loss_are_accumulated_on_request_only',
     ),
     'activation checkpointing by a setting': (
-        'techniques/checkpointing/test_checkpoint_activations.py',
+        'techniques/activation_checkpointing/test_checkpoint_activations.py',
         'test_same_steps',
     ),
     'activations on the host': ('techniques/test_activation_offload.py', 'test_same_steps'),
@@ -40,7 +40,7 @@ PROOFS = {
         'test_one_unit_after_the_other_is_the_same',
     ),
     'optimiser in fewer bytes': (
-        'techniques/optimizer/test_adamw_bf16.py',
+        'techniques/optimizer_memory/test_adamw_bf16.py',
         'test_state_takes_half_the_bytes',
     ),
     'what a step takes, predicted without running it': (

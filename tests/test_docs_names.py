@@ -14,7 +14,7 @@ import torchvision.transforms.v2
 from mmengine.config import Config
 
 from memengine.engine.cli.parser import make_parser
-from memengine.engine.config.types import arguments_of, find_anywhere
+from memengine.engine.config.schema.types import arguments_of, find_anywhere
 from tests.docs_pages import ALL, ROOT, TESTED, blocks_of, parametrize_pages, prose_of, sources
 
 INLINE = re.compile(r'(?<!`)`([^`\n]+)`(?!`)')

@@ -51,14 +51,17 @@ def test_runs_and_holds_less(example, capsys):
 @pytest.mark.parametrize('example', parameters(ON_RANKS))
 def test_two_ranks_hold_half_each(example):
     launch = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2']
-    out = subprocess.run(
+    run = subprocess.run(
         [*launch, example],
         cwd=ROOT,
         env={**os.environ, 'PYTHONPATH': str(ROOT)},
         capture_output=True,
         text=True,
-        check=True,
-    ).stdout
+    )
+    # Where a script ends right after an exchange, a thread of gloo's may still let go of tensors,
+    # for which it needs Python: before 3.14 that aborts a process that is ending (cpython#87135).
+    assert run.returncode == 0 or 'terminate called without an active' in run.stderr, run.stderr
+    out = run.stdout
     held = held_mib(out)
     assert len(held) == 2
     assert all(here < 0.51 * whole for whole, here in held)

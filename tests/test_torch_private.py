@@ -10,7 +10,7 @@ import tempfile
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing import active_children
 
 import pytest
@@ -774,6 +774,21 @@ def test_fake_tensors():
         assert seen[-1] is fake.MAPS_A_FILE
 
 
+@relies_on('lets a mode go without the wrapper that keeps dynamo out')
+def test_modes_of_operators():
+    class Watching(ops.OperatorMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    assert inspect.unwrap(Watching.__torch_dispatch__) is Watching.__torch_dispatch__
+    with Watching():
+        compiled = torch.compile(lambda x: (x + 1) * 2, backend='eager')
+        assert compiled(torch.ones(2)).tolist() == [4, 4]
+    assert ADD in seen
+
+
 @relies_on('lets fake tensors be made of meta tensors, as their class does')
 def test_fake_tensors_made_again():
     with fake.FakeTensorMode():
@@ -799,6 +814,38 @@ def test_fake_tensors_made_again():
         )
         assert fake_operators.Results.of(7, [x]) is None
         assert (total * 2).shape == (3, 4)
+        with fake.unset_fake_temporarily():
+            real, empty = torch.tensor(3.0), torch.empty(0)
+        inputs, detach = [], torch.ops.aten.detach.default
+        lift = torch.ops.aten.lift_fresh.default
+        assert fake_operators.inputs_by_shape(lift, (real,), {}, inputs) is not None
+        assert fake_operators.inputs_by_shape(detach, (empty,), {}, inputs) is not None
+        assert inputs[0] is real and inputs[1] is empty
+        assert fake_operators.inputs_by_shape(detach, (real,), {}, []) is None
+        made = lift(real)
+        assert made.constant is not None  # which no other operator's results follow from
+        assert fake_operators.inputs_by_shape(ADD, (made, 1), {}, []) is None
+        assert fake_operators.Results.of(made, [real]).again([real]).constant is None
+
+
+@relies_on('says by spec and local tensor all that a DTensor is')
+def test_operators_of_dtensors_follow_from_their_first_results():
+    from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+
+    add = torch.ops.aten.add_.Tensor
+    with ExitStack() as stack:
+        stack.enter_context(distributed.pretended_ranks(2))
+        mesh = init_device_mesh('cpu', (2,))
+        stack.enter_context(fake.fake_mode())
+        x, y, whole = (
+            DTensor.from_local(torch.ones(4, 4), mesh, [place], run_check=False)
+            for place in (Shard(0), Shard(0), Replicate())
+        )
+        kinds = [fake_operators.inputs_by_shape(add, (one, 1), {}, []) for one in (x, y, whole)]
+        assert kinds[0] == kinds[1] != kinds[2] and None not in kinds
+        in_place = fake_operators.Results.of(add(x, 1), [x])
+        assert in_place.again([y]) is y
+        assert fake_operators.Results.of(x + 1, [x]) is None
 
 
 # --- products ---

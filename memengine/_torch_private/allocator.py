@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ['allocations_recorded']
-
 
 @contextmanager
 def allocations_recorded(path: Path) -> Iterator[None]:

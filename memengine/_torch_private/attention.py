@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ['FUSED_ATTENTION', 'FusedAttention']
-
 
 def _for_cpu(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **settings: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import cache
 from operator import attrgetter, methodcaller
 from threading import get_ident
 from typing import Any, TypeAlias
@@ -11,30 +12,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-
-__all__ = [
-    'SavedTensorHooks',
-    'after_backward',
-    'base_of',
-    'check_unmodified',
-    'checkpointed_pass',
-    'current_backward',
-    'current_node',
-    'dispatch_keys',
-    'gradient_hooks_of',
-    'has_saved',
-    'input_metadata_of',
-    'is_checkpointing',
-    'is_functorch_tensor',
-    'is_under_functorch',
-    'next_node_number',
-    'node_number',
-    'result_metadata_of',
-    'saved_by',
-    'saved_tensor_hooks_in_force',
-    'storage_key',
-    'version_of',
-]
 
 SavedTensorHooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -106,6 +83,12 @@ def saved_by(node: Any, field: str) -> Any:
         RuntimeError: When a backward has freed it.
     """
     return getattr(node, f'_saved_{field}')
+
+
+@cache
+def asking_for(field: str) -> Callable[[Any], Any]:
+    """What asks a node for that, where many are asked."""
+    return attrgetter(f'_saved_{field}')
 
 
 def result_metadata_of(node: Any) -> Any:

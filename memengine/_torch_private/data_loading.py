@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ['end_workers']
-
 
 def end_workers(loader: Any) -> None:
     """End the processes of a data loader with ``persistent_workers``; a next pass starts others.

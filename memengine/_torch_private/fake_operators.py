@@ -17,13 +17,13 @@ from memengine._torch_private.autograd import storage_key
 from memengine._torch_private.fake import fake_on, is_fake, without_modes
 from memengine._torch_private.ops import OpOverload
 
-__all__ = ['Results', 'inputs_by_shape']
-
 _VALUES_DECIDE = {
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
     torch.Tag.inplace_view,  # which changes its input's shape
 }
+_TAKES_IN = torch.ops.aten.lift_fresh.default
+"""The operator under ``torch.tensor(3.0)``, which makes a fake tensor of a real one."""
 _PLAIN = {str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None)}
 _NUMBERS = {int, float, bool}  # of which 1, 1.0 and True are equal
 
@@ -46,6 +46,9 @@ def inputs_by_shape(
     if not _is_by_shape(op):
         return None
     try:
+        if op is _TAKES_IN and not is_fake(args[0]):
+            tensors.append(args[0])
+            return op, _layout_of(args[0])
         given = [_by_shape(value, tensors) for value in args]
         for name, value in kwargs.items():
             given += name, _by_shape(value, tensors)
@@ -62,6 +65,8 @@ def _is_by_shape(op: OpOverload) -> bool:
 def _by_shape(value: Any, tensors: list[Tensor]) -> Hashable:
     kind = type(value)
     if is_fake(value):
+        if value.constant is not None:
+            raise _NotByShapeError
         tensors.append(value)
         return _layout_of(value)
     if kind in _NUMBERS:
@@ -70,14 +75,21 @@ def _by_shape(value: Any, tensors: list[Tensor]) -> Hashable:
         return value
     if isinstance(value, (list, tuple)):
         return kind, *[_by_shape(one, tensors) for one in value]
+    if kind is Tensor and not value.numel():  # a real one, without anything that a fake would share
+        tensors.append(value)
+        return kind, *_layout_of(value)
+    part = getattr(value, '_local_tensor', None)  # of a DTensor, which is so for its spec
+    if part is not None and is_fake(part):
+        tensors.append(value)
+        return kind, value._spec, *_layout_of(part)
     raise _NotByShapeError
 
 
 def _layout_of(tensor: Any) -> tuple[Any, ...]:
-    if tensor.layout != torch.strided or tensor.dtype.is_complex or tensor.constant is not None:
+    if tensor.layout != torch.strided or tensor.dtype.is_complex:
         raise _NotByShapeError
     layout = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
-    return *layout, tensor.fake_device
+    return *layout, tensor.fake_device if is_fake(tensor) else tensor.device
 
 
 class _Result(NamedTuple):
@@ -89,12 +101,12 @@ class _Result(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Any, inputs: Sequence[Tensor]) -> _Result:
-        if not is_fake(tensor):
-            raise _NotByShapeError
-        attributes = dict(vars(tensor))
         for index, one in enumerate(inputs):
             if one is tensor:
-                return cls(index, None, attributes)
+                return cls(index, None, {})
+        if not is_fake(tensor):
+            raise _NotByShapeError
+        attributes = {**vars(tensor), 'constant': None}  # numbers are no part of a shape
         layout, storage = _layout_of(tensor), tensor.untyped_storage()
         for index, one in enumerate(inputs):
             if storage_key(one.untyped_storage()) == storage_key(storage):

@@ -11,14 +11,6 @@ from torch import Tensor
 
 from memengine._torch_private.triton_kernels import proven_kernels
 
-__all__ = [
-    'HAS_OUT_DTYPE',
-    'compare_with_eager',
-    'default_fp32_products',
-    'fp32_products',
-    'half_mm',
-]
-
 _MATMUL = torch.backends.cuda.matmul
 HAS_OUT_DTYPE = 'dtype' in torch.ops.aten.mm.overloads()
 """Whether a product's result may have another type than its operands; not in 2.6."""

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ['given_up_on', 'proven_kernels', 'without_kernels']
-
 _agreed: set[tuple[str, torch.device, torch.dtype, tuple[Any, ...]]] = set()
 _given_up: set[tuple[str, torch.device]] = set()
 _is_off = False

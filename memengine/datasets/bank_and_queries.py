@@ -10,8 +10,6 @@ from memengine.datasets.build import build
 from memengine.datasets.image_dataset import ImageDataset
 from memengine.registry import DATASETS, DatasetConfig
 
-__all__ = ['BankAndQueries']
-
 
 @DATASETS.register_module()
 class BankAndQueries(Dataset):

@@ -10,8 +10,6 @@ from mmengine.registry import Registry
 
 from memengine.suggest import did_you_mean
 
-__all__ = ['build', 'one_line']
-
 
 def one_line(error: BaseException) -> str:
     """What ``error`` says, on one line, so that it can end the sentence of another error."""

@@ -27,9 +27,6 @@ from memengine.datasets.transforms.torchvision_v2 import TorchvisionTransform
 from memengine.registry import DATASETS, FUNCTIONS, TRANSFORMS, TransformConfig
 from memengine.suggest import import_optional
 
-__all__ = ['CocoDetection', 'list_samples']
-
-
 # What reading content of another form ends with.
 _MALFORMED = (
     *(ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError),

@@ -12,8 +12,6 @@ from torch.utils.data import default_collate
 
 from memengine.registry import FUNCTIONS
 
-__all__ = ['stack_views']
-
 
 # MMEngine's Runner looks collate functions up in its root registry only.
 @ROOT_FUNCTIONS.register_module()

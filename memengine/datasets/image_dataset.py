@@ -15,8 +15,6 @@ from memengine.datasets.sources.protocols import HasCaptions, HasLabels, HasPath
 from memengine.datasets.transforms.pipeline import Pipeline
 from memengine.registry import DATASETS, DatasetConfig, TransformConfig
 
-__all__ = ['ImageDataset', 'make_item', 'positions']
-
 
 @DATASETS.register_module()
 class ImageDataset(Dataset):

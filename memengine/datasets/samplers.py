@@ -10,8 +10,6 @@ from torch.utils.data import Sampler
 
 from memengine.registry import DATA_SAMPLERS
 
-__all__ = ['RepeatedAugmentation']
-
 
 class _RepeatedIndex(int):
     """A sample's index that remembers how often it came before in this pass.

@@ -14,8 +14,6 @@ from memengine.datasets.image_dataset import positions
 from memengine.registry import DATASETS
 from memengine.suggest import import_optional
 
-__all__ = ['TextBlocks']
-
 
 @DATASETS.register_module()
 class TextBlocks(Dataset):

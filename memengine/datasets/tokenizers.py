@@ -15,8 +15,6 @@ from torch import Tensor
 from memengine.registry import TRANSFORMS
 from memengine.suggest import import_optional
 
-__all__ = ['OpenClipTokenizer', 'TransformersTokenizer', 'WordTokenizer']
-
 _WORD = re.compile(r"[a-z0-9']+|[^\sa-z0-9']")
 
 

@@ -10,8 +10,6 @@ from mmengine.evaluator import BaseMetric
 
 from memengine.registry import METRICS
 
-__all__ = ['AccuracyMetric']
-
 
 @METRICS.register_module()
 class AccuracyMetric(BaseMetric):

@@ -15,8 +15,6 @@ from torch import Tensor
 from memengine.registry import METRICS
 from memengine.suggest import import_optional
 
-__all__ = ['CocoMetric']
-
 _KINDS = {'box': 'bbox', 'mask': 'segm'}  # ours and pycocotools'
 
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from memengine.evaluation.knn import unit_rows
 from memengine.registry import METRICS
 
-__all__ = ['RetrievalMetric', 'ZeroShotMetric', 'recall_at', 'zero_shot_accuracy']
-
 _CHUNK = 1024
 
 

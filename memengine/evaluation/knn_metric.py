@@ -19,8 +19,6 @@ from torch.nn import functional as F
 from memengine.evaluation.knn import check_k, check_settings, merge, nearest, unit_rows, vote
 from memengine.registry import METRICS
 
-__all__ = ['KNNMetric']
-
 _PIXEL_LIMIT_BYTES = 2 * 2**30
 _LOWEST_KEY = torch.iinfo(torch.long).min
 

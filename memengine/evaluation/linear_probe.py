@@ -14,8 +14,6 @@ from torch.nn import functional as F
 
 from memengine.evaluation.knn import unit_rows
 
-__all__ = ['LinearProbe', 'few_shot', 'linear_probe']
-
 _MOMENTUM = 0.9
 
 

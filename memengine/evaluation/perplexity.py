@@ -10,8 +10,6 @@ from mmengine.evaluator import BaseMetric
 
 from memengine.registry import METRICS
 
-__all__ = ['PerplexityMetric']
-
 
 @METRICS.register_module()
 class PerplexityMetric(BaseMetric):

@@ -31,15 +31,6 @@ from memengine.losses.tiles import (
     tiles,
 )
 
-__all__ = [
-    'ClipLoss',
-    'check_towers',
-    'pairwise_gradients',
-    'pairwise_logits',
-    'tiled_losses',
-    'untiled_losses',
-]
-
 
 def check_towers(name: str, image_features: Tensor, text_features: Tensor) -> None:
     """Raise ValueError unless both are [B, D] of the same pairs, B > 0."""

@@ -14,16 +14,6 @@ from torch import Tensor
 
 from memengine.losses.tiles import first_derivative_only
 
-__all__ = [
-    'Gather',
-    'all_gather_rows',
-    'by_rank',
-    'needs_grad',
-    'rows_per_rank',
-    'sum_to_owners',
-    'compare_ranks',
-]
-
 
 def Gather(  # noqa: N802 (DisCo-CLIP's name)
     tensor: Tensor, process_group: dist.ProcessGroup | None = None

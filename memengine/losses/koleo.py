@@ -18,8 +18,6 @@ from memengine.losses.batch_loss import (
 )
 from memengine.losses.gather import Gather
 
-__all__ = ['KoLeoLoss', 'koleo_loss']
-
 
 def koleo_loss(
     features: Tensor, eps: float = 1e-8, process_group: dist.ProcessGroup | None = None

@@ -18,8 +18,6 @@ from memengine.losses.batch_loss import (
     ranks_of,
 )
 
-__all__ = ['NTXentLoss']
-
 
 class NTXentLoss(BatchLoss):
     """NT-Xent: each view finds the other view of its sample among all 2B - 1 others.

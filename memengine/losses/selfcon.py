@@ -10,8 +10,6 @@ from torch import Tensor
 from memengine.losses.batch_loss import Products
 from memengine.losses.supcon import SupConLoss, check_positives, given_positives, views_first
 
-__all__ = ['ConLoss']
-
 
 class ConLoss(SupConLoss):
     """Self-contrastive (SelfCon) loss: SupCon's loss over the outputs of a multi-exit network.

@@ -34,7 +34,7 @@ __all__ = [
     'upper_tiles',
 ]
 
-_KERNELS = 'memengine.losses.kernels.pairs'
+_KERNELS = 'memengine.losses.kernels.similarity_tiles'
 AUTO_TILE_BYTES = {'cpu': 2**20}  # half of a core's second-level cache
 AUTO_TILE_BYTES_ELSEWHERE = 2**26  # large enough to keep a GPU busy
 

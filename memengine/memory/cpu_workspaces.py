@@ -17,7 +17,7 @@ from torch import Tensor
 
 from memengine._torch_private.autograd import storage_key
 from memengine._torch_private.fake_operators import Results
-from memengine._torch_private.ops import FLOPS_OF, OpOverload, pytree, written_arguments
+from memengine._torch_private.ops import FLOPS_OF, OpOverload, written_arguments
 
 __all__ = ['MOST_COMPUTED_BYTES', 'Operator', 'library_bytes', 'mapped_bytes', 'tensors_of']
 
@@ -107,7 +107,12 @@ class Operator(NamedTuple):
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """The tensors among an operator's arguments or results."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = [*tree.values()]
+    several = tree if isinstance(tree, (list, tuple)) else ()
+    return [tensor for one in several for tensor in tensors_of(one)]
 
 
 def mapped_bytes(nbytes: int) -> int:

@@ -33,11 +33,12 @@ from memengine._torch_private.fake import (
     fake_mode,
     is_fake,
     unset_fake_temporarily,
+    without_modes,
 )
 from memengine._torch_private.fake_operators import inputs_by_shape
 from memengine._torch_private.ops import (
+    OperatorMode,
     OpOverload,
-    TorchDispatchMode,
     pytree,
     written_arguments,
 )
@@ -74,6 +75,10 @@ def _innermost_line() -> tuple[str, int]:
     while frame is not None and frame.f_code.co_filename.startswith(_CARRIES_OUT):
         frame = frame.f_back
     return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ('', 0)
+
+
+def _no_line() -> tuple[str, int]:
+    return '', 0
 
 
 class Allocation:
@@ -126,11 +131,12 @@ class KnownOperators:
         self.by_shapes: dict[Hashable, Operator] = {}
 
 
-class LiveMemory(TorchDispatchMode):
+class LiveMemory(OperatorMode):
     """Notes what is made and freed while it is entered, inside the mode of known operators.
 
     Args:
         known: Operators that need not be carried out; others are added.
+        lines: Whether origins say the line, which is looked for in the stack at each operator.
 
     Attributes:
         events: Bytes (negative when freed) and allocation, in order.
@@ -143,9 +149,10 @@ class LiveMemory(TorchDispatchMode):
             asks whether any of many is so for no.
     """
 
-    def __init__(self, known: KnownOperators) -> None:
+    def __init__(self, known: KnownOperators, lines: bool = True) -> None:
         super().__init__()
         self._known = known.by_shapes
+        self._line = _innermost_line if lines else _no_line
         self.events: list[tuple[int, Allocation]] = []
         self.begun: list[tuple[int, str]] = []
         self.flops = self.moved_bytes = self.operators = self.guessed = 0
@@ -276,22 +283,25 @@ class LiveMemory(TorchDispatchMode):
         return out
 
     def _carry_out(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        if func.namespace == 'profiler':  # marks in the program, without tensors
+            with without_modes():
+                return func(*args, **kwargs)
         try:
             return func(*args, **kwargs)
         except SHAPE_OF_VALUES:
             with unset_fake_temporarily():
                 if any(self._value_of(tensor) is None for tensor in tensors_of((args, kwargs))):
                     raise
-                values = func(*self._with_values(args), **self._with_values(kwargs))
+                values = self._carry_out_on_values(func, args, kwargs)
             return pytree.tree_map_only(Tensor, torch.empty_like, values)
 
     def _find_origin(self) -> Origin:
         """Where the program stands; in backward, where the forward stood that it is of."""
         node = current_node()
         if node is not None and not self._modules:  # with modules, a forward is repeated in it
-            known = self._origins.get(node_number(node), Origin('', *_innermost_line()))
+            known = self._origins.get(node_number(node), Origin('', *self._line()))
             return known._replace(in_backward=True)
-        origin = Origin(self._modules[-1] if self._modules else '', *_innermost_line())
+        origin = Origin(self._modules[-1] if self._modules else '', *self._line())
         # Of operators with a gradient the node is there before they are carried out.
         self._origins.setdefault(next_node_number() - 1, origin)
         return origin
@@ -379,9 +389,8 @@ class LiveMemory(TorchDispatchMode):
         if small and _DRAWS not in func.tags:
             with unset_fake_temporarily():
                 if all(self._value_of(tensor) is not None for tensor in inputs):
-                    values = func(*self._with_values(args), **self._with_values(kwargs))
-                    given = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
-                    for allocation, value in zip(allocations, given, strict=True):
+                    values = self._carry_out_on_values(func, args, kwargs)
+                    for allocation, value in zip(allocations, tensors_of(values), strict=True):
                         whole = value.untyped_storage().nbytes() // value.element_size()
                         assert allocation is not None, 'small results are in memory that is known'
                         allocation.numbers = value.as_strided((whole,), (1,), 0)
@@ -392,7 +401,23 @@ class LiveMemory(TorchDispatchMode):
                 if allocation is not None:
                     allocation.numbers = None
 
-    def _with_values(self, arguments: Any) -> Any:
-        return pytree.tree_map(
-            lambda leaf: self._value_of(leaf) if isinstance(leaf, Tensor) else leaf, arguments
-        )
+    def with_known_numbers(self, tree: Any) -> Any:
+        """The same outside this mode, with real tensors for those whose numbers are known."""
+
+        def known(tensor: Tensor) -> Tensor:
+            value = self._value_of(tensor)
+            return tensor if value is None else value
+
+        with without_modes():
+            return pytree.tree_map_only(Tensor, known, tree)
+
+    def _carry_out_on_values(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        given = {name: self._with_values(value) for name, value in kwargs.items()}
+        return func(*self._with_values(args), **given)
+
+    def _with_values(self, argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            return self._value_of(argument)
+        if isinstance(argument, (list, tuple)):
+            return [*map(self._with_values, argument)]
+        return argument

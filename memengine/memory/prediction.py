@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -22,6 +23,7 @@ __all__ = [
     'Phase',
     'Prediction',
     'carried_out',
+    'made_once',
     'on_fake_tensors',
     'peaks_by_phase',
     'predict',
@@ -89,17 +91,20 @@ class Prediction:
 
 
 @contextmanager
-def on_fake_tensors(known: KnownOperators | None = None) -> Iterator[LiveMemory]:
+def on_fake_tensors(
+    known: KnownOperators | None = None, lines: bool = True
+) -> Iterator[LiveMemory]:
     """Within, tensors know their shape only; what becomes of them is noted.
 
     Args:
         known: From predictions before this one, which makes it faster.
+        lines: Whether it is noted which line of the program each is of.
 
     Raises:
         UnpredictableError: For what depends on values, or leaves torch.
     """
     known = known or KnownOperators()
-    memory = LiveMemory(known)
+    memory = LiveMemory(known, lines)
     try:
         with known.mode, memory, resizes_noted(memory.resize):
             yield memory
@@ -135,14 +140,14 @@ def predict(build: Callable[[], TrainingStep]) -> Prediction:
     Cost: the time that Python takes for the operators, about 0.1 ms each; half of it where others
     of the same shapes came before.
     """
-    return prediction_of(carried_out(build))
+    return prediction_of(carried_out(build, lines=False))
 
 
 def carried_out(
-    build: Callable[[], TrainingStep], known: KnownOperators | None = None
+    build: Callable[[], TrainingStep], known: KnownOperators | None = None, lines: bool = True
 ) -> LiveMemory:
     """All that becomes of memory in a step, for :func:`predict`."""
-    with on_fake_tensors(known) as memory:
+    with _garbage_is_of_these(), on_fake_tensors(known, lines) as memory:
         step = build()
         _assign(memory, step)
         with memory.named(step.model), _gradients_noted(memory, step.model):
@@ -159,6 +164,33 @@ def carried_out(
                 step.run()
             memory.end()
     return memory
+
+
+@contextmanager
+def _garbage_is_of_these() -> Iterator[None]:
+    """Python's collector leaves alone what was there before, of which libraries' parts are many."""
+    if gc.get_freeze_count():  # somebody's, who would find it thawed
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def made_once(make: Callable[[], Any], known: KnownOperators) -> Any:
+    """Tensors for several steps that are carried out with the same known operators.
+
+    Those whose numbers are known are real ones, as a step's account knows no numbers of another's.
+
+    Args:
+        make: Makes them, in containers, in a mode in which they have no memory.
+        known: As of :func:`carried_out`.
+    """
+    with on_fake_tensors(known) as memory:
+        made = make()
+    return memory.with_known_numbers(made)
 
 
 def _assign(memory: LiveMemory, step: TrainingStep) -> None:

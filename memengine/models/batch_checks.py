@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ['check_labels', 'check_one_view', 'labels_of']
-
 
 def labels_of(data_samples: Any, name: str) -> Tensor:
     """Labels [B] of a batch."""

@@ -10,8 +10,6 @@ from torch import nn
 from memengine import losses
 from memengine.registry import MODELS
 
-__all__ = ['build_head', 'build_loss']
-
 # The losses are plain torch; here they get names in configs.
 for _name in ('ClipLoss', 'ConLoss', 'KoLeoLoss', 'NTXentLoss', 'SigLipLoss', 'SupConLoss'):
     MODELS.register_module(name=_name, module=getattr(losses, _name))

@@ -13,8 +13,6 @@ from torchvision.transforms import v2
 from memengine.models.batch_checks import check_labels
 from memengine.registry import MODELS
 
-__all__ = ['MixedBatches']
-
 
 @MODELS.register_module()
 class MixedBatches(BaseDataPreprocessor):

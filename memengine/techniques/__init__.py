@@ -1,11 +1,11 @@
 """How a step spends less memory; plain torch, one file each."""
 
-from memengine.techniques.activation_offload import ActivationOffload, offload_activations
-from memengine.techniques.applying import AppliedTechniques, apply_techniques
-from memengine.techniques.checkpointing.checkpoint_activations import (
+from memengine.techniques.activation_checkpointing.checkpoint_activations import (
     Checkpointing,
     checkpoint_activations,
 )
+from memengine.techniques.activation_offload import ActivationOffload, offload_activations
+from memengine.techniques.apply_techniques import AppliedTechniques, apply_techniques
 from memengine.techniques.codecs.quantized import Quantizer
 from memengine.techniques.codecs.sparse import Cast, Sparsifier
 from memengine.techniques.compiling import CompiledBlocks, compile_blocks
@@ -22,11 +22,11 @@ from memengine.techniques.conv_bn.conv_bn_eval import ConvBNEval, efficient_conv
 from memengine.techniques.layers.weight_norm import WeightNormLinear
 from memengine.techniques.modules.blocks import find_blocks, select_modules
 from memengine.techniques.modules.forward_state import RandomState
-from memengine.techniques.optimizer.adamw_bf16 import AdamWBf16
-from memengine.techniques.optimizer.in_backward import step_in_backward
+from memengine.techniques.optimizer_memory.adamw_bf16 import AdamWBf16
+from memengine.techniques.optimizer_memory.in_backward import step_in_backward
 from memengine.techniques.sharding.clipping import clip_grad_norm_
 from memengine.techniques.sharding.shard_model import ShardedModel, shard_model
-from memengine.techniques.slices.accumulation import additive_step
+from memengine.techniques.slices.accumulation_within_iteration import additive_step
 from memengine.techniques.slices.grad_cache import cached_step
 from memengine.techniques.slices.grad_cache_call import GradCache
 from memengine.techniques.slices.multi_crop import CropSlice, dino_step, plan_slices

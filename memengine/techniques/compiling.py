@@ -12,10 +12,10 @@ from torch import nn
 
 from memengine._torch_private.modules import forget_compilation, is_compiled, without_compilation
 from memengine.technique import Handle, Report, Settings, Technique, setting
-from memengine.techniques.checkpointing.checkpoint_activations import (
+from memengine.techniques.activation_checkpointing.checkpoint_activations import (
     TECHNIQUE as ACTIVATION_CHECKPOINTING,
 )
-from memengine.techniques.checkpointing.repeatable_forward import CheckpointedForward
+from memengine.techniques.activation_checkpointing.repeatable_forward import CheckpointedForward
 from memengine.techniques.compression.hooks import rules_of
 from memengine.techniques.compression.rules import COMPILE_CONFLICTS
 from memengine.techniques.modules.blocks import BLOCKS, Selector, select_modules

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-__all__ = ['NoAttentionError', 'attention_maps', 'in_eval_mode', 'save_attention_figure']
-
 _SOFTMAX = (torch.softmax, Tensor.softmax, F.softmax)
 
 

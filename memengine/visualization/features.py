@@ -5,7 +5,7 @@ Shapes: N features of width D, B images, K neighbours of each, h x w patches.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -14,17 +14,6 @@ from torch import Tensor, nn
 
 from memengine.visualization.attention import in_eval_mode
 from memengine.visualization.figures import figure_of, for_imshow, save_figure
-
-__all__ = [
-    'dense_features',
-    'nearest_rows',
-    'patch_colours',
-    'principal_components',
-    'save_map',
-    'save_neighbours',
-    'save_patches',
-    'scatter',
-]
 
 _LEGEND = 20  # classes that fit beside a map
 _OUTSIDE = 0.01  # share of the patches beyond either end of the colours
@@ -99,22 +88,53 @@ def nearest_rows(features: Tensor, rows: Tensor, count: int, among: Tensor | Non
     return similarity.topk(min(count, int(among.sum()) - int(among[rows].any())), dim=1).indices
 
 
-def save_neighbours(
-    images: Tensor,
-    neighbours: Sequence[Tensor],
+def class_words(labels: Tensor, classes: Sequence[str]) -> list[str]:
+    """What the class of each label [N] is called: its number without a name, '' where unknown."""
+    return [
+        '' if label < 0 else classes[label] if label < len(classes) else str(label)
+        for label in labels.tolist()
+    ]
+
+
+def save_nearest(
+    features: Tensor,
+    rows: Tensor,
+    count: int,
+    images_of: Callable[[Tensor], Tensor],
     path: str | Path,
     names: Sequence[str] = (),
-    neighbours_names: Sequence[Sequence[str]] = (),
+    among: Tensor | None = None,
 ) -> None:
-    """Draw each image and, right of it, its nearest neighbours; other names are red.
+    """Draw images and what is nearest to them by their features.
 
     Args:
-        images: [B, C, H, W].
-        neighbours: Of each image [K, C, H, W], nearest first.
+        features: Of length 1, [N, D].
+        rows: Which are shown, Long[B].
+        count: Neighbours of each.
+        images_of: Gives the images [M, C, H, W] of rows Long[M].
         path: Where the PNG goes.
-        names: Class of each image.
-        neighbours_names: Classes of the neighbours of each image.
+        names: Class of each sample.
+        among: Which samples may be neighbours, Bool[N]; by default all.
     """
+    nearest = nearest_rows(features, rows, count, among)  # [B, K]
+    images = images_of(torch.cat([rows, nearest.flatten()])).cpu()
+    save_neighbours(
+        images[: len(rows)],
+        images[len(rows) :].unflatten(0, nearest.shape),
+        path,
+        [names[row] for row in rows if names],
+        [[names[row] for row in others if names] for others in nearest],
+    )
+
+
+def save_neighbours(
+    images: Tensor,
+    neighbours: Tensor,
+    path: str | Path,
+    names: Sequence[str],
+    neighbours_names: Sequence[Sequence[str]],
+) -> None:
+    """Draw images [B, C, H, W], right of each its nearest [B, K, C, H, W]; other names are red."""
     columns = 1 + len(neighbours[0])
     figure, axes = figure_of(len(images), columns, width=1.2 * columns, height=1.35 * len(images))
     for row, (image, others) in enumerate(zip(images, neighbours, strict=True)):

@@ -5,12 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
-__all__ = ['figure_of', 'save_figure', 'for_imshow']
+
+def evenly_chosen(size: int, count: int) -> Tensor:
+    """So many places of a row of that size, evenly, both ends among them: Long[count]."""
+    return torch.linspace(0, size - 1, min(count, size)).round().long()
 
 
 def figure_of(

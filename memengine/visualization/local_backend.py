@@ -11,8 +11,6 @@ from mmengine.visualization import LocalVisBackend as _LocalVisBackend
 
 from memengine.registry import VISBACKENDS
 
-__all__ = ['LocalVisBackend']
-
 
 @VISBACKENDS.register_module()
 class LocalVisBackend(_LocalVisBackend):

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from memengine.visualization.figures import figure_of, save_figure
 
-__all__ = ['draw_memory', 'draw_plans']
-
 _MIB = 2**20
 _COLUMNS = 1000  # of the picture; what lies in one is drawn at its highest moment
 _COLOURS = {

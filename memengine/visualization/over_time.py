@@ -15,9 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from memengine.visualization.features import principal_components, scatter
-from memengine.visualization.figures import figure_of, save_figure
-
-__all__ = ['Moment', 'Moments', 'save_maps']
+from memengine.visualization.figures import evenly_chosen, figure_of, save_figure
 
 _DRAWN, _COLUMNS = 6, 3
 
@@ -90,8 +88,7 @@ class Moments:
     def read(self) -> list[Moment]:
         """A few of what was saved: the first, the last, and some evenly between them."""
         files = self._files()
-        chosen = torch.linspace(0, len(files) - 1, min(_DRAWN, len(files))).round().int().tolist()
-        return [_read(files[place]) for place in chosen]
+        return [_read(files[place]) for place in evenly_chosen(len(files), _DRAWN)]
 
     def _files(self) -> list[Path]:
         return sorted(self._folder.glob('*.npz'))

@@ -12,8 +12,6 @@ from typing import Any
 
 from memengine.visualization.scalars import Curve, History, read_history
 
-__all__ = ['is_flat', 'write_page']
-
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em }
 h1, h2, h3 { font-weight: 600 } h2 { border-bottom: 1px solid #ccc; margin-top: 2em }

@@ -14,8 +14,6 @@ from matplotlib.axes import Axes
 from memengine.visualization.figures import figure_of, save_figure
 from memengine.visualization.scalars import Curve, History, read_history
 
-__all__ = ['write_report']
-
 _PANELS = (  # title, unit, names
     ('Learning rate', '', ('lr',)),
     ('Teacher temperature', '', ('teacher_temp',)),

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ['Curve', 'History', 'read_history']
-
 
 @dataclass
 class Curve:

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from memengine.visualization.figures import figure_of, for_imshow, save_figure
 
-__all__ = ['save_views', 'views_of']
-
 _ROWS, _COLUMNS = 8, 12
 
 

@@ -23,7 +23,7 @@ from tests.models.toy import build
 
 pytestmark = NEEDS_SHARDING
 
-STEPS = 20
+STEPS = 12
 KINDS = {
     Classifier: dict(optim=AccumulationOptimWrapper, micro_batch_size=1),
     'DINO': dict(optim=AccumulationOptimWrapper, micro_batch_size=1),

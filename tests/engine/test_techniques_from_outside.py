@@ -6,13 +6,14 @@ import pytest
 import torch
 from mmengine.config import Config
 
-from memengine.engine.apply import refusals
 from memengine.engine.cli.main import main
 from memengine.engine.cli.techniques import describe, list_techniques
 from memengine.engine.config.check import ConfigError, check_config
 from memengine.engine.hooks import register_hooks
+from memengine.engine.techniques_of_config import refusals
 from memengine.memory import SavedBytes
-from memengine.technique import _find, in_order, techniques
+from memengine.technique import in_order, techniques
+from memengine.technique.description import _find
 from tests.composition import outcome, rows
 from tests.docs_pages import ROOT
 from tests.engine.config_shapes import base

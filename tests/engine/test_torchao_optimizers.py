@@ -12,7 +12,7 @@ from torch import nn
 from memengine.engine.optim import OptimWrapper
 from memengine.memory.ledger import blocks_of
 from memengine.registry import OPTIMIZERS
-from memengine.techniques.optimizer.in_backward import step_in_backward
+from memengine.techniques.optimizer_memory.in_backward import step_in_backward
 from memengine.testing import assert_same_step, relative_error
 from tests.engine.toy import Losses, toy_runner
 
@@ -22,7 +22,7 @@ NAMES = ['AdamW8bit', 'AdamW4bit', 'CPUOffloadOptimizer']
 @pytest.mark.parametrize('name', NAMES[:2])
 def test_without_torchao_the_error_says_what_to_install(name, monkeypatch):
     monkeypatch.setitem(sys.modules, 'torchao.optim', None)
-    from memengine.techniques.optimizer import adamw_low_bit
+    from memengine.techniques.optimizer_memory import adamw_low_bit
 
     adamw_low_bit._low_bit.cache_clear()
     with pytest.raises(ImportError, match=f"type='{name}' needs torchao: pip install torchao"):
@@ -160,7 +160,7 @@ def offloading(monkeypatch):
     """The optimiser with a host in the place of the GPU; streams wait for nothing."""
     from torchao.optim import cpu_offload
 
-    from memengine.techniques.optimizer import states_on_host
+    from memengine.techniques.optimizer_memory import states_on_host
 
     class Stream:
         def wait_stream(self, other):

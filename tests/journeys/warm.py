@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from memengine import technique
+from memengine.technique import description
 
 IMPORTED = (
     'matplotlib.pyplot',
@@ -113,7 +113,7 @@ def become(connection: socket.socket) -> NoReturn:
     os.environ.clear()
     os.environ.update(request['environment'])
     sys.path[1:1] = filter(None, os.environ.get('PYTHONPATH', '').split(os.pathsep))
-    technique._find.cache_clear()  # in packages that are only on this path, too
+    description._find.cache_clear()  # in packages that are only on this path, too
     try:
         carry_out(*request['words'])
     except SystemExit as end:

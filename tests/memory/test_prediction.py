@@ -14,7 +14,10 @@ from torch import nn
 from memengine.memory import TrainingStep, UnpredictableError, predict, timeline
 from memengine.memory.live_memory import KnownOperators, LiveMemory
 from memengine.memory.prediction import carried_out, prediction_of
-from memengine.techniques.checkpointing.checkpoint_activations import checkpoint_activations
+from memengine.techniques import recompute_activations
+from memengine.techniques.activation_checkpointing.checkpoint_activations import (
+    checkpoint_activations,
+)
 from tests.docs_pages import ROOT
 
 MIB = 2**20
@@ -105,6 +108,20 @@ def test_shapes_that_depend_on_values_are_refused():
         predict(lambda: perceptron(loss=lambda out: [out.sum()][int(out.min())]))
 
 
+def test_that_a_factor_has_more_than_two_values_is_guessed():
+    def build():
+        model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.Linear(64, 64))
+        handle, batch = recompute_activations(model), torch.randn(32, 64)
+
+        def run():
+            assert handle
+            model(batch).sum().backward()
+
+        return TrainingStep(run, model, torch.optim.SGD(model.parameters()), batch)
+
+    assert predict(build).guessed
+
+
 def convolutions():
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten())
     model.append(nn.Linear(16 * 14 * 14, 10))
@@ -189,7 +206,8 @@ def test_measured_in_a_process_of_its_own():
         check=True,
     )
     predicted, peak, held = map(int, ran.stdout.split())
-    assert 36 * MIB < held < 38 * MIB  # a batch, a teacher, two layers with AdamW's states
+    # A batch, a teacher, two layers with AdamW's states; what MKL keeps differs by processor.
+    assert 36 * MIB < held < 39 * MIB
     assert peak == pytest.approx(predicted, rel=0.05)
 
 

@@ -5,8 +5,10 @@ import timm
 import torch
 from torch.nn import functional as F
 
+from memengine.techniques.activation_checkpointing.checkpoint_activations import (
+    checkpoint_activations,
+)
 from memengine.techniques.activation_offload import offload_activations
-from memengine.techniques.checkpointing.checkpoint_activations import checkpoint_activations
 from memengine.techniques.compression.dropit import drop_activations
 from memengine.techniques.compression.quantized_activations import quantize_activations
 from memengine.techniques.compression.recomputed_activations import recompute_activations

@@ -6,7 +6,7 @@ import torch
 
 from memengine.engine.optim import OptimizerInBackwardOptimWrapper
 from memengine.techniques import AdamWBf16
-from memengine.techniques.optimizer.in_backward import step_in_backward
+from memengine.techniques.optimizer_memory.in_backward import step_in_backward
 
 pytestmark = pytest.mark.gpu
 PARAMETERS = 152

@@ -26,9 +26,9 @@ def test_one_warning_and_the_eager_form(device, monkeypatch):
 def test_losses_in_tiles_are_what_they_are_whole(device, monkeypatch):
     monkeypatch.setattr(triton_kernels, '_given_up', set())
     towers = torch.randn(2, 40, 16, device='cuda').bfloat16()
-    with pytest.warns(UserWarning, match='pairs are not used on cuda:0') as told:
+    with pytest.warns(UserWarning, match='similarity_tiles are not used on cuda:0') as told:
         loss = ClipLoss(tile_size=9)(*towers, 10.0)
-    assert sum('kernels.pairs' in str(one.message) for one in told) == 1
+    assert sum('kernels.similarity_tiles' in str(one.message) for one in told) == 1
     assert torch.allclose(loss, ClipLoss()(*towers, 10.0), rtol=1e-5)
 
 

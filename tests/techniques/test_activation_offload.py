@@ -13,10 +13,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from memengine.memory import SavedBytes
+from memengine.techniques.activation_checkpointing.checkpoint_activations import (
+    checkpoint_activations,
+)
 from memengine.techniques.activation_offload import is_offloading, offload_activations
-from memengine.techniques.checkpointing.checkpoint_activations import checkpoint_activations
 from memengine.testing import assert_same_step, saved_bytes
-from tests.techniques.checkpointing.test_checkpoint_activations import make, step_of, train, vit
+from tests.techniques.activation_checkpointing.test_checkpoint_activations import (
+    make,
+    step_of,
+    train,
+    vit,
+)
 
 SMALL = dict(min_bytes=64)
 WAYS = {

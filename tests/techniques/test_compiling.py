@@ -13,12 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 from memengine._torch_private.ops import compiled_checkpoints_write_twice
 from memengine.memory import saved_bytes
+from memengine.techniques.activation_checkpointing.checkpoint_activations import (
+    checkpoint_activations,
+)
 from memengine.techniques.activation_offload import offload_activations
-from memengine.techniques.checkpointing.checkpoint_activations import checkpoint_activations
 from memengine.techniques.compiling import compile_blocks
 from memengine.techniques.modules.forward_state import RandomState
 from memengine.testing import assert_same_step
-from tests.techniques.checkpointing.test_checkpoint_activations import (
+from tests.techniques.activation_checkpointing.test_checkpoint_activations import (
     make,
     step_of,
     train,

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import pytest
 from mmengine.config import Config, DictAction
 
-from memengine.engine.apply import is_on, refusals, wrong_settings
 from memengine.engine.config.check import check_config
 from memengine.engine.config.file import merge_options
-from memengine.engine.config.types import find_anywhere
+from memengine.engine.config.schema.types import find_anywhere
 from memengine.engine.hooks import DropITHook
+from memengine.engine.techniques_of_config import is_on, refusals, wrong_settings
 from memengine.technique import (
     Handle,
     Settings,
@@ -183,7 +183,7 @@ def test_examples_are_small(key):
 
 
 def test_a_key_is_for_one_technique(monkeypatch):
-    monkeypatch.setattr('memengine.technique._known', dict(techniques()))
+    monkeypatch.setattr('memengine.technique.description._known', dict(techniques()))
     mine = register(toy())
     assert register(mine) is techniques()['toy']
     with pytest.raises(ValueError, match="two techniques have the key 'toy': .*ToySettings"):

@@ -21,9 +21,12 @@ PAGES = {
     'dropit_selection': ROOT / 'docs/techniques/compressed_activations.md',
     'sharding_memory': ROOT / 'docs/techniques/fsdp.md',
     'plans': ROOT / 'docs/memory.md',
+    'plans_beside_hand_made': ROOT / 'docs/memory.md',
+    'deep_plans': ROOT / 'docs/memory.md',
     'memory_prediction': ROOT / 'docs/memory.md',
     'meter_cost': ROOT / 'docs/memory.md',
     'batched_augmentation': ROOT / 'docs/data.md',
+    'first_run': ROOT / 'docs/data.md',
     'loss_precision': ROOT / 'docs/techniques/disco.md',
 }
 
@@ -69,12 +72,45 @@ def test_batched_augmentation(script, tmp_path):
     assert all(f'| `{name}` |' in page.read_text() for name in rows)
 
 
+@pytest.mark.slow
+def test_first_run(script, tmp_path):
+    page = page_with(tmp_path, 'first_run')
+    script('first_run').run('--quick', '--out', tmp_path, '--page', page)
+    results = results_of(tmp_path, 'first_run')
+    assert results['iterations'] == 2 and 0 < results['waited'] < 1
+    assert min(results[clock][key] for clock in ('wall', 'cpu') for key in results[clock]) > 0
+    assert f'{results["wall"]["ratio"]:.3f} ×' in page.read_text()
+
+
 def test_throughput(script, tmp_path):
     page = page_with(tmp_path, 'throughput')
     script('throughput').run('--quick', '--out', tmp_path, '--page', page)
     results = results_of(tmp_path, 'throughput')
     assert results['embed'] > 0
     assert f'{results["loader"]:.3f} ×' in page.read_text()
+
+
+def test_plans_beside_hand_made(script, tmp_path, monkeypatch):
+    page = page_with(tmp_path, 'plans_beside_hand_made')
+    beside = script('plans_beside_hand_made')
+    digits = beside.plans.Step('classify_vit', ('train_dataloader.batch_size=32',), 1, ())
+    monkeypatch.setitem(beside.plans.STEPS, 'digits', digits)
+    monkeypatch.setattr(beside, 'SETTINGS', {'digits': [beside.BLOCKS]})
+    beside.run('--repeats', '1', '--out', tmp_path, '--page', page)
+    (row,) = results_of(tmp_path, 'plans_beside_hand_made')['rows']
+    assert row['planned'] and 0 < row['planned_bytes'] <= row['bytes'] and row['time'] > 0
+    assert '| digits | `activation_checkpointing=[blocks]` |' in page.read_text()
+
+
+def test_deep_plans(script, tmp_path, monkeypatch):
+    page = page_with(tmp_path, 'deep_plans')
+    plans = script('deep_plans')
+    shallow = plans.Search('classify_vit', '20MiB', 64, ('model.backbone.depth=1',), gpus=1)
+    monkeypatch.setattr(plans, 'SEARCHES', {'shallow': shallow})
+    plans.run('--out', tmp_path, '--page', page)
+    (row,) = results_of(tmp_path, 'deep_plans')['rows']
+    assert row['plan']['train_dataloader.batch_size'] == 64 and 0 < row['share'] <= 1
+    assert row['cpu_s'] > 0 and '| shallow | 20MiB | 64 |' in page.read_text()
 
 
 def test_grad_cache(script, tmp_path):

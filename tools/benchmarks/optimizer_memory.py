@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memengine.memory.allocated import allocated_peak_bytes
 from memengine.memory.ledger import blocks_of
 from memengine.registry import OPTIMIZERS
-from memengine.techniques.optimizer.in_backward import step_in_backward
+from memengine.techniques.optimizer_memory.in_backward import step_in_backward
 
 LR, STEPS = 1e-3, 20
 MODEL = dict(model_name='vit_small_patch16_224', img_size=32, depth=1, num_classes=10)

@@ -29,7 +29,7 @@ from memengine.engine.cli.commands import read_config
 from memengine.engine.cli.parser import make_parser
 from memengine.engine.cli.plan import said
 from memengine.engine.config.planning import Planner, budget_for
-from memengine.engine.config.training_step import first_batch, step_of
+from memengine.engine.config.step_of_config import first_batch, step_of
 from memengine.memory import map_blocks_singly, measure, predict
 
 DEIT = "type='TimmBackbone',model_name='deit_tiny_patch16_224',img_size=112,in_chans=1,depth=4"
@@ -126,7 +126,7 @@ STEPS: dict[str, Step] = {
 def plans(name: str, shares: Sequence[float]) -> Iterator[dict[str, Any]]:
     """Plans of one config for shares of what it takes as it is."""
     step = STEPS[name]
-    planner = Planner(_config(step))
+    planner = Planner(config_of(step))
     whole = planner.plain().peak_bytes
     for share in shares:
         budget = int(share * budget_for(whole))
@@ -161,7 +161,7 @@ def _taken(step: Step, options: Sequence[str]) -> dict[str, int]:
     MMLogger.get_current_instance().setLevel('ERROR')
     torch.set_num_threads(1)
     map_blocks_singly()
-    cfg = _config(step, *options)
+    cfg = config_of(step, *options)
     build = step_of(cfg, first_batch(cfg))
     predicted = predict(build)  # which imports what is left
     return {
@@ -170,7 +170,8 @@ def _taken(step: Step, options: Sequence[str]) -> dict[str, int]:
     }
 
 
-def _config(step: Step, *options: str) -> Config:
+def config_of(step: Step, *options: str) -> Config:
+    """A step's config, with further options."""
     command = ['predict', f'configs/{step.config}.py', '--gpus', str(step.ranks)]
     command += ['--cfg-options', *step.options, *options]
     return read_config(make_parser().parse_args(command))

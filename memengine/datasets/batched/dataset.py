@@ -16,8 +16,6 @@ from memengine.datasets.build import one_line
 from memengine.datasets.image_dataset import ImageDataset
 from memengine.registry import DATASETS
 
-__all__ = ['BatchedImageDataset', 'pixels_of']
-
 
 @DATASETS.register_module()
 class BatchedImageDataset(ImageDataset):

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ['Draws']
-
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
     """To the right, zeros coming in; torch's own shift repeats the sign."""

@@ -16,8 +16,6 @@ from torchvision.transforms import v2
 
 from memengine.datasets.sources.folders import MOST_PIXELS
 
-__all__ = ['decode', 'read']
-
 
 def read(path: str) -> Tensor:
     """A file's bytes, uint8 [L].

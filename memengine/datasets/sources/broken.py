@@ -10,8 +10,6 @@ from mmengine.logging import print_log
 
 from memengine.datasets.build import one_line
 
-__all__ = ['BrokenSamples', 'OnError']
-
 OnError = Literal['stop', 'raise', 'skip']
 
 

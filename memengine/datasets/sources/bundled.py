@@ -13,8 +13,6 @@ from PIL import Image
 
 from memengine.registry import DATASETS
 
-__all__ = ['Digits', 'Photographs']
-
 
 def _check_choice(setting: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:

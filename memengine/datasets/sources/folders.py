@@ -19,19 +19,6 @@ from memengine.datasets.build import one_line
 from memengine.datasets.sources.protocols import NO_LABEL
 from memengine.registry import DATASETS
 
-__all__ = [
-    'CIFAR10',
-    'CIFAR100',
-    'MOST_PIXELS',
-    'SUFFIXES',
-    'ImageFolder',
-    'ImageNet',
-    'UnlabelledFolder',
-    'existing_folder',
-    'files_below',
-    'load_rgb',
-]
-
 MOST_PIXELS = 100_000_000
 """Of an image, unless more are asked for; as RGB they take 300 MB in each worker."""
 

@@ -14,8 +14,6 @@ from memengine.datasets.sources.protocols import NO_LABEL
 from memengine.registry import DATASETS
 from memengine.suggest import did_you_mean, import_optional
 
-__all__ = ['HuggingFace', 'check_columns', 'texts_of']
-
 
 @DATASETS.register_module()
 class HuggingFace:

@@ -12,8 +12,6 @@ from typing import Protocol, runtime_checkable
 
 from PIL import Image
 
-__all__ = ['NO_LABEL', 'HasCaptions', 'HasLabels', 'HasPaths', 'Source']
-
 NO_LABEL = -1
 """The label of images that have none."""
 

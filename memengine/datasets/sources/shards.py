@@ -16,8 +16,6 @@ from memengine.datasets.sources.folders import MOST_PIXELS, SUFFIXES, load_rgb
 from memengine.datasets.sources.protocols import NO_LABEL
 from memengine.registry import DATASETS
 
-__all__ = ['Head', 'Shards', 'files_of', 'key_and_suffix', 'lines_of', 'named_by', 'number_of']
-
 
 class Head(tarfile.TarInfo):
     """A file's head in a tar file that is whole: one that is cut off would else just be shorter."""

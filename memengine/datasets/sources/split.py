@@ -13,8 +13,6 @@ from memengine.datasets.build import build
 from memengine.datasets.sources.protocols import NO_LABEL, HasCaptions, HasLabels, HasPaths
 from memengine.registry import DATASETS, DatasetConfig
 
-__all__ = ['Split']
-
 
 @DATASETS.register_module()
 class Split:

@@ -16,8 +16,6 @@ from memengine.datasets.sources.protocols import NO_LABEL
 from memengine.registry import DATASETS
 from memengine.suggest import did_you_mean, import_optional
 
-__all__ = ['CocoCaptions', 'ImageTable']
-
 
 class _Listed:
     """Images by path, with labels and captions; what the sources of this file share."""

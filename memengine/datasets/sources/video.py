@@ -20,8 +20,6 @@ from memengine.datasets.sources.protocols import NO_LABEL
 from memengine.registry import DATASETS
 from memengine.suggest import import_optional
 
-__all__ = ['VideoFrames']
-
 _VIDEOS = ('.mp4', '.avi', '.mkv', '.mov', '.webm', '.m4v', '.mpg', '.mpeg')
 
 

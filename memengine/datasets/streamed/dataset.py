@@ -19,8 +19,6 @@ from memengine.datasets.streamed.reading import Reader, Stream
 from memengine.datasets.transforms.pipeline import Pipeline
 from memengine.registry import DATASETS, DatasetConfig, TransformConfig
 
-__all__ = ['StreamedImageDataset']
-
 _FLAGS = 2**20  # broken samples are told apart by their names' checksums: 1 MiB
 _MOST_IN_A_ROW = 100
 

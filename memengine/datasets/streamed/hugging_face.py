@@ -13,8 +13,6 @@ from memengine.datasets.streamed.reading import StreamedSample, share_of
 from memengine.registry import DATASETS
 from memengine.suggest import import_optional
 
-__all__ = ['HuggingFaceStream']
-
 _ROWS = 16  # that are handed over at a time
 
 

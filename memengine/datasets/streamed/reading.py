@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import NamedTuple, Protocol
 
-__all__ = ['Reader', 'Stream', 'StreamedSample', 'share_of']
-
 
 class StreamedSample(NamedTuple):
     """A sample as a stream holds it: ``image`` is a file's content, or its path."""

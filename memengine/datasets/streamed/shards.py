@@ -25,8 +25,6 @@ from memengine.datasets.sources.shards import (
 from memengine.datasets.streamed.reading import StreamedSample, share_of
 from memengine.registry import DATASETS
 
-__all__ = ['ShardStream']
-
 _PIPE = 'pipe:'
 
 

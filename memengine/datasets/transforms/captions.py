@@ -11,8 +11,6 @@ from memengine.datasets import tokenizers  # noqa: F401 (registers them)
 from memengine.datasets.build import build
 from memengine.registry import TRANSFORMS, TransformConfig
 
-__all__ = ['ChooseCaption', 'LabelCaption', 'Tokenize']
-
 
 @TRANSFORMS.register_module()
 class LabelCaption:

@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-__all__ = ['describe', 'to_bgr_array', 'to_torchvision']
-
 
 def _swap_channels(array: np.ndarray) -> np.ndarray:
     """RGB to BGR and back; greyscale stays as it is."""

@@ -10,8 +10,6 @@ from memengine.datasets.transforms.pipeline import Pipeline
 from memengine.registry import TRANSFORMS, TransformConfig
 from memengine.suggest import did_you_mean
 
-__all__ = ['MultiCrop']
-
 
 class _Group(TypedDict):
     num: int

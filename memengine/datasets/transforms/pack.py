@@ -11,8 +11,6 @@ from memengine.datasets.transforms.images import describe, to_torchvision
 from memengine.registry import TRANSFORMS
 from memengine.suggest import did_you_mean
 
-__all__ = ['PackInputs']
-
 
 @TRANSFORMS.register_module()
 class PackInputs:

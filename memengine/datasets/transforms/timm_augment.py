@@ -11,8 +11,6 @@ from PIL import Image
 from memengine.datasets.transforms.images import describe
 from memengine.registry import TRANSFORMS
 
-__all__ = ['TimmRandAugment']
-
 
 def _at_least_one_bit(bits: Callable[..., tuple[int]], *settings: Any) -> tuple[int]:
     # At full magnitude timm keeps no bit, which newer versions of Pillow refuse.

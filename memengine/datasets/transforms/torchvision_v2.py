@@ -14,8 +14,6 @@ from memengine.datasets.build import build, one_line
 from memengine.datasets.transforms.images import to_torchvision
 from memengine.registry import TRANSFORMS
 
-__all__ = ['TorchvisionTransform']
-
 _PREFIX = 'torchvision/'
 
 # Arguments that are a (smallest, largest) pair where they have two values.

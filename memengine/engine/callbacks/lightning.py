@@ -9,21 +9,20 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from memengine.techniques import AppliedTechniques, apply_techniques
 
-__all__ = ['TechniquesCallback']
-
 
 class TechniquesCallback(lightning.Callback):
     """Applies techniques to a LightningModule for as long as it is fitted.
 
     ``Trainer(callbacks=[TechniquesCallback(recomputed_activations=True)])``: they are applied
     before the strategy wraps the model (DDP) or it shards itself (``configure_model``), follow
-    their schedules, say after the first step what they have done, and are undone at the end.
+    their schedules, say after the first step of each fit what they have done, and are undone at its
+    end.
 
     Args:
         **settings: As :func:`~memengine.apply_techniques` takes them.
 
     Raises:
-        ValueError: As that does; after the first step, when a technique has done nothing.
+        ValueError: As that does; after the first step of a fit, when a technique has done nothing.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -34,7 +33,7 @@ class TechniquesCallback(lightning.Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Apply them."""
         if stage == 'fit':
-            self.applied = apply_techniques(pl_module, **self.settings)
+            self.applied, self.said = apply_techniques(pl_module, **self.settings), []
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -45,7 +44,7 @@ class TechniquesCallback(lightning.Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Say once what was done."""
+        """Say once in a fit what was done."""
         if not self.said:
             self.said = self.applied.report()
             for sentence in self.said:

@@ -8,22 +8,21 @@ import transformers
 
 from memengine.techniques import AppliedTechniques, apply_techniques
 
-__all__ = ['TechniquesCallback']
-
 
 class TechniquesCallback(transformers.TrainerCallback):
     """Applies techniques to a Trainer's model.
 
     ``Trainer(model, arguments, callbacks=[TechniquesCallback(recomputed_activations=True)])``: they
     are applied as soon as the Trainer is made, before the model is wrapped, follow their schedules,
-    and say after the first step what they have done. ``callback.applied.undo()`` leaves the model
-    as it was.
+    and say after the first step of each ``train()`` what they have done.
+    ``callback.applied.undo()`` leaves the model as it was.
 
     Args:
         **settings: As :func:`~memengine.apply_techniques` takes them.
 
     Raises:
-        ValueError: As that does; after the first step, when a technique has done nothing.
+        ValueError: As that does; after the first step of a ``train()``, when a technique
+            has done nothing.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -33,14 +32,20 @@ class TechniquesCallback(transformers.TrainerCallback):
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Apply them."""
-        self.applied = apply_techniques(kwargs['model'], **self.settings)
+        self.applied, self.said = apply_techniques(kwargs['model'], **self.settings), []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Apply them anew when it trains again: what they report counts from there."""
+        if self.said and self.applied.handles:
+            self.applied.undo()
+            self.on_init_end(args, state, control, **kwargs)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let schedules go on."""
         self.applied.before_step(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Say once what was done."""
+        """Say once in a ``train()`` what was done."""
         if not self.said:
             self.said = self.applied.report()
             for sentence in self.said if state.is_world_process_zero else ():

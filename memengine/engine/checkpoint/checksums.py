@@ -20,16 +20,6 @@ from typing import BinaryIO
 
 from memengine.engine.checkpoint.files import DamagedError
 
-__all__ = [
-    'CHECKSUMS_FILE',
-    'SAFETENSORS_KEY',
-    'PLACEHOLDER_DIGITS',
-    'checksum',
-    'seal',
-    'verify',
-    'write_checksums',
-]
-
 CHECKSUMS_FILE = 'checksums.txt'
 SAFETENSORS_KEY = 'memengine_crc32'  # of the header's metadata; PLACEHOLDER_DIGITS at first
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from memengine.engine.checkpoint.files import CheckpointError, backup_path, read_pickle
 from memengine.engine.checkpoint.sharded import RUN_FILE, SUFFIX, is_sharded
 
-__all__ = ['checkpoint_of', 'find_latest', 'newest_first']
-
 _READ_ONLY_SCHEMES = (
     'http',
     'https',

@@ -27,8 +27,6 @@ from memengine._torch_private.distributed import METADATA_RECORDS
 from memengine.engine.checkpoint.files import CheckpointError, DamagedError
 from memengine.engine.checkpoint.vetting import check_memo
 
-__all__ = ['SafeReader']
-
 
 class SafeReader(dcp.FileSystemReader):
     """Reads a folder of torch.distributed.checkpoint by its list of tensors, vetted once.

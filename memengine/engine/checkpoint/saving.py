@@ -17,8 +17,6 @@ from memengine.engine.checkpoint.checksums import seal
 from memengine.engine.checkpoint.files import CheckpointError, atomic_write
 from memengine.engine.distributed.processes import cpu_group, do_on_all_ranks
 
-__all__ = ['CheckpointWriter', 'SaveError', 'explain_save_error', 'save_errors', 'write_file']
-
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 

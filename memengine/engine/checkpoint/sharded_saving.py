@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from mmengine.dist import get_rank
 from torch import Tensor
 
 from memengine.engine.checkpoint.checksums import checksum, write_checksums
@@ -19,8 +20,6 @@ from memengine.engine.checkpoint.files import backup_path, sync
 from memengine.engine.checkpoint.saving import SaveError, explain_save_error, save_errors
 from memengine.engine.checkpoint.sharded import RUN_FILE, KeyPath, split_tensors, torch_errors
 from memengine.engine.distributed.processes import cpu_group, do_on_all_ranks
-
-__all__ = ['sharded_write']
 
 
 def sharded_write(
@@ -53,7 +52,7 @@ def sharded_write(
     partial = folder.with_name(f'.{folder.name}.partial')
     writer = dcp.FileSystemWriter(partial)
     run_file = io.BytesIO()
-    if _rank() == 0:
+    if get_rank() == 0:
         torch.save({**rest, 'tensors': {_joined(path): path for path in tensors}}, run_file)
     named = {_joined(path): tensor for path, tensor in tensors.items()}
     if asynchronous:
@@ -69,22 +68,18 @@ def sharded_write(
                 _on_rank_0(lambda: _begin(partial, run_file.getvalue()), group)
                 _write_tensors(writer, named, group, folder)
                 # Each rank of what it has written, which its machine may still have in memory.
-                own = f'__{_rank()}_*'
+                own = f'__{get_rank()}_*'
                 sums = do_on_all_ranks(
                     lambda: {p.name: checksum(p) for p in partial.glob(own)}, group
                 )
                 known = {name: digits for of_rank in sums for name, digits in of_rank.items()}
                 _on_rank_0(lambda: _publish(partial, folder, known, on_complete), group)
         except BaseException:
-            if _rank() == 0:
+            if get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
 
     return write
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _joined(path: KeyPath) -> str:
@@ -92,7 +87,7 @@ def _joined(path: KeyPath) -> str:
 
 
 def _on_rank_0(act: Callable[[], None], group: dist.ProcessGroup | None) -> None:
-    do_on_all_ranks(act if _rank() == 0 else lambda: None, group)
+    do_on_all_ranks(act if get_rank() == 0 else lambda: None, group)
 
 
 def _begin(partial: Path, run_file: bytes) -> None:

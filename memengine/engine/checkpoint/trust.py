@@ -21,8 +21,6 @@ from typing import Any
 import numpy as np
 from mmengine.logging import HistoryBuffer
 
-__all__ = ['is_data', 'is_known_data', 'safe_globals']
-
 _LIBRARY = frozenset(
     (
         argparse.Namespace,

@@ -16,8 +16,6 @@ import zipfile
 from collections.abc import Mapping
 from typing import IO, Any
 
-__all__ = ['check_memo', 'vet']
-
 # Of torch's storages, whose own word for it is deprecated.
 _ITEM_BYTES = {
     **dict.fromkeys(('Untyped', 'Bool', 'Byte', 'Char', 'QInt8', 'QUInt8', 'QUInt4x2'), 1),

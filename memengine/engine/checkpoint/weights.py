@@ -19,17 +19,6 @@ from memengine.engine.checkpoint.files import CheckpointError, DamagedError, saf
 from memengine.engine.checkpoint.latest import checkpoint_of
 from memengine.engine.checkpoint.sharded import is_sharded, read_sharded
 
-__all__ = [
-    'advise',
-    'load_from_options',
-    'load_weights',
-    'only_matching_part',
-    'parts_that_fit',
-    'read_file',
-    'read_weights',
-    'select',
-]
-
 _SHOWN = 3
 
 

@@ -12,11 +12,9 @@ from memengine.engine.checkpoint.sharded import is_sharded
 from memengine.engine.config.check import check_config
 from memengine.engine.config.error import ConfigError
 from memengine.engine.config.file import load_config
-from memengine.engine.config.runner_schema import AFTER_TRAINING
+from memengine.engine.config.schema.runner import AFTER_TRAINING
 from memengine.engine.distributed.threads import set_threads
 from memengine.registry import LOOPS, RUNNERS
-
-__all__ = ['read_run', 'run_after']
 
 
 def read_run(args: argparse.Namespace) -> Config:

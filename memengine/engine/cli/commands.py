@@ -21,7 +21,8 @@ from memengine.engine.cli.tracking import track
 from memengine.engine.config.check import check_config
 from memengine.engine.config.error import ConfigError
 from memengine.engine.config.file import load_config, similar_files
-from memengine.engine.config.types import arguments_of, find_type
+from memengine.engine.config.schema.types import arguments_of, find_type
+from memengine.engine.config.step_of_config import check_model
 from memengine.engine.distributed.threads import set_threads
 from memengine.registry import RUNNERS
 
@@ -88,6 +89,7 @@ def run_command(args: argparse.Namespace, cfg: Config) -> str:
         from memengine.engine.cli.data import examine_data
 
         return examine_data(cfg)
+    check_model(cfg)
     loader = cfg.get(f'{args.command}_dataloader')
     set_threads(loader.get('num_workers', 0) if isinstance(loader, dict) else 0)
     runner = RUNNERS.build(cfg)

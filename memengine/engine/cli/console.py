@@ -18,15 +18,6 @@ import memengine
 from memengine.engine.step import unwrap
 from memengine.memory.headroom import headroom_bytes
 
-__all__ = [
-    'describe_run',
-    'log_environment',
-    'set_up_console',
-    'shortened',
-    'to_log_file',
-    'writes_to_terminal',
-]
-
 # MMEngine's own, of no use to who watches: how hooks are sorted, the name of the run after each
 # epoch, what its own code is yet to change, what its drawings of predictions would lack.
 _FILE_ONLY = (

@@ -13,10 +13,8 @@ from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.logging import MMLogger
 
-from memengine.engine.config.training_step import loader_of, step_of
+from memengine.engine.config.step_of_config import loader_of, step_of
 from memengine.visualization.views import save_views, views_of
-
-__all__ = ['bottleneck', 'examine_data']
 
 _BATCHES, _STEPS = 5, 3
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from memengine.engine.config.types import arguments_of
+from memengine.engine.config.schema.types import arguments_of
 from memengine.engine.distributed.launchers import DEFAULT_TIMEOUT_S
 from memengine.suggest import did_you_mean
 

@@ -30,8 +30,6 @@ from memengine.engine.faults.signals import (
 if TYPE_CHECKING:
     from mmengine.config import Config
 
-__all__ = ['main']
-
 _ON_CONFIG = ('train', 'test', 'data', 'predict', 'measure', 'memory', 'plan')
 _STDOUT = 1
 _RANK_VARIABLES = ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK', 'PMI_RANK')

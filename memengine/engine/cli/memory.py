@@ -17,12 +17,10 @@ from mmengine.device import get_device
 from mmengine.logging import MMLogger
 
 from memengine._torch_private.distributed import pretended_ranks
-from memengine.engine.config.training_step import first_batch, step_of
+from memengine.engine.config.step_of_config import first_batch, step_of
 from memengine.engine.distributed.launchers import read_rank
 from memengine.engine.distributed.processes import cpu_group, do_on_all_ranks, init_process_group
 from memengine.memory import Prediction, UnpredictableError, map_blocks_singly, measure, predict
-
-__all__ = ['measure_step', 'predict_step']
 
 _MIB = 2**20
 _MOST_MODULES = 5

@@ -19,7 +19,7 @@ from memengine.engine.cli.values import parse_value
 from memengine.engine.config.check import check_config
 from memengine.engine.config.file import merge_options
 from memengine.engine.config.planning import Planner
-from memengine.engine.config.training_step import first_batch, step_of
+from memengine.engine.config.step_of_config import first_batch, step_of
 from memengine.memory import (
     LiveTensor,
     Prediction,

@@ -224,9 +224,10 @@ def _add_memory_commands(commands: Any) -> None:
     )
     plan.add_argument(
         '--allow',
-        choices=['exact', 'rounding'],
+        choices=['exact', 'rounding', 'lossy'],
         default='exact',
-        help='techniques that leave what is learned as it is (exact), or other precisions, too',
+        help='techniques that leave what is learned as it is (exact), other precisions too '
+        '(rounding), or also activations in 8 or 4 bits (lossy)',
     )
     plan.add_argument(
         '--objective',

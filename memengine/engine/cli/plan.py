@@ -19,11 +19,12 @@ from mmengine.device import get_device
 from mmengine.dist import get_world_size
 from mmengine.logging import MMLogger
 
+from memengine.engine.config.before_torch.sizes import parse_bytes, parse_fit
 from memengine.engine.config.check import ConfigError
 from memengine.engine.config.file import merge_options
 from memengine.engine.config.planning import Planner, budget_for, usable_bytes
 from memengine.memory import UnpredictableError
-from memengine.memory.planning import Found, Tried, parse_bytes, parse_fit, rates_of
+from memengine.memory.planning import Found, Tried, rates_of
 
 __all__ = ['plan_step']
 

@@ -7,8 +7,6 @@ from typing import Any
 from memengine.suggest import did_you_mean
 from memengine.technique import Technique, in_order, settings_of, techniques
 
-__all__ = ['describe', 'list_techniques']
-
 
 def list_techniques() -> str:
     """A line for each technique: its key, its gradients, and what one types for it."""

@@ -12,8 +12,6 @@ from mmengine.config import Config
 
 from memengine.engine.config.error import ConfigError
 
-__all__ = ['track']
-
 
 def track(cfg: Config, names: Sequence[str]) -> None:
     """Add trackers to a config's visualizer, in place.

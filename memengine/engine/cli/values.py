@@ -21,8 +21,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-__all__ = ['ValueSyntaxError', 'parse_value']
-
 _CLOSING = {'(': ')', '[': ']', '{': '}'}
 _NAMED = {'true': True, 'false': False, 'none': None}
 _NAME = re.compile(r'[\w.]+')

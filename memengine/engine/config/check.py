@@ -16,18 +16,18 @@ from typing import Any
 
 from mmengine.config import Config
 
-from memengine.engine.apply import refusals, wrong_settings
-from memengine.engine.config.bases import used_names
-from memengine.engine.config.checker import Checker
+from memengine.engine.config.base_files import used_names
 from memengine.engine.config.error import FREE_KEYS, ConfigError, unknown_key
-from memengine.engine.config.runner_schema import (
+from memengine.engine.config.schema.runner import (
     KEYS_SET_TOGETHER,
     TOP_CONSTRAINTS,
     TOP_KEYS,
     TOP_SCHEMAS,
 )
-from memengine.engine.config.types import arguments_of, find_type
+from memengine.engine.config.schema.types import arguments_of, find_type
+from memengine.engine.config.schema.walk import Checker
 from memengine.engine.hooks.technique import register_hooks
+from memengine.engine.techniques_of_config import refusals, wrong_settings
 from memengine.suggest import ONE_LETTER, STRICT, similar
 from memengine.technique import Technique, techniques
 

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from memengine.suggest import STRICT, did_you_mean, similar
 
-__all__ = ['FREE_KEYS', 'ConfigError', 'unknown_key', 'unknown_option']
-
 FREE_KEYS = ('vars', 'custom')
 """Keys below which anything may stand."""
 

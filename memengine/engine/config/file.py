@@ -12,7 +12,7 @@ from typing import Any
 from mmengine.config import Config
 from mmengine.config.utils import ConfigParsingError
 
-from memengine.engine.config.bases import (
+from memengine.engine.config.base_files import (
     SHIPPED,
     base_file,
     config_files,

@@ -20,13 +20,13 @@ from mmengine.logging import MMLogger
 
 import memengine
 from memengine._torch_private.distributed import pretended_ranks
+from memengine.engine.config.before_torch.sizes import parse_bytes, parse_fit
 from memengine.engine.config.check import ConfigError
 from memengine.engine.config.file import merge_options
 from memengine.engine.config.planning import Planner, budget_for
 from memengine.engine.distributed.launchers import read_rank
 from memengine.engine.distributed.processes import cpu_group, do_on_all_ranks, init_process_group
 from memengine.memory import UnpredictableError, room_bytes
-from memengine.memory.planning import parse_bytes, parse_fit
 
 __all__ = ['PLAN_FILE', 'keep_budget', 'open_auto_sizes']
 

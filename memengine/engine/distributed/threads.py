@@ -13,8 +13,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ['available_cores', 'local_world_size', 'set_threads']
-
 _LOCAL_WORLD_SIZE = ('LOCAL_WORLD_SIZE', 'OMPI_COMM_WORLD_LOCAL_SIZE', 'SLURM_NTASKS_PER_NODE')
 
 

@@ -23,8 +23,6 @@ from memengine.engine.step import unwrap
 from memengine.techniques.modules.forward_state import RandomState, accelerators_of
 from memengine.techniques.sharding.clipping import local_part
 
-__all__ = ['CONFIG', 'FORMAT', 'StepStart', 'capture_step', 'plain', 'rank_path']
-
 FORMAT = 1
 CONFIG = 'config.py'
 

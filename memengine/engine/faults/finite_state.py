@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from memengine._torch_private.ops import is_traceable_wrapper_subclass
 from memengine.engine.distributed.processes import cpu_group
 
-__all__ = ['NonFiniteError', 'each_optim_wrapper', 'refuse_nonfinite_state']
-
 
 class NonFiniteError(RuntimeError):
     """A loss, a gradient or a weight became NaN or infinite."""

@@ -24,8 +24,6 @@ from memengine.engine.faults.guard import BadStep, Guarded, StepGuard
 from memengine.engine.step import unwrap
 from memengine.registry import HOOKS
 
-__all__ = ['NonFiniteHook']
-
 
 @HOOKS.register_module(name=['NonFiniteHook', 'FiniteLossHook'])
 class NonFiniteHook(Hook):

@@ -21,7 +21,6 @@ from mmengine.runner import BaseLoop
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from memengine.engine.apply import apply_to_model
 from memengine.engine.checkpoint.files import CheckpointError, safe_loading
 from memengine.engine.distributed.processes import cpu_group
 from memengine.engine.faults.capture import FORMAT, plain, rank_path
@@ -30,6 +29,7 @@ from memengine.engine.faults.finite_state import NonFiniteError
 from memengine.engine.faults.guard import StepGuard
 from memengine.engine.hooks import AlgorithmHook, RandomStateHook, TechniqueHook
 from memengine.engine.step import unwrap
+from memengine.engine.techniques_of_config import apply_to_model
 from memengine.registry import RUNNERS
 from memengine.techniques.modules.forward_state import RandomState, accelerators_of
 from memengine.techniques.modules.private_random import restart_private_generators

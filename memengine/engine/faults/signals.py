@@ -11,15 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-__all__ = [
-    'REQUEUE_STATUS',
-    'STOP_SIGNALS',
-    'Interrupted',
-    'exit_status',
-    'raise_interrupted',
-    'stop_signals_handled_by',
-]
-
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PREEMPTION = (signal.SIGUSR1, signal.SIGUSR2)
 

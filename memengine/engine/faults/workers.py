@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -14,22 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import resource_sharer
+from multiprocessing.connection import Connection
+from types import FrameType
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from memengine.engine.faults.signals import STOP_SIGNALS
-
-__all__ = [
-    'BATCH_TIMEOUT_S',
-    'CountsSkipped',
-    'SamplesInHand',
-    'WorkerError',
-    'count_skipped',
-    'guard_workers',
-    'samples_named',
-]
 
 BATCH_TIMEOUT_S = 300
 """How long a batch is waited for, where the loader's ``timeout`` says nothing."""
@@ -164,9 +157,7 @@ def _hand_over_timed(loaders: Callable[[], Mapping[str, DataLoader]]) -> Iterato
             for loader in loaders().values() if time.monotonic() - since > 1 else ():
                 if 0 < loader.timeout < time.monotonic() - since:
                     late.append(loader.timeout)
-                    for worker, _, _ in _workers_of({'': loader}):
-                        if worker.sample >= 0:
-                            os.kill(worker.pid, signal.SIGKILL)  # which breaks the connection
+                    _break_off(main)
 
     threading.Thread(target=watch, daemon=True).start()
     try:
@@ -181,10 +172,28 @@ def _hand_over_timed(loaders: Callable[[], Mapping[str, DataLoader]]) -> Iterato
 
 def _waits_for_memory(thread: int) -> bool:
     """Whether a thread waits for another process to hand over memory that both will share."""
+    return any(frame.f_code.co_filename == resource_sharer.__file__ for frame in _frames_of(thread))
+
+
+def _frames_of(thread: int) -> Iterator[FrameType]:
+    """Of the functions that a thread is in, the innermost first."""
     frame = sys._current_frames().get(thread)
-    while frame is not None and frame.f_code.co_filename != resource_sharer.__file__:
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return frame is not None
+
+
+def _break_off(thread: int) -> None:
+    """End a thread's wait for another process.
+
+    Its connection is closed from this side: had the other one been killed, torch's handler of
+    SIGCHLD might raise at any line that the error of the connection passes.
+    """
+    owners = (frame.f_locals.get('self') for frame in _frames_of(thread))
+    waits_on = next((owner for owner in owners if isinstance(owner, Connection)), None)
+    if waits_on is not None:
+        with socket.socket(fileno=os.dup(waits_on.fileno())) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _hear_of_death(loaders: Callable[[], Mapping[str, DataLoader]]) -> RuntimeError | None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-__all__ = ['wrap_next_call']
-
 
 def wrap_next_call(owner: Any, name: str, context: AbstractContextManager[Any]) -> None:
     """Let the next call of ``owner.name`` run inside ``context``.

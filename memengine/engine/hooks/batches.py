@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ['count_images']
-
 
 def count_images(data_batch: Any, loader: Any) -> int:
     """Images in a batch of this rank; views of one image count as one.

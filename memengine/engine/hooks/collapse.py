@@ -10,8 +10,6 @@ from mmengine.hooks import Hook
 from memengine.engine.hooks.batches import count_images
 from memengine.registry import HOOKS
 
-__all__ = ['CollapseError', 'CollapseHook']
-
 _SIGNS = ('teacher_entropy', 'teacher_sample_entropy', 'feature_std', 'feature_rank')
 
 _ADVICE = (

@@ -10,8 +10,6 @@ from memengine.engine.faults.finite_state import each_optim_wrapper
 from memengine.engine.optim.optim_wrapper import OptimWrapper
 from memengine.registry import HOOKS
 
-__all__ = ['EMAHook']
-
 
 @HOOKS.register_module()
 class EMAHook(MMEngineEMAHook):

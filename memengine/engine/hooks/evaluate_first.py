@@ -9,8 +9,6 @@ from mmengine.hooks import Hook
 from memengine.registry import HOOKS
 from memengine.techniques.modules.forward_state import RandomState, accelerators_of
 
-__all__ = ['EvaluateFirstHook']
-
 
 @HOOKS.register_module()
 class EvaluateFirstHook(Hook):

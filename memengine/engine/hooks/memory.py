@@ -15,8 +15,6 @@ from memengine.engine.step import unwrap
 from memengine.memory import SavedBytes, cuda_figures, rss_mib
 from memengine.registry import HOOKS
 
-__all__ = ['MemoryHook']
-
 _MIB = 2**20
 
 

@@ -29,8 +29,6 @@ from memengine.engine.cli.console import writes_to_terminal
 from memengine.engine.hooks.around_next_call import wrap_next_call
 from memengine.registry import HOOKS
 
-__all__ = ['ProgressHook']
-
 _REFRESH_S = 0.25
 
 

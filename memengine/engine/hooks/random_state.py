@@ -10,8 +10,6 @@ from memengine._torch_private.ops import draw_from_known_generators_when_compile
 from memengine.engine.data_order import derive_seed, seed_generators
 from memengine.registry import HOOKS
 
-__all__ = ['RandomStateHook']
-
 
 @HOOKS.register_module()
 class RandomStateHook(Hook):

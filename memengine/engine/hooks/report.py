@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from mmengine.hooks import Hook
 from torch import Tensor, nn
 
@@ -22,8 +21,6 @@ from memengine.registry import HOOKS
 
 if TYPE_CHECKING:
     from memengine.visualization.over_time import Moments
-
-__all__ = ['ReportHook']
 
 _SHOWN, _NEIGHBOURS = 6, 5  # images, and neighbours of each: drawing takes a second
 
@@ -105,8 +102,11 @@ class ReportHook(Hook):
 
         try:
             write_report(runner.work_dir)
-        except FileNotFoundError as error:  # a run shorter than the interval of the log
-            runner.logger.info(f'Report: no curves. {error}')
+        except FileNotFoundError:
+            runner.logger.info(
+                'Report: no curves, as nothing was logged in a run that is shorter than '
+                'default_hooks.logger.interval'
+            )
 
     def _begin_moments(self, runner: Any) -> None:
         from memengine.visualization.over_time import Moments
@@ -118,7 +118,8 @@ class ReportHook(Hook):
             self._moments.clear()
 
     def _write_moments(self, runner: Any) -> None:
-        from memengine.visualization.features import nearest_rows, save_neighbours
+        from memengine.visualization.features import class_words, save_nearest
+        from memengine.visualization.figures import evenly_chosen
         from memengine.visualization.over_time import save_maps
 
         moments = [] if self._moments is None else self._moments.read()
@@ -130,30 +131,24 @@ class ReportHook(Hook):
         save_maps(moments, folder / 'embedding_map.png', names)
         if not self.num_images:
             return
-        last = moments[-1]
-        shown = _evenly_chosen(len(last.places), min(self.num_images, _SHOWN))
-        nearest = nearest_rows(last.features, shown, _NEIGHBOURS)  # [B, K]
-        rows = torch.cat([shown, nearest.flatten()])
-        images = self._inputs(runner, runner.val_loop.dataloader, last.places[rows], False).cpu()
-        words = [
-            '' if label < 0 else names[label] if label < len(names) else str(label)
-            for label in last.labels.tolist()
-        ]
-        save_neighbours(
-            images[: len(shown)],
-            images[len(shown) :].unflatten(0, nearest.shape),
+        last, loader = moments[-1], runner.val_loop.dataloader
+        save_nearest(
+            last.features,
+            evenly_chosen(len(last.places), min(self.num_images, _SHOWN)),
+            _NEIGHBOURS,
+            lambda rows: self._inputs(runner, loader, last.places[rows], False),
             folder / 'neighbours.png',
-            [words[row] for row in shown],
-            [[words[row] for row in others] for others in nearest],
+            class_words(last.labels, names),
         )
 
     def _write_views(self, runner: Any) -> None:
+        from memengine.visualization.figures import evenly_chosen
         from memengine.visualization.views import save_views, views_of
 
         loader = runner.train_loop.dataloader
         if not self.num_images or isinstance(loader.dataset.dataset, ReadsStreams):
             return  # a stream would be read from its beginning
-        places = _evenly_chosen(len(loader.dataset), self.num_images)
+        places = evenly_chosen(len(loader.dataset), self.num_images)
         samples = views_of({'inputs': self._inputs(runner, loader, places, True)})
         if samples:
             save_views(samples, Path(runner.work_dir) / 'report' / 'views.png')
@@ -164,6 +159,7 @@ class ReportHook(Hook):
             attention_maps,
             save_attention_figure,
         )
+        from memengine.visualization.figures import evenly_chosen
 
         if not self.num_images:
             return
@@ -174,7 +170,7 @@ class ReportHook(Hook):
             return
         loader = runner.val_loop.dataloader
         held_out = len(_held_out(loader.dataset))
-        places = len(loader.dataset) - held_out + _evenly_chosen(held_out, self.num_images)
+        places = len(loader.dataset) - held_out + evenly_chosen(held_out, self.num_images)
         images = self._inputs(runner, loader, places, False)
         try:
             with (_gather_context(runner.model) or nullcontext)():
@@ -207,11 +203,6 @@ class ReportHook(Hook):
 def _held_out(dataset: Any) -> Any:
     """What is evaluated: the queries of a data set that has a bank, too."""
     return getattr(dataset, 'queries', dataset)
-
-
-def _evenly_chosen(size: int, count: int) -> Tensor:
-    """So many places of a data set, evenly: Long[count]."""
-    return torch.linspace(0, size - 1, min(count, size)).round().long()
 
 
 def _gather_context(model: nn.Module) -> Callable[[], AbstractContextManager[Any]] | None:

@@ -21,8 +21,6 @@ from memengine.technique import (
     techniques,
 )
 
-__all__ = ['TechniqueHook', 'apply_in_order', 'register_hooks']
-
 
 class TechniqueHook(Hook):
     """Applies a technique to the model for the time of training.

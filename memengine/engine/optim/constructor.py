@@ -12,8 +12,6 @@ from torch import nn
 from memengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
 from memengine.suggest import did_you_mean
 
-__all__ = ['DefaultOptimWrapperConstructor']
-
 
 def _merge_equal_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Put parameters with the same settings into one group, in order of first appearance."""

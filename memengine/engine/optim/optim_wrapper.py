@@ -23,8 +23,6 @@ from memengine.techniques.sharding.clipping import (
     grad_norms,
 )
 
-__all__ = ['AmpOptimWrapper', 'OptimWrapper', 'Precision']
-
 # In place of torch's own, which refuse sharded gradients beside plain ones.
 _CLIP_FUNCTIONS = {
     'norm': clip_grad_norm_,

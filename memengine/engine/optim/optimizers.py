@@ -9,9 +9,9 @@ from timm.optim import Lars
 from torch.optim import Optimizer
 
 from memengine.registry import OPTIMIZERS
-from memengine.techniques.optimizer.adamw_bf16 import AdamWBf16
-from memengine.techniques.optimizer.adamw_low_bit import AdamW4bit, AdamW8bit
-from memengine.techniques.optimizer.states_on_host import cpu_offload_optimizer
+from memengine.techniques.optimizer_memory.adamw_bf16 import AdamWBf16
+from memengine.techniques.optimizer_memory.adamw_low_bit import AdamW4bit, AdamW8bit
+from memengine.techniques.optimizer_memory.states_on_host import cpu_offload_optimizer
 
 __all__ = ['AdamW4bit', 'AdamW8bit', 'AdamWBf16', 'CPUOffloadOptimizer']
 
@@ -27,7 +27,7 @@ def CPUOffloadOptimizer(  # noqa: N802 (a type name of the config language)
     minimal_size: int = 4096,
     **kwargs: Any,
 ) -> Optimizer:
-    """:func:`~memengine.techniques.optimizer.states_on_host.cpu_offload_optimizer`.
+    """:func:`~memengine.techniques.optimizer_memory.states_on_host.cpu_offload_optimizer`.
 
     ``optimizer_class`` may be a name, as in a config; a ValueError says if there is none.
     """

@@ -9,8 +9,6 @@ from mmengine.optim import BaseOptimWrapper, _ParamScheduler
 
 from memengine.registry import PARAM_SCHEDULERS
 
-__all__ = ['CosineWeightDecay']
-
 
 @PARAM_SCHEDULERS.register_module()
 class CosineWeightDecay(_ParamScheduler):

@@ -19,7 +19,7 @@ from torch import distributed as dist
 from torch.optim import Optimizer
 
 from memengine.engine.distributed.processes import cpu_group
-from memengine.engine.optim.keep_graph import KeptGraphs
+from memengine.engine.optim.kept_graphs import KeptGraphs
 from memengine.engine.optim.optim_wrapper import OptimWrapper
 from memengine.engine.step import SlicedModel, unwrap
 from memengine.registry import OPTIM_WRAPPERS

@@ -16,8 +16,6 @@ from memengine.engine.distributed.processes import cpu_group, do_on_all_ranks
 from memengine.engine.faults.finite_state import each_optim_wrapper
 from memengine.engine.step import unwrap
 
-__all__ = ['load', 'resume_newest', 'roll_back']
-
 
 def load(
     runner: Any,

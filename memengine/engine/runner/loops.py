@@ -19,8 +19,6 @@ from memengine.engine.faults.finite_state import each_optim_wrapper
 from memengine.engine.faults.stopping import EvaluationStopped, StopRequest
 from memengine.registry import LOOPS
 
-__all__ = ['EpochBasedTrainLoop', 'IterBasedTrainLoop']
-
 _Loop: TypeAlias = 'EpochBasedTrainLoop | IterBasedTrainLoop'
 
 # In the message hub, and so in checkpoints: the evaluation of this place has yet to be done.

@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from memengine._torch_private.data_loading import end_workers
-from memengine.engine.apply import apply_to_model, hooks_of_keys, refuse
 from memengine.engine.checkpoint.files import atomic_write
 from memengine.engine.checkpoint.saving import CheckpointWriter, SaveError
 from memengine.engine.checkpoint.sharded import SUFFIX
@@ -26,7 +25,7 @@ from memengine.engine.checkpoint.state import samples_per_step
 from memengine.engine.checkpoint.weights import load_from_options
 from memengine.engine.cli.console import describe_run, log_environment, set_up_console
 from memengine.engine.config.memory_budget import keep_budget
-from memengine.engine.config.runner_schema import DEFAULT_HOOK_TYPES
+from memengine.engine.config.schema.bounds_of_settings import DEFAULT_HOOK_TYPES
 from memengine.engine.data_order import reproducible
 from memengine.engine.distributed.launchers import DEFAULT_TIMEOUT_S
 from memengine.engine.distributed.processes import cpu_group, do_on_all_ranks, init_process_group
@@ -50,11 +49,10 @@ from memengine.engine.runner.loading import load, resume_newest, roll_back
 from memengine.engine.runner.saving import collect
 from memengine.engine.runner.wrapping import initialize_weights, refuse_lone_samples, wrap
 from memengine.engine.step import unwrap
+from memengine.engine.techniques_of_config import apply_to_model, hooks_of_keys, refuse
 from memengine.engine.wrappers.fsdp import FullyShardedDataParallel
 from memengine.registry import LOOPS, MODELS, RUNNERS
 from memengine.techniques.sharding.materializing import on_meta
-
-__all__ = ['Runner']
 
 # What a rank is doing from a method of its hooks on.
 _STAGE_OF_CALL = dict(
@@ -78,7 +76,7 @@ class Runner(_Runner):
       same kind of device), because data order and random numbers follow from the seed and the
       place in training;
     * a wrapper that would do nothing in one process says so or is refused;
-    * techniques are applied in the order that :mod:`memengine.engine.apply` writes down.
+    * techniques are applied in one order (:mod:`memengine.engine.techniques_of_config`).
 
     Raises:
         ValueError: For settings that contradict each other or the machine, naming the setting.

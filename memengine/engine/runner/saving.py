@@ -22,8 +22,6 @@ from memengine.engine.checkpoint.state import (
 from memengine.engine.faults.finite_state import refuse_nonfinite_state
 from memengine.engine.step import unwrap
 
-__all__ = ['collect']
-
 
 def collect(
     runner: Any,

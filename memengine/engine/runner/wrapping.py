@@ -8,10 +8,10 @@ from typing import Any, Protocol, runtime_checkable
 from mmengine.device import get_device
 from torch import nn
 
-from memengine.engine.apply import apply_before_wrapping
 from memengine.engine.checkpoint.files import safe_loading
 from memengine.engine.distributed.processes import local_device_ids
 from memengine.engine.step import SlicedModel, unwrap
+from memengine.engine.techniques_of_config import apply_before_wrapping
 from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
 from memengine.engine.wrappers.fsdp import FullyShardedDataParallel
 from memengine.registry import MODEL_WRAPPERS

@@ -12,8 +12,6 @@ from torch import Tensor
 from memengine.engine.step import carry_out_step, run_step
 from memengine.registry import MODEL_WRAPPERS
 
-__all__ = ['MMDistributedDataParallel']
-
 
 @MODEL_WRAPPERS.register_module()
 class MMDistributedDataParallel(_MMDistributedDataParallel):

@@ -12,8 +12,6 @@ from torch import nn
 from memengine.engine.wrappers.ddp import MMDistributedDataParallel
 from memengine.registry import MODEL_WRAPPERS
 
-__all__ = ['DisCoDistributedDataParallel', 'LossOverRanks', 'losses_with_a_group']
-
 # Hooks copy the model (EMA does): a copy shares the group, which cannot be copied.
 copyreg.pickle(dist.ProcessGroup, lambda group: 'the process group')
 

@@ -23,8 +23,6 @@ from memengine.registry import FUNCTIONS, MODEL_WRAPPERS
 from memengine.techniques.sharding.shard_model import shard_model
 from memengine.techniques.sharding.units import Units
 
-__all__ = ['FullyShardedDataParallel', 'MMFullyShardedDataParallel']
-
 
 def _dtype(name: str | torch.dtype | None, setting: str) -> torch.dtype | None:
     found = getattr(torch, name, None) if isinstance(name, str) else name

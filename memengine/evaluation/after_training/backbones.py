@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from memengine.evaluation.after_training.predictions import batches, dataset_of
 
-__all__ = ['Backbone', 'find_backbone', 'images_of']
-
 
 @dataclass(frozen=True)
 class Backbone:

@@ -19,8 +19,6 @@ from memengine.evaluation.after_training.predictions import dataset_of, predicti
 from memengine.registry import LOOPS
 from memengine.suggest import import_optional
 
-__all__ = ['EmbedLoop']
-
 
 def _npz(path: Path, columns: dict[str, Tensor]) -> None:
     arrays: dict[str, Any] = {name: value.numpy() for name, value in columns.items()}

@@ -15,8 +15,6 @@ from memengine.evaluation.after_training.predictions import one_process
 from memengine.evaluation.after_training.results import table, write_results
 from memengine.registry import LOOPS
 
-__all__ = ['ExportLoop']
-
 _COMPARED = 2  # images
 
 

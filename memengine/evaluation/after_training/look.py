@@ -23,16 +23,15 @@ from memengine.visualization.attention import (
     save_attention_figure,
 )
 from memengine.visualization.features import (
+    class_words,
     dense_features,
-    nearest_rows,
     patch_colours,
     principal_components,
     save_map,
-    save_neighbours,
+    save_nearest,
     save_patches,
 )
-
-__all__ = ['LookLoop']
+from memengine.visualization.figures import evenly_chosen
 
 
 @LOOPS.register_module()
@@ -105,7 +104,7 @@ class LookLoop:
                 lines.append(f'{folder / name}.png')
         if others := [name for name in self.pictures if name in self._of_images]:
             size = len(dataset_of(self.runner))
-            images = images_of(self.runner, _evenly_chosen(torch.arange(size), self.images))
+            images = images_of(self.runner, evenly_chosen(size, self.images).tolist())
             for name in others:
                 why = self._of_images[name](images, folder / f'{name}.png')
                 lines.append(f'no {name}: {why}' if why else f'{folder / name}.png')
@@ -115,25 +114,16 @@ class LookLoop:
         features = unit_rows(found['feature'])
         places = torch.arange(len(features))
         in_bank = found.get('bank', torch.ones(len(features))).bool()
-        rows = torch.tensor(
-            _evenly_chosen(places if in_bank.all() else places[~in_bank], self.images)
-        )
-        nearest = nearest_rows(features, rows, self.neighbours, in_bank)  # [B, K]
-        names = self._names(found)
-        images = images_of(self.runner, [*rows.tolist(), *nearest.flatten().tolist()]).cpu()
-        save_neighbours(
-            images[: len(rows)],
-            images[len(rows) :].unflatten(0, nearest.shape),
+        places = places if in_bank.all() else places[~in_bank]
+        save_nearest(
+            features,
+            places[evenly_chosen(len(places), self.images)],
+            self.neighbours,
+            lambda rows: images_of(self.runner, rows.tolist()),
             path,
-            [names[row] for row in rows if names],
-            [[names[row] for row in others if names] for others in nearest],
+            class_words(found['label'], self._classes()) if 'label' in found else (),
+            in_bank,
         )
-
-    def _names(self, found: dict[str, Tensor]) -> list[str]:
-        """What the class of each image is called; nothing where there are no labels."""
-        classes = self._classes()
-        labels = found['label'].tolist() if 'label' in found else []
-        return [classes[label] if label < len(classes) else str(label) for label in labels]
 
     def _classes(self) -> list[str]:
         metainfo = getattr(dataset_of(self.runner), 'metainfo', {})
@@ -161,12 +151,6 @@ class LookLoop:
 
     def _network(self) -> Any:
         return find_backbone(self.runner.model, self.part, 'look.part').network
-
-
-def _evenly_chosen(places: Tensor, count: int) -> list[int]:
-    """So many of the places, evenly."""
-    chosen = torch.linspace(0, len(places) - 1, min(count, len(places))).round().long()
-    return places[chosen].tolist()
 
 
 def _pca(features: Tensor) -> tuple[Tensor, str]:

@@ -13,8 +13,6 @@ from mmengine.config import Config
 from memengine.evaluation.after_training.backbones import Backbone
 from memengine.evaluation.after_training.results import table
 
-__all__ = ['write_model_card']
-
 _PACKAGES = ('memengine', 'torch', 'torchvision', 'timm', 'transformers', 'mmengine')
 _MACHINE_KEYS = ('load_from', 'work_dir', 'launcher', 'resume')
 

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from memengine.evaluation.after_training.backbones import Backbone
 
-__all__ = ['export_to_open_clip', 'open_clip_state']
-
 
 def export_to_open_clip(whole: Backbone, images: Tensor, folder: Path) -> tuple[str, float]:
     """Write ``NAME.json`` and ``open_clip.pt``; how they are loaded, and the error."""

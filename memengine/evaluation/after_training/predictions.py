@@ -14,8 +14,6 @@ from torch.utils.data import DataLoader, Subset
 
 from memengine.registry import DATASETS
 
-__all__ = ['batches', 'collect', 'dataset_of', 'one_process', 'predictions']
-
 
 def one_process(runner: Any, command: str) -> None:
     """Raise ValueError on several ranks, which would all do the same."""

@@ -14,8 +14,6 @@ from memengine.evaluation.knn import weighted_knn
 from memengine.evaluation.linear_probe import LinearProbe, few_shot, linear_probe
 from memengine.registry import LOOPS
 
-__all__ = ['ProbeLoop']
-
 _RATES = tuple(round(10 ** (power / 2), 4) for power in range(-6, 3))  # 0.001 to 10
 
 

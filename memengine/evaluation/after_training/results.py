@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ['table', 'write_results']
-
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Rows as a table of Markdown; numbers with a decimal get one."""

@@ -17,8 +17,6 @@ from memengine.evaluation.after_training.texts import check_has_texts, embed_tex
 from memengine.evaluation.image_text import recall_at
 from memengine.registry import LOOPS
 
-__all__ = ['RetrieveLoop']
-
 _WAYS = {'image_to_text': 'image to text', 'text_to_image': 'text to image'}
 
 

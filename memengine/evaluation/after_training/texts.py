@@ -16,8 +16,6 @@ from memengine.evaluation.knn import unit_rows
 from memengine.registry import TRANSFORMS
 from memengine.suggest import import_optional
 
-__all__ = ['check_has_texts', 'embed_texts', 'lines_of', 'templates_of', 'tokenizer_of']
-
 _BATCH = 256
 _SETS = {'openai': 'OPENAI_IMAGENET_TEMPLATES', 'simple': 'SIMPLE_IMAGENET_TEMPLATES'}
 

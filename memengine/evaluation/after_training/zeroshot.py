@@ -23,8 +23,6 @@ from memengine.evaluation.after_training.texts import (
 from memengine.evaluation.knn import unit_rows
 from memengine.registry import LOOPS
 
-__all__ = ['ZeroShotLoop']
-
 
 @LOOPS.register_module()
 class ZeroShotLoop:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from memengine.memory.prediction import (
     BUCKETS,
@@ -17,14 +15,7 @@ from memengine.memory.prediction import (
     Prediction,
 )
 
-__all__ = ['FITS', 'Cost', 'Rates', 'parse_bytes', 'parse_fit', 'rates_of']
-
-FITS = {'least': 0.0, 'balanced': 0.5, 'fastest': 1.0}
-
-_UNITS = {
-    **{f'{letter}iB': 1024**power for power, letter in enumerate('KMGT', 1)},
-    **{f'{letter}B': 1000**power for power, letter in enumerate('KMGT', 1)},
-}
+__all__ = ['Cost', 'Rates', 'rates_of']
 
 
 @dataclass(frozen=True)
@@ -44,7 +35,7 @@ class Rates:
     operator_s: float
 
 
-_CPU = Rates('one core of a CPU', flops_per_s=60e9, bytes_per_s=8e9, operator_s=10e-6)
+_CPU = Rates('one core of a CPU', flops_per_s=180e9, bytes_per_s=6e9, operator_s=15e-6)
 _GPU = Rates('a GPU', flops_per_s=60e12, bytes_per_s=1e12, operator_s=8e-6)
 
 
@@ -140,6 +131,31 @@ class Cost:
         there = (PARAMETERS, PARAMETERS, OPTIMIZER, BUFFERS, TEACHER, BUCKETS)
         return sum(self.by_category.get(name, 0) for name in there)
 
+    def without_activations(self) -> Cost:
+        """The least bytes that are left by what makes activations and transients smaller."""
+        least = self.at_update_bytes
+        return replace(
+            self, peak_bytes=least, before_loss_bytes=least, in_loss_bytes=0, elsewhere_bytes=least
+        )
+
+    def without_state(self) -> Cost:
+        """The least that is left by what makes smaller what is there at every update.
+
+        A copy of the parameters, which an update may make, is counted with it.
+        """
+        most = self.at_update_bytes + self.by_category.get(PARAMETERS, 0)
+        return replace(
+            self,
+            peak_bytes=self.peak_bytes - most,
+            by_category={},
+            before_loss_bytes=self.before_loss_bytes - most,
+            elsewhere_bytes=self.elsewhere_bytes - most,
+        )
+
+    def without_loss(self) -> Cost:
+        """The least that is left by what makes a loss smaller."""
+        return replace(self, peak_bytes=max(self.before_loss_bytes, self.elsewhere_bytes))
+
     def seconds(self, rates: Rates) -> float:
         """The time that the counted work takes at these rates, one thing after another."""
         return (
@@ -147,38 +163,3 @@ class Cost:
             + self.moved_bytes / rates.bytes_per_s
             + self.operators * rates.operator_s
         )
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes of a size such as ``'24GiB'``, ``'800 MiB'`` or ``'16GB'``.
-
-    Raises:
-        ValueError: For a text without one of these units, or no size above 0.
-    """
-    found = re.fullmatch(r'\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*', str(text))
-    unit = _UNITS.get(found.group(2)) if found else None
-    nbytes = int(float(found.group(1)) * unit) if found and unit else 0
-    if not nbytes:
-        raise ValueError(
-            f"a size is a number with one of the units {', '.join(_UNITS)}, as '24GiB'; got "
-            f'{text!r}'
-        )
-    return nbytes
-
-
-def parse_fit(value: Any) -> float:
-    """Where between the leanest plan (0) and the fastest (1), of a number or one of ``FITS``.
-
-    Raises:
-        ValueError: For another word, or a number that is not from 0 to 1.
-    """
-    try:
-        fit = FITS[value] if value in FITS else float(value)
-    except (TypeError, ValueError):
-        fit = -1
-    if isinstance(value, bool) or not 0 <= fit <= 1:
-        raise ValueError(
-            f'it is a number from 0 (least memory) to 1 (fastest), or one of {", ".join(FITS)}; '
-            f'got {value!r}'
-        )
-    return fit

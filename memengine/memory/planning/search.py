@@ -3,92 +3,24 @@
 Techniques are *knobs* with levels, from the fastest to the leanest. Along a knob bytes fall and
 time rises, so that the fastest level that fits is found by doubling and halving, in as many
 predictions as the number of levels has digits in base two. As few techniques as do it are
-searched, and one more, which is taken if it makes the step faster.
+searched, and one more, which is taken if it makes the step faster. What cannot fit, or cannot be
+faster, for all that is known of plans with fewer techniques or less of them, is not predicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
 from itertools import combinations
-from typing import Any, TypeAlias
+from typing import Any
 
 from memengine.memory.planning.cost import Cost, Rates
+from memengine.memory.planning.plans import Found, Knob, Plan, Tried, has_less, is_divided
 
-__all__ = ['Found', 'Knob', 'Plan', 'Tried', 'leanest', 'search']
+__all__ = ['leanest', 'search']
 
 _LEVELS_LEANER = (0, 2, 4)  # levels that a knob is set leaner than it need be, for its part's sake
-
-Plan: TypeAlias = Mapping[str, Any]
-"""Levels by the names of the knobs that are on; empty is the step as it is."""
-
-
-@dataclass(frozen=True)
-class Knob:
-    """A technique that may be on, and how much of it.
-
-    Attributes:
-        name: Its name in plans.
-        levels: From the fastest to the leanest.
-        of: The knob of which this one is a part, so that it is on if and only if that one is.
-        of_activations: Whether it leaves what is there at every update as it is: parameters, their
-            gradients, the optimiser's state.
-    """
-
-    name: str
-    levels: Sequence[Any]
-    of: str = ''
-    of_activations: bool = False
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A plan and what it costs."""
-
-    plan: Plan
-    cost: Cost
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a search has found.
-
-    Attributes:
-        limit_bytes: What was allowed.
-        chosen: The fastest plan within it; None when nothing fits.
-        tried: All plans that were tried, the fastest first.
-    """
-
-    limit_bytes: int
-    chosen: Tried | None
-    tried: tuple[Tried, ...]
-
-    @property
-    def plain(self) -> Tried:
-        """The step without any technique of the search."""
-        return next(one for one in self.tried if not one.plan)
-
-    @property
-    def leanest(self) -> Tried:
-        """The plan with the fewest bytes."""
-        return min(self.tried, key=lambda one: one.cost.peak_bytes)
-
-    @property
-    def next_faster(self) -> Tried | None:
-        """Of the faster plans that do not fit, the one that is the closest to it."""
-        limit = self.chosen.seconds if self.chosen else float('inf')
-        faster = [one for one in self.tried if one.seconds < limit]
-        return min(faster, key=lambda one: one.cost.peak_bytes, default=None)
-
-    @property
-    def front(self) -> tuple[Tried, ...]:
-        """The plans that no other beats in both bytes and time, the fastest first."""
-        front: list[Tried] = []
-        for one in self.tried:
-            if not front or one.cost.peak_bytes < front[-1].cost.peak_bytes:
-                front.append(one)
-        return tuple(front)
 
 
 def search(
@@ -141,35 +73,43 @@ class _Search:
         limit_bytes: int,
         rates: Rates,
     ) -> None:
+        self.all_knobs = knobs
         self.knobs = [knob for knob in knobs if not knob.of]
         self.parts = {knob.of: knob for knob in knobs if knob.of}
         self.cost_of, self.limit_bytes, self.rates = cost_of, limit_bytes, rates
         self.known: dict[tuple[tuple[str, Any], ...], Tried | None] = {}
 
     def run(self) -> Found:
+        best = self.plain if self.fits(self.plain) else None
+        for some in () if best else self.combinations():
+            if best and len(some) > self.count(best) + 1:
+                break
+            if any(map(self.is_refused, some)) or not self.may_fit(some):
+                continue
+            if best and not (self.may_be_faster(some, best) and self.saves(some, best)):
+                continue
+            for found in self.relaxed_in_turn(some, best):
+                if best is None or found.seconds < best.seconds:
+                    best = found
+        if best is None:  # with what else would fit
+            leanest(self.all_knobs, self.cost)
+        self.use_what_is_left()
+        return Found(self.limit_bytes, self.fastest, tuple(self.by_time()))
+
+    @cached_property
+    def plain(self) -> Tried:
         plain = self.tried({})
         if plain is None:
             raise ValueError('the step as it is can be neither predicted nor measured')
-        best = plain if self.fits(plain) else None
-        is_too_much = plain.cost.at_update_bytes > self.limit_bytes
-        hopeless: list[tuple[Knob, ...]] = []
-        for some in () if best else self.combinations():
-            if is_too_much and all(knob.of_activations for knob in some):
-                hopeless.append(some)
-                continue
-            if best and len(some) > self.count(best) + 1:
-                break
-            if any(map(self.is_refused, some)):
-                continue
-            if best and not (self.saves(some, best) and self.may_be_faster(some, best)):
-                continue
-            for found in self.relaxed_in_turn(some):
-                if best is None or found.seconds < best.seconds:
-                    best = found
-        for some in () if best else hopeless:  # of which one may be the leanest there is
-            self.relaxed(some, 0)
-        tried = sorted(filter(None, self.known.values()), key=lambda one: one.seconds)
-        return Found(self.limit_bytes, best, tuple(tried))
+        return plain
+
+    @property
+    def fastest(self) -> Tried | None:
+        """Of all plans that are known and fit, those included that were tried on the way."""
+        return next(filter(self.fits, self.by_time()), None)
+
+    def by_time(self) -> list[Tried]:
+        return sorted(filter(None, self.known.values()), key=lambda one: one.seconds)
 
     def combinations(self) -> Iterator[tuple[Knob, ...]]:
         for count in range(1, len(self.knobs) + 1):
@@ -177,79 +117,175 @@ class _Search:
 
     def is_refused(self, knob: Knob) -> bool:
         """Whether it has been found that it cannot be switched on."""
-        alone = _key({one.name: one.levels[-1] for one in self.with_parts([knob])})
+        alone = _key(self.at_leanest([knob]))
         return alone in self.known and self.known[alone] is None
 
     def count(self, tried: Tried) -> int:
         """How many techniques are on."""
         return sum(knob.name in tried.plan for knob in self.knobs)
 
+    def may_fit(self, some: Sequence[Knob]) -> bool:
+        """Whether some of them, of which the leanest is known, leave what the others may mend."""
+        for count in range(len(some)):
+            for few in combinations(some, count):
+                known = self.known.get(_key(self.at_leanest(few)))
+                if known and not self.fits(known, [knob for knob in some if knob not in few]):
+                    return False
+        return True
+
     def may_be_faster(self, some: Sequence[Knob], best: Tried) -> bool:
-        fastest = self.tried({knob.name: knob.levels[0] for knob in self.with_parts(some)})
-        return fastest is not None and fastest.seconds < best.seconds
+        """Whether no knob takes the more time for the room that it leaves to the others."""
+        for knob in some if len(some) > 1 else ():
+            others = tuple(one for one in some if one is not knob)
+            if knob.least is None or _key(self.at_leanest(others)) not in self.known:
+                continue
+            relaxed = self.relaxed_in_turn(others, best, [knob])
+            fastest = min((found.seconds for found in relaxed), default=best.seconds)
+            if fastest >= best.seconds or fastest + self.extra_seconds(knob) >= best.seconds:
+                return False
+        return self.plain.seconds + sum(map(self.extra_seconds, some)) < best.seconds
+
+    def extra_seconds(self, knob: Knob) -> float:
+        """What it adds to the plain step at its fastest level, and to others no less."""
+        alone = self.tried({one.name: one.levels[0] for one in self.with_parts([knob])})
+        return alone.seconds - self.plain.seconds if alone else float('inf')
 
     def saves(self, some: Sequence[Knob], best: Tried) -> bool:
         """Whether each of them, beside what is on or by itself, makes the step smaller."""
-        for knob in some if len(some) > 1 else ():
-            if knob.name in best.plan:
-                continue
-            leanest = {one.name: one.levels[-1] for one in self.with_parts([knob])}
-            pairs = [
-                (self.tried(plan), self.tried({**plan, **leanest})) for plan in (best.plan, {})
-            ]
-            both = [(without, beside) for without, beside in pairs if without and beside]
-            if all(beside.cost.peak_bytes >= without.cost.peak_bytes for without, beside in both):
-                return False
-        return True
 
-    def relaxed_in_turn(self, some: tuple[Knob, ...]) -> Iterator[Tried]:
+        def is_smaller(knob: Knob, plan: Plan) -> bool:
+            without, beside = self.cost(plan), self.cost({**plan, **self.at_leanest([knob])})
+            return bool(without and beside and beside.peak_bytes < without.peak_bytes)
+
+        others = [knob for knob in some if len(some) > 1 and knob.name not in best.plan]
+        return all(any(is_smaller(knob, plan) for plan in (best.plan, {})) for knob in others)
+
+    def relaxed_in_turn(
+        self, some: tuple[Knob, ...], best: Tried | None, beside: Sequence[Knob] = ()
+    ) -> Iterator[Tried]:
         """Plans that differ in which knob takes what room there is, and how much of it."""
         has_parts = any(knob.name in self.parts for knob in some)
         for order in (some, some[::-1])[: len(some)]:
             for leaner in _LEVELS_LEANER if has_parts else (0,):
-                found = self.relaxed(order, leaner)
-                if found is None:
-                    return
-                yield found
+                found = self.relaxed(order, leaner, best, beside)
+                if found is not None:
+                    yield found
 
-    def relaxed(self, some: Sequence[Knob], leaner: int) -> Tried | None:
+    def relaxed(
+        self, some: Sequence[Knob], leaner: int, best: Tried | None, beside: Sequence[Knob]
+    ) -> Tried | None:
         """The fastest levels that fit, one knob after another; None when not even the leanest do.
 
-        A knob with a part is set so many levels leaner, which leaves room to its part.
+        A knob with a part is set so many levels leaner, which leaves room to its part. None, too,
+        when it is seen on the way that no plan so found is faster than the best.
         """
         order = self.with_parts(some)
-        plan = {knob.name: knob.levels[-1] for knob in order}
-        if not self.fits(self.tried(plan)):
+        plan = self.at_leanest(some)
+        if not self.plan_fits(plan, beside):
             return None
+        at_fastest = {knob.name: knob.levels[0] for knob in order}
         for knob in order:
-            level = self.fastest_level(knob, plan)
+            level = self.fastest_level(knob, plan, at_fastest, best, beside)
+            if level is None:
+                return None
             if leaner and knob.name in self.parts:
                 index = min(knob.levels.index(level) + leaner, len(knob.levels) - 1)
                 level = knob.levels[index]
-            plan[knob.name] = level
-        return self.tried(plan)
+            plan[knob.name] = at_fastest[knob.name] = level
+        found = self.tried(plan)
+        return found if self.fits(found, beside) else None
+
+    def at_leanest(self, some: Sequence[Knob]) -> dict[str, Any]:
+        return {knob.name: knob.levels[-1] for knob in self.with_parts(some)}
 
     def with_parts(self, some: Sequence[Knob]) -> list[Knob]:
         return [
             one for knob in some for one in (knob, self.parts.get(knob.name)) if one is not None
         ]
 
-    def fastest_level(self, knob: Knob, plan: Plan) -> Any:
-        """The first level that fits, as the last does: by doubling the step, then halving it."""
+    def fastest_level(
+        self,
+        knob: Knob,
+        plan: Plan,
+        at_fastest: Plan,
+        best: Tried | None,
+        beside: Sequence[Knob] = (),
+    ) -> Any:
+        """The first level that fits, as the last does: by doubling the step, then halving it.
+
+        None when no level that fits is faster than the best, with other knobs at their fastest.
+        """
 
         def fits(index: int) -> bool:
-            return self.fits(self.tried({**plan, knob.name: knob.levels[index]}))
+            return self.plan_fits({**plan, knob.name: knob.levels[index]}, beside)
 
-        last, below, index = len(knob.levels) - 1, -1, 0
-        while index < last and not fits(index):
-            below, index = index, min(2 * index + 1, last)
-        while index - below > 1:
-            middle = (below + index) // 2
-            below, index = (below, middle) if fits(middle) else (middle, index)
-        return knob.levels[index]
+        def is_late(index: int) -> bool:
+            least = self.least_seconds({**at_fastest, knob.name: knob.levels[index]})
+            return best is not None and least >= best.seconds
 
-    def fits(self, tried: Tried | None) -> bool:
-        return tried is not None and tried.cost.peak_bytes <= self.limit_bytes
+        below, fitting = -1, len(knob.levels) - 1
+        while fitting - below > 1 and not is_late(below + 1):
+            index = max(0, min(2 * below + 1, (below + fitting) // 2))
+            below, fitting = (below, index) if fits(index) else (index, fitting)
+        return None if is_late(below + 1) else knob.levels[fitting]
+
+    def use_what_is_left(self) -> None:
+        """Try levels between those that were tried, of each plan that fits."""
+        finer = [knob for knob in self.knobs if knob.between is not None]
+        for one in filter(self.fits, self.by_time()):
+            for knob in finer:
+                self.try_a_level_between(knob, one)
+
+    def try_a_level_between(self, knob: Knob, one: Tried) -> None:
+        """Make a plan that fits faster, if the next faster level would beat the fastest."""
+        if knob.name not in one.plan or knob.between is None:
+            return
+        fastest = self.fastest or one
+        level = one.plan[knob.name]
+        index = knob.levels.index(level)
+        faster = {knob.name: knob.levels[index - 1]} if index else {}
+        others = {name: one.plan[name] for name in one.plan if name != knob.name}
+        if self.least_seconds({**others, **faster}) >= fastest.seconds:
+            return
+        bound = self.tried({**others, **faster})
+        if bound and bound.seconds < fastest.seconds and not self.fits(bound):
+            levels = [*knob.between(faster.get(knob.name), level), level]
+            finest = self.fastest_level(replace(knob, levels=levels), one.plan, one.plan, None)
+            self.tried({**others, knob.name: finest})
+
+    def least_seconds(self, plan: Plan) -> float:
+        """What a plan takes at least, for what is known of plans with less of each technique."""
+        less = [
+            one for one in self.known.values() if one and has_less(self.all_knobs, one.plan, plan)
+        ]
+        return max(
+            (o.seconds for o in less if not is_divided(self.knobs, o.plan, plan)), default=0.0
+        )
+
+    def plan_fits(self, plan: Plan, beside: Sequence[Knob]) -> bool:
+        """As :meth:`fits`; for what is known of plans with more or less of it, if that says it."""
+        if _key(plan) not in self.known:
+            for one in filter(None, self.known.values()):
+                if has_less(self.all_knobs, one.plan, plan) and self.fits(one, beside):
+                    return True
+                if has_less(self.all_knobs, plan, one.plan) and not self.fits(one, beside):
+                    return False
+        return self.fits(self.tried(plan), beside)
+
+    def fits(self, tried: Tried | None, beside: Sequence[Knob] = ()) -> bool:
+        """Whether it is within the limit; with other knobs, whether they may bring it there."""
+        if tried is None:
+            return False
+        cost = tried.cost
+        for knob in beside:
+            if knob.least is None:
+                return True
+            cost = knob.least(cost)
+        return cost.peak_bytes <= self.limit_bytes
+
+    def cost(self, plan: Plan) -> Cost | None:
+        tried = self.tried(plan)
+        return tried.cost if tried else None
 
     def tried(self, plan: Plan) -> Tried | None:
         key = _key(plan)

@@ -12,8 +12,6 @@ from torch import Tensor
 from memengine.models.algorithms.base import Algorithm
 from memengine.techniques.slices.slicing import Slice
 
-__all__ = ['LossBySample']
-
 
 class LossBySample(Algorithm):
     """A batch's losses are the means of its samples' losses, hence additive.

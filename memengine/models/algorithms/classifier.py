@@ -17,8 +17,6 @@ from memengine.models.batch_checks import check_labels, check_one_view, labels_o
 from memengine.registry import MODELS, ModelConfig
 from memengine.techniques.slices.slicing import Slice
 
-__all__ = ['Classifier']
-
 
 @MODELS.register_module()
 class Classifier(Algorithm):

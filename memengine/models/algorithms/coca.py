@@ -15,8 +15,6 @@ from memengine.models.algorithms.clip import CLIP, TOWERS
 from memengine.registry import MODELS, HeadConfig, ModelConfig
 from memengine.techniques.slices.slicing import Slice
 
-__all__ = ['CoCa']
-
 
 @MODELS.register_module()
 class CoCa(CLIP):

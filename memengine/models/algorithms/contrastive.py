@@ -22,8 +22,6 @@ from memengine.models.batch_checks import labels_of
 from memengine.models.build import build_head, build_loss
 from memengine.registry import MODELS, HeadConfig, ModelConfig
 
-__all__ = ['SimCLR', 'SupCon']
-
 
 class _ContrastiveAlgorithm(Algorithm):
     """A backbone and a projection head, on views of one size."""

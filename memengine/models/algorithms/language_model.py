@@ -15,8 +15,6 @@ from memengine.models.algorithms.by_sample import LossBySample
 from memengine.models.backbones.text_libraries import transformers_model
 from memengine.registry import MODELS
 
-__all__ = ['CausalLanguageModel']
-
 
 @MODELS.register_module()
 class CausalLanguageModel(LossBySample):

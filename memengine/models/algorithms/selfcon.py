@@ -23,8 +23,6 @@ from memengine.models.batch_checks import labels_of
 from memengine.models.build import build_head, build_loss
 from memengine.registry import MODELS, HeadConfig, ModelConfig
 
-__all__ = ['SelfCon']
-
 
 @MODELS.register_module()
 class SelfCon(Algorithm):

@@ -21,8 +21,6 @@ from memengine.models.backbones.text_libraries import (
 from memengine.registry import MODELS
 from memengine.suggest import did_you_mean
 
-__all__ = ['OpenClipImage', 'TorchvisionBackbone', 'TransformersImage']
-
 
 @MODELS.register_module()
 class TorchvisionBackbone(nn.Sequential):

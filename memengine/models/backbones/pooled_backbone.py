@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from memengine.registry import MODELS, ModelConfig
 
-__all__ = ['PooledBackbone']
-
 
 @MODELS.register_module()
 class PooledBackbone(nn.Module):

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from memengine.registry import MODELS
 
-__all__ = ['TextTransformer', 'mean_of_tokens']
-
 
 def mean_of_tokens(hidden: Tensor, padding: Tensor) -> Tensor:
     """Mean of hidden states [B, L, D] over the tokens that are no padding (bool [B, L]); [B, D]."""

@@ -18,8 +18,6 @@ from memengine.engine.checkpoint.weights import parts_that_fit, read_weights, se
 from memengine.registry import MODELS
 from memengine.suggest import did_you_mean
 
-__all__ = ['TimmBackbone']
-
 
 @MODELS.register_module()
 class TimmBackbone(nn.Sequential):

@@ -11,8 +11,6 @@ from torch.nn import functional as F
 
 from memengine.registry import MODELS
 
-__all__ = ['CaptionHead']
-
 
 @MODELS.register_module()
 class CaptionHead(nn.Module):

@@ -8,8 +8,6 @@ from torch.nn import functional as F
 from memengine.registry import MODELS
 from memengine.techniques.layers.weight_norm import WeightNormLinear
 
-__all__ = ['DINOHead']
-
 
 @MODELS.register_module()
 class DINOHead(nn.Module):

@@ -8,8 +8,6 @@ from torch import nn
 
 from memengine.registry import MODELS
 
-__all__ = ['ProjectionHead']
-
 
 @MODELS.register_module()
 class ProjectionHead(nn.Sequential):

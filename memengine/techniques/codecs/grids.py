@@ -5,15 +5,17 @@ Shapes: `values` and `levels` [..., N]; what belongs to a range [..., 1], broadc
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ['Scratch', 'UniformGrid', 'computing_dtype', 'random_bytes']
+__all__ = ['UniformGrid', 'computing_dtype', 'random_bytes']
 
+# At a time, which stay in its cache with what is computed of them.
+_CODED_AT_ONCE_ON_CPU, _DECODED_AT_ONCE_ON_CPU = 2**16, 2**18
 _FEW_ULPS = 2**-20  # of float32, with room to spare
 _BITS_OF_256 = 0x43800000  # as float32; its last 15 bits are worth less than one
 
@@ -32,54 +34,45 @@ def random_bytes(numel: int, generator: torch.Generator) -> Tensor:
     return words.random_(-(2**63), None, generator=generator).view(torch.uint8)[:numel]
 
 
-def _noise(like: Tensor, out: Tensor | None, generator: torch.Generator) -> Tensor:
-    """Numbers from 256 to below 257 in float32, of which any two are independent.
+def _random_bits(like: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """What makes noise for values: for each row, [..., 1], and for each column, [N], int32.
 
-    Each is made of 15 bits that its row has drawn and 15 that its column has drawn. Sums of errors
-    thus vary as if each had been drawn by itself, in a tenth of the time.
-
-    Args:
-        like: Of their shape, two dimensions or more.
-        out: int32 of this shape; its memory is the result's. None for new memory.
-        generator: Draws them.
+    Each number of noise is made of 15 bits that its row has drawn and 15 that its column has drawn,
+    so any two are independent. Sums of errors thus vary as if each had been drawn by itself, in a
+    tenth of the time.
     """
     rows = like.new_empty((*like.shape[:-1], 1), dtype=torch.int32)
     columns = like.new_empty(like.shape[-1:], dtype=torch.int32)
     rows.random_(0, 2**15, generator=generator)
     columns.random_(_BITS_OF_256, _BITS_OF_256 + 2**15, generator=generator)
-    return torch.bitwise_xor(rows, columns, out=out).view(torch.float32)
+    return rows, columns
 
 
-class Scratch(NamedTuple):
-    """Memory in which :meth:`UniformGrid.levels` computes; of its own, in two pieces.
+class _Scratch(NamedTuple):
+    """Memory in which levels are computed, in two pieces; all None for new memory.
 
-    New memory for each of many parts of a tensor costs a CPU more than the computing.
+    New memory for each of many blocks of a tensor costs a CPU more than the computing.
     """
 
-    steps: Tensor  # in the computing dtype
-    noise: Tensor  # int32
-    whole: Tensor  # int16, where the noise is
-    levels: Tensor  # uint8, where the steps are
+    steps: Tensor | None = None  # in the computing dtype
+    noise: Tensor | None = None  # int32
+    whole: Tensor | None = None  # int16, where the noise is
 
     @classmethod
-    def like(cls, shape: Sequence[int], values: Tensor) -> Scratch:
-        """For values of a shape, of the device and computing dtype of others."""
-        pieces = values.new_empty(2, math.prod(shape))
+    def of_rows(cls, number: int, length: int, like: Tensor) -> _Scratch:
+        """For rows of a length, of the device and dtype of another tensor."""
+        steps, noise = like.new_empty(2, number * length)
+        pieces = steps, noise.view(torch.int32), noise.view(torch.int16)
+        return cls(*(piece[: number * length].view(number, length) for piece in pieces))
 
-        def seen_as(piece: Tensor, dtype: torch.dtype) -> Tensor:
-            return piece.view(dtype)[: piece.numel()].view(shape)
-
-        steps, noise = pieces
-        return cls(
-            steps.view(shape),
-            seen_as(noise, torch.int32),
-            seen_as(noise, torch.int16),
-            seen_as(steps, torch.uint8),
-        )
-
-    def for_rows(self, number: int) -> Scratch:
+    def for_rows(self, number: int) -> _Scratch:
         """For fewer rows."""
-        return self if len(self.steps) == number else Scratch(*(piece[:number] for piece in self))
+        if self.steps is None or len(self.steps) == number:
+            return self
+        return _Scratch(*(piece[:number] for piece in self if piece is not None))
+
+
+_NO_SCRATCH = _Scratch()
 
 
 class UniformGrid(NamedTuple):
@@ -125,11 +118,7 @@ class UniformGrid(NamedTuple):
         return UniformGrid(self.low[ranges], self.per_unit[ranges], shrink, self.top)
 
     def levels(
-        self,
-        values: Tensor,
-        generator: torch.Generator | None,
-        scratch: Scratch | None = None,
-        out: Tensor | None = None,
+        self, values: Tensor, generator: torch.Generator | None, out: Tensor | None = None
     ) -> Tensor:
         """The level of each value, which must lie within its range.
 
@@ -138,31 +127,22 @@ class UniformGrid(NamedTuple):
             generator: For stochastic rounding: of the two levels around a value each is taken with
                 the probability that makes the mean the value, to within ``2 ** -16`` of a step.
                 Any two values are rounded independently. None rounds to the nearer one.
-            scratch: For values of this shape, written to.
             out: uint8 of this shape, written to.
 
         Returns:
-            uint8 of `values`' shape: `out`, or in `scratch`, or new.
+            uint8 of `values`' shape: `out`, or new.
         """
-        steps = None if scratch is None else scratch.steps
-        if self.shrink is None:
-            steps = torch.sub(values, self.low, out=steps)
-        else:
-            steps = torch.mul(values, self.shrink, out=steps).sub_(self.low)
-        if generator is None:
-            steps.mul_(self.per_unit).add_(0.5)
-        else:
-            # The 256 in it leaves no trace in a byte. Sums in float32 are rounded to what noise is
-            # made of, those in float64 are cut off to it.
-            noise = _noise(steps, None if scratch is None else scratch.noise, generator)
-            noise = noise if steps.dtype == noise.dtype else noise.double().add_(2**-16)
-            torch.addcmul(noise, steps, self.per_unit, out=steps)
-        if steps.is_cpu:  # which converts to bytes in half the time by way of 16 bits
-            steps = steps.to(torch.int16) if scratch is None else scratch.whole.copy_(steps)
-            out = scratch.levels if out is None and scratch is not None else out
-        levels = steps.to(torch.uint8) if out is None else out.copy_(steps)
-        # What NaN becomes is any byte, which must not reach into its neighbours' bits.
-        return levels if self.top == 255 else levels.bitwise_and_(self.top)
+        rows, columns = (None, None) if generator is None else _random_bits(values, generator)
+        number = self._rows_at_once(values, _CODED_AT_ONCE_ON_CPU)
+        if number is None:
+            return self._levels_of_block(values, rows, columns, out)
+        out = values.new_empty(values.shape, dtype=torch.uint8) if out is None else out
+        scratch = _Scratch.of_rows(number, values.shape[-1], self.low)
+        every = self.low, self.per_unit, self.shrink, values, rows, out
+        for low, per_unit, shrink, some, bits, levels in _blocks(number, *every):
+            block = UniformGrid(low, per_unit, shrink, self.top)
+            block._levels_of_block(some, bits, columns, levels, scratch.for_rows(len(some)))
+        return out
 
     def values(self, levels: Tensor, out: Tensor | None = None) -> Tensor:
         """The value of each level, in the computing dtype.
@@ -174,9 +154,57 @@ class UniformGrid(NamedTuple):
         step = self.per_unit.reciprocal()
         if self.shrink is not None:  # ... nor the top level above the largest number
             step.mul_(1 - _FEW_ULPS * (self.shrink < 1))
-        values = levels.to(step.dtype) if out is None else out.copy_(levels)
-        values.mul_(step).add_(self.low)
-        return values if self.shrink is None else values.div_(self.shrink)
+        out = levels.new_empty(levels.shape, dtype=step.dtype) if out is None else out
+        number = self._rows_at_once(levels, _DECODED_AT_ONCE_ON_CPU)
+        every = levels, out, step, self.low, self.shrink
+        blocks = [every] if number is None else _blocks(number, *every)
+        for some, values, its_step, low, shrink in blocks:
+            values.copy_(some).mul_(its_step).add_(low)
+            if shrink is not None:
+                values.div_(shrink)
+        return out
+
+    def _rows_at_once(self, values: Tensor, most: int) -> int | None:
+        """Rows of a block, where a CPU's cache is to hold what is computed; None for all."""
+        if values.numel() <= most or not values.is_cpu:
+            return None
+        if values.shape[:-1] != self.low.shape[:-1]:
+            return None
+        return max(most // values.shape[-1], 1)
+
+    def _levels_of_block(
+        self,
+        values: Tensor,
+        rows: Tensor | None,
+        columns: Tensor | None,
+        out: Tensor | None,
+        scratch: _Scratch = _NO_SCRATCH,
+    ) -> Tensor:
+        """The levels of values that are all of this grid's, with bits for noise, if any."""
+        if self.shrink is None:
+            steps = torch.sub(values, self.low, out=scratch.steps)
+        else:
+            steps = torch.mul(values, self.shrink, out=scratch.steps).sub_(self.low)
+        if rows is None or columns is None:
+            steps.mul_(self.per_unit).add_(0.5)
+        else:
+            # Numbers from 256 to below 257: the 256 leaves no trace in a byte. Sums in float32 are
+            # rounded to what noise is made of, those in float64 are cut off to it.
+            noise = torch.bitwise_xor(rows, columns, out=scratch.noise).view(torch.float32)
+            noise = noise if steps.dtype == noise.dtype else noise.double().add_(2**-16)
+            torch.addcmul(noise, steps, self.per_unit, out=steps)
+        if steps.is_cpu:  # which converts to bytes in half the time by way of 16 bits
+            whole = scratch.whole
+            steps = steps.to(torch.int16) if whole is None else whole.copy_(steps)
+        levels = steps.to(torch.uint8) if out is None else out.copy_(steps)
+        # What NaN becomes is any byte, which must not reach into its neighbours' bits.
+        return levels if self.top == 255 else levels.bitwise_and_(self.top)
+
+
+def _blocks(number: int, *tensors: Tensor | None) -> Iterable[tuple[Any, ...]]:
+    """So many rows of each tensor at a time; None goes with every block."""
+    split = (repeat(None) if tensor is None else tensor.split(number) for tensor in tensors)
+    return zip(*split, strict=False)
 
 
 def _may_be_huge(bounds: Tensor) -> bool:

@@ -6,7 +6,7 @@ then kept as it is. On an accelerator that look would wait for the device, and t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -207,14 +207,18 @@ def two_valued(tensor: Tensor) -> BitCode | None:
     flat, order = in_memory_order(tensor)
     elements = _as_integers(flat)
     step = -(-elements.numel() // _SAMPLE_NUMEL)
-    if not elements.numel() or elements[::step].unique().numel() > 2:
+    if not elements.numel() or not _hold_only([elements[::step]], *torch.aminmax(elements[::step])):
         return None
     low, high = torch.aminmax(elements)
-    for some in elements.split(_SOME_NUMEL):
-        if not (some == low).logical_or_(some == high).all():
-            return None
+    if not _hold_only(elements.split(_SOME_NUMEL), low, high):
+        return None
     packed = pack_truths(elements, lambda some: some == high)
     return BitCode(packed, _integers_of(torch.stack([low, high])), order)
+
+
+def _hold_only(parts: Iterable[Tensor], *two: Tensor) -> bool:
+    """Whether each element of all parts is one of two values."""
+    return all(bool((part == two[0]).logical_or_(part == two[1]).all()) for part in parts)
 
 
 @torch.no_grad()

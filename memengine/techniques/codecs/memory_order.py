@@ -51,6 +51,9 @@ def in_memory_order(tensor: Tensor) -> tuple[Tensor, MemoryOrder]:
         with their dimensions in the same order.
     """
     once = tensor.detach()
+    if tensor.is_contiguous() and tensor.numel():  # as most are, which need no more questions
+        order = MemoryOrder(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        return once.view(-1), order
     for dim, step in enumerate(tensor.stride()):
         if step == 0 and tensor.shape[dim] > 1:
             once = once.narrow(dim, 0, 1)

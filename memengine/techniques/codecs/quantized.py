@@ -16,14 +16,16 @@ from memengine.techniques.codecs.bit_packing import (
     packed_numel,
     unpack_bits,
 )
-from memengine.techniques.codecs.grids import Scratch, UniformGrid, computing_dtype
+from memengine.techniques.codecs.grids import UniformGrid
 from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_order
 from memengine.techniques.codecs.top_k import part_numel
 from memengine.techniques.modules.private_random import private_generator
 
 __all__ = ['QuantizedCode', 'Quantizer', 'check_floating_point']
 
-_PART_NUMEL_ON_CPU = 2**18  # at a time, which stay in its cache
+_MOST_FILLED_UP = 2**18  # elements of one part with a shorter last group, of which that is a copy
+_PART_NUMEL_ON_CPU = 2**18  # below 8 bits
+_PART_GROUPS_ON_CPU = 2**14  # of 8 bits, which need not be packed: only their ranges are at once
 _KERNELS = 'memengine.techniques.codecs.kernels'
 _LARGEST_GROUP_OF_KERNELS = 2**13  # of which a GPU's multiprocessor holds several
 
@@ -38,7 +40,10 @@ def check_floating_point(tensor: Tensor) -> None:
 
 
 class _Part(NamedTuple):
-    """What is computed at once: full groups, and in the last part a shorter one."""
+    """What is computed at once: full groups, and in the last part a shorter one.
+
+    In 8 bits, where parts may be large, that is a part of its own: it is filled up in a copy.
+    """
 
     elements: slice
     groups: slice
@@ -77,7 +82,6 @@ class QuantizedCode:
     group_size: int
     part_numel: int
 
-    @torch.no_grad()
     def decode(self) -> Tensor:
         """The tensor, a new one each time."""
         how = self.packed, self.extremes, self.order.numel, self.bits, self.group_size
@@ -115,14 +119,12 @@ def quantize(
     packed = flat.new_empty(packed_numel(numel, bits), dtype=torch.uint8)
     extremes = flat.new_empty(2, -(-numel // group_size))
     how = group_size, bits, generator
-    if numel <= _numel_at_once(group_size, part_numel):
+    if _is_one_part(numel, group_size, part_numel):
         _quantize_part(flat, packed, extremes, *how)
         return packed, extremes
-    most_rows = _numel_at_once(group_size, part_numel) // group_size
-    scratch = Scratch.like((most_rows, group_size), extremes.to(computing_dtype(flat.dtype)))
     for part in _parts(numel, bits, group_size, part_numel):
         some = flat[part.elements], packed[part.bytes], extremes[:, part.groups]
-        _quantize_part(*some, *how, scratch)
+        _quantize_part(*some, *how)
     return packed, extremes
 
 
@@ -133,7 +135,6 @@ def _quantize_part(
     group_size: int,
     bits: int,
     generator: torch.Generator | None,
-    scratch: Scratch | None = None,
 ) -> None:
     """Write the levels and the extremes of ``[n]``."""
     rows = _in_rows(flat, group_size)
@@ -141,11 +142,10 @@ def _quantize_part(
     torch.amin(rows, -1, out=low)
     torch.amax(rows, -1, out=high)
     grid = _grid(extremes, bits)
-    scratch = None if scratch is None else scratch.for_rows(len(rows))
     if bits == 8 and rows.numel() == flat.numel():
-        grid.levels(rows, generator, scratch, out=packed.view(rows.shape))
+        grid.levels(rows, generator, out=packed.view(rows.shape))
     else:
-        levels = grid.levels(rows, generator, scratch).view(-1)
+        levels = grid.levels(rows, generator).view(-1)
         pack_bits(levels[: flat.numel()], bits, out=packed)
 
 
@@ -155,7 +155,7 @@ def dequantize(
     """What :func:`quantize` gave for ``[n]``, in the dtype of the extremes."""
     flat = extremes.new_empty(numel)
     grid = _grid(extremes, bits)
-    if numel <= _numel_at_once(group_size, part_numel):
+    if _is_one_part(numel, group_size, part_numel):
         _put_values(grid, packed, group_size, bits, flat)
         return flat
     for part in _parts(numel, bits, group_size, part_numel):
@@ -182,13 +182,19 @@ def _grid(extremes: Tensor, bits: int) -> UniformGrid:
 def _parts(numel: int, bits: int, group_size: int, part_numel: int) -> Iterator[_Part]:
     """What is computed at once, in turn."""
     length = _numel_at_once(group_size, part_numel)
-    for start in range(0, numel, length):
-        stop = min(start + length, numel)
+    whole = numel - numel % group_size if bits == 8 else numel
+    for start in (*range(0, whole, length), *range(whole, numel, group_size)):
+        stop = min(start + length, whole if start < whole else numel)
         yield _Part(
             slice(start, stop),
             slice(start // group_size, -(-stop // group_size)),
             slice(start * bits // 8, packed_numel(stop, bits)),
         )
+
+
+def _is_one_part(numel: int, group_size: int, part_numel: int) -> bool:
+    """Whether all is computed at once, a shorter last group with the others."""
+    return numel <= min(_numel_at_once(group_size, part_numel), _MOST_FILLED_UP)
 
 
 def _numel_at_once(group_size: int, part_numel: int) -> int:
@@ -212,10 +218,11 @@ class Quantizer:
 
     Bytes: ``numel * bits / 8``, and two elements of the tensor's dtype for each group, which are
     its extremes, exactly. Of a float32 tensor, in groups of 256, 0.258, 0.133, 0.070 and 0.039 for
-    8, 4, 2 and 1 bits; of one in half precision 0.508, 0.258, 0.133 and 0.070. While it runs, 9
-    to 14 bytes for each element of a part of the tensor: at most 4 MB on CPU, 11 MB elsewhere.
+    8, 4, 2 and 1 bits; of one in half precision 0.508, 0.258, 0.133 and 0.070. While it runs, at
+    most 2 MB on CPU, 4 MB in float64; elsewhere 9 to 14 bytes for each element of a part of the
+    tensor, 11 MB.
 
-    Cost: three passes over the tensor, six over a part of it in the cache, and random bits for
+    Cost: three passes over the tensor, six over a block of it in the cache, and random bits for
     each group and each place in a group; to decode, three passes, five below 8 bits. On a GPU one
     kernel each way, where Triton compiles them and they agree with these passes there
     (:func:`proven_kernels`); groups above 8,192 elements and float64 go without.
@@ -254,7 +261,6 @@ class Quantizer:
                 f'group_size must be a positive multiple of 8, got {self.group_size!r}'
             )
 
-    @torch.no_grad()
     def __call__(self, tensor: Tensor) -> QuantizedCode:
         """The tensor in few bits."""
         check_floating_point(tensor)
@@ -262,9 +268,15 @@ class Quantizer:
         kernels = _kernels(flat, self.bits, self.group_size)
         how = flat, self.bits, self.group_size, self.stochastic
         if kernels is None:
-            at_once = _PART_NUMEL_ON_CPU if flat.is_cpu else part_numel(flat.device, flat.itemsize)
+            at_once = self._part_numel(flat)
             packed, extremes = quantize(*how, at_once)
         else:
             at_once = self.group_size
             packed, extremes = kernels.quantize(*how)
         return QuantizedCode(packed, extremes, order, self.bits, self.group_size, at_once)
+
+    def _part_numel(self, flat: Tensor) -> int:
+        """Elements whose ranges are found at once, and below 8 bits packed together."""
+        if not flat.is_cpu:
+            return part_numel(flat.device, flat.itemsize)
+        return self.group_size * _PART_GROUPS_ON_CPU if self.bits == 8 else _PART_NUMEL_ON_CPU

@@ -20,7 +20,7 @@ from memengine._torch_private.attention import FUSED_ATTENTION
 from memengine._torch_private.autograd import saved_by
 from memengine.techniques.codecs.quantized import Quantizer
 from memengine.techniques.compression.backward_needs import operation_name
-from memengine.techniques.compression.recomputable_ops import (
+from memengine.techniques.compression.recomputation import (
     FindSource,
     Recomputation,
     Source,
@@ -54,7 +54,7 @@ def attend_to_codes(node: Any, find_source: FindSource) -> None:
     settings = {name: saved_by(node, name) for name in ('is_causal', 'scale')}
     fields = ('output', attention.log_sum)
     wanted = (1,) if saved_by(node, 'dropout_p') else (0, 1)
-    again = _RecomputedAttention(partial(attention.attend, **settings), sources, wanted)
+    again = _RecomputedAttention(partial(attention.attend, **settings), wanted)
     for index in wanted:
         held = find_source(node, fields[index])
         if isinstance(held, SavedTensor):
@@ -70,17 +70,12 @@ def _is_coarse(source: Source) -> bool:
 class _RecomputedAttention:
     """Attention run again. Backward asks for each wanted result, so the other waits for that."""
 
-    def __init__(
-        self,
-        attend: Callable[..., tuple[Tensor, ...]],
-        sources: Sequence[Source],
-        wanted: Sequence[int],
-    ) -> None:
-        self._attend, self._sources, self._wanted = attend, sources, wanted
+    def __init__(self, attend: Callable[..., tuple[Tensor, ...]], wanted: Sequence[int]) -> None:
+        self._attend, self._wanted = attend, wanted
         self._waiting: dict[int, Tensor] = {}
 
-    def result(self, index: int) -> Tensor:
+    def result(self, index: int, sources: Sequence[Source]) -> Tensor:
         if index not in self._waiting:
-            results = self._attend(*(source.decode() for source in self._sources))
+            results = self._attend(*(source.decode() for source in sources))
             self._waiting = {each: results[each] for each in self._wanted}
         return self._waiting.pop(index)

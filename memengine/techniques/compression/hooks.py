@@ -36,24 +36,18 @@ from memengine._torch_private.ops import do_not_compile
 from memengine.memory.ledger import owned_by, tensors_in
 from memengine.memory.meter import is_counting
 from memengine.technique import PausableHandle, Report
-from memengine.techniques.activation_offload import ActivationOffload, is_offloading
+from memengine.techniques.activation_offload import ActivationOffload
 from memengine.techniques.compression.attention import attend_to_codes
 from memengine.techniques.compression.backward_needs import (
     IN_PLACE_FORMS,
-    Need,
-    behind_views,
     needs_of,
     operation_name,
     producer_of,
 )
-from memengine.techniques.compression.recomputable_ops import (
-    Recomputation,
-    Source,
-    recomputation_by,
-    recomputation_of,
-)
-from memengine.techniques.compression.replay import ForwardPlans, HeldWhole, Replay
-from memengine.techniques.compression.rules import EXACT, KeptBytes, Rule
+from memengine.techniques.compression.recomputable_ops import recomputation_of
+from memengine.techniques.compression.recomputation import Recomputation, Source
+from memengine.techniques.compression.replay import ForwardPlans, Replay
+from memengine.techniques.compression.rules import EXACT, KeptBytes, RecomputedPlace, Rule
 from memengine.techniques.compression.saved_storage import SavedStorage, SavedTensor, still_alive
 from memengine.techniques.modules.blocks import Selector, select_modules
 from memengine.techniques.modules.saved_tensors import (
@@ -226,6 +220,12 @@ class RuleHandle(PausableHandle):
     def begin_forward(self) -> None:
         """Most rules do not count what is saved in a forward."""
 
+    def still_serves(
+        self, place: RecomputedPlace, tensor: Tensor, recomputation: Recomputation
+    ) -> bool:
+        """Most rules compute nothing again."""
+        return False
+
     def report(self) -> Report | None:
         """What has been compressed."""
         if not self.kept.before:
@@ -268,7 +268,17 @@ class CompressedForward(WrappedForward):
         hooks = _state.hooks
         if hooks is None:
             return self._run_outermost(args, kwargs)
-        return self._run_with(hooks, args, kwargs)
+        outside, hooks.forward = hooks.forward, self
+        try:
+            outputs = self.plain(*args, **kwargs)
+        finally:
+            hooks.forward = outside
+        # Only beside a second rule is anything computed again from codes.
+        if self._is_norm and len(self.model_rules) > 1 and is_plain(outputs):
+            hooks.note_result_of_norm(outputs)
+        if hooks.unexamined:
+            hooks.examine_operations(outputs, (args, kwargs))
+        return outputs
 
     @do_not_compile
     def _run_outermost(self, args: Any, kwargs: Any) -> Any:
@@ -284,25 +294,12 @@ class CompressedForward(WrappedForward):
         hooks = _state.hooks = _ForwardHooks(self.module, replay, first_node)
         try:
             with hooks:
-                return self._run_with(hooks, args, kwargs)
+                outputs = self(*args, **kwargs)
+                hooks.finish()
+                return outputs
         finally:
             _state.hooks = None
             hooks.let_go()
-
-    def _run_with(self, hooks: _ForwardHooks, args: Any, kwargs: Any) -> Any:
-        outside, hooks.forward = hooks.forward, self
-        try:
-            outputs = self.plain(*args, **kwargs)
-        finally:
-            hooks.forward = outside
-        # Only beside a second rule is anything computed again from codes.
-        if self._is_norm and len(self.model_rules) > 1 and is_plain(outputs):
-            hooks.note_result_of_norm(outputs)
-        if hooks.has_unexamined:
-            hooks.examine_operations(outputs, (args, kwargs))
-        if outside is None:
-            hooks.finish()
-        return outputs
 
 
 class _ForwardHooks(saved_tensors_hooks):
@@ -310,14 +307,15 @@ class _ForwardHooks(saved_tensors_hooks):
 
     def __init__(self, module: nn.Module, replay: Replay, first_node: int) -> None:
         self.forward: CompressedForward | None = None  # the innermost module that runs
+        # What is saved whose operation has not been looked at, by the saving node.
+        self.unexamined: dict[int, list[weakref.ref[SavedTensor]]] = {}
         self._module, self._replay, self._first_node = module, replay, first_node
         self._seen_nodes: set[int] = set()  # by number, as are the others
-        self._unexamined: dict[int, list[weakref.ref[SavedTensor]]] = {}  # by the saving node
         self._most_unexamined = _MOST_UNEXAMINED
         self._storages: dict[int, SavedStorage] = {}
-        self._held: dict[int, weakref.ref[HeldWhole]] = {}  # by their storage, as the plan has it
         self._counts: dict[CompressedForward, int] = {}  # of what each has saved so far
         self._saving_nodes: set[int] = set()  # that have saved something here
+        self._last_saving = -1
         # Where a norm's result lay when its module ended, and in which version, by the node.
         self._norm_results: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         super().__init__(self._pack, _unpack)
@@ -327,79 +325,63 @@ class _ForwardHooks(saved_tensors_hooks):
         """Storages that are the model's; nobody asks in a forward that agrees with its plan."""
         return owned_by([self._module])
 
-    @property
-    def has_unexamined(self) -> bool:
-        """Whether there is something saved whose operation has not been looked at."""
-        return bool(self._unexamined)
-
     def _pack(self, tensor: Tensor) -> Any:
         # Autograd numbers nodes as it makes them, and a node saves before the next one is made: so
         # the last number that was given is that of the node that saves.
         # But for what selective checkpointing keeps: that is an operation's result, and no node's.
-        number = None if is_checkpointing() else next_node_number() - 1
+        saving = next_node_number() - 1
+        number = None if saving != self._last_saving and is_checkpointing() else saving
         if number is not None:
             self._saving_nodes.add(number)
+            self._last_saving = number
+        forward, replay = self.forward, self._replay
+        assert forward is not None
+        if replay.is_noting:
+            packed = self._look_at(tensor, number, forward)
+            replay.note(tensor, packed, number, forward.rules)
+            return packed
+        packed = replay.pack(tensor, number, forward, self._memory_of)
+        if packed is None:
+            return self._look_at(tensor, number, forward)
+        if type(packed) is not KeptAsIs:  # a parameter
+            self._counts[forward] = self._counts.get(forward, 0) + 1
+        return packed
+
+    def _look_at(self, tensor: Tensor, number: int | None, forward: CompressedForward) -> Any:
+        """Hold a tensor until it is known what it is for, if that is to be found out."""
         if not is_plain(tensor):
             return tensor
         if is_parameter(tensor):
             return KeptAsIs(tensor)
-        assert self.forward is not None
-        module, rules = self.forward.module, self.forward.rules
-        count = self._counts[self.forward] = self._counts.get(self.forward, 0) + 1
-        step = self._replay.step(tensor, number, rules)
+        count = self._counts[forward] = self._counts.get(forward, 0) + 1
         key = storage_key(tensor.untyped_storage())
+        if key in self._owned or not tensor.numel():
+            return KeptAsIs(tensor)
         memory = self._storages.get(key)
-        if memory is not None and not memory.is_of(tensor):
-            memory = None
-        if step is None or step.need is None:
-            if step is not None and memory is None and not is_offloading():
-                held = HeldWhole(tensor, module)
-                self._held[key] = weakref.ref(held)
-                return held
-            if key in self._owned or not tensor.numel():
-                self._replay.note(tensor, None, number, rules)
-                return KeptAsIs(tensor)
-        if memory is None:
-            memory = self._storages[key] = SavedStorage(tensor, self._held.get(key))
-        saved = SavedTensor(tensor, memory, module, rules, count)
-        self._replay.note(tensor, saved, number, rules)
+        if memory is None or not memory.is_of(tensor):
+            memory = self._storages[key] = SavedStorage(tensor, self._replay.held_whole(key))
+        saved = SavedTensor(tensor, memory, forward.module, forward.rules, count)
         if number is None:
             saved.is_examined = True
-        elif (
-            not step or not step.need or not self._computes_again(saved, tensor, number, step.need)
-        ):
-            self._unexamined.setdefault(number, []).append(weakref.ref(saved))
-            if len(self._unexamined) > self._most_unexamined:
+        else:
+            self.unexamined.setdefault(number, []).append(weakref.ref(saved))
+            if len(self.unexamined) > self._most_unexamined:
                 self._examine_before(tensor, number)
         return saved
 
-    def _computes_again(self, saved: SavedTensor, result: Tensor, number: int, need: Need) -> bool:
-        """Let go of a result at once, where it can be computed again as in an earlier forward.
-
-        That is right whatever it is for, so its own operation need not be known; but for memory
-        that is in a lossy code by now, which it would be given.
-        """
-        node = result.grad_fn
-        if node is None or node_number(node) >= number:  # the operation that is saving
-            return False
-        if not saved.memory.is_exact:
-            return False
-        producer = behind_views(node)
-        recomputation = recomputation_by(producer, result, saved.number, self._find_own_source)
-        if recomputation is None or not recomputation.is_from_whole:
-            return False
-        if not saved.compute_again(need, recomputation):
-            return False
-        saved.is_examined = True
-        saved.memory.code_or_keep(None)
-        return True
+    def _memory_of(self, tensor: Tensor) -> SavedStorage | None:
+        """The memory of a tensor, if something that is saved of it was looked at."""
+        if not self._storages:
+            return None
+        memory = self._storages.get(storage_key(tensor.untyped_storage()))
+        return memory if memory is not None and memory.is_of(tensor) else None
 
     def _examine_before(self, tensor: Tensor, number: int) -> None:
         """Do not wait for the end of a module that runs many operations itself."""
         node = tensor.grad_fn
         if node is not None and node_number(node) < number:  # it has saved all that it saves
             self.examine_operations(tensor, None)
-        self._most_unexamined = max(_MOST_UNEXAMINED, 2 * len(self._unexamined))
+        self._most_unexamined = max(_MOST_UNEXAMINED, 2 * len(self.unexamined))
 
     def examine_operations(self, outputs: Any, inputs: Any) -> None:
         """Decide how to keep what the operations behind a module's outputs have saved.
@@ -408,7 +390,7 @@ class _ForwardHooks(saved_tensors_hooks):
             outputs: Of the module, or what it has computed so far.
             inputs: Of the module; None while it runs, and holds nobody knows what.
         """
-        unexamined = self._unexamined
+        unexamined = self.unexamined
         touched: dict[SavedStorage, None] = {}
         for number, node in self._unseen_nodes(outputs):
             if number in unexamined or number + 1 in unexamined:  # or a copy's
@@ -426,8 +408,8 @@ class _ForwardHooks(saved_tensors_hooks):
     def _examine_node(self, node: Any) -> list[SavedTensor]:
         """Learn what a node has saved."""
         numbers = self._saving_numbers(node)
-        kept = still_alive(self._unexamined.pop(numbers[0], []))  # all of it is this node's
-        has_copy = any(number in self._unexamined for number in numbers[1:])
+        kept = still_alive(self.unexamined.pop(numbers[0], []))  # all of it is this node's
+        has_copy = any(number in self.unexamined for number in numbers[1:])
         found: list[SavedTensor] = []
         for field, need in needs_of(node).items() if kept or has_copy else ():
             if not has_copy and not kept[0].may_be_coded(need, node, field):
@@ -484,10 +466,6 @@ class _ForwardHooks(saved_tensors_hooks):
         is_ours = not self._saving_nodes.isdisjoint(self._saving_numbers(node))
         return _held_in_field(node, field) if is_ours else None
 
-    def _find_own_source(self, node: Any, field: str) -> Source | None:
-        """The same before graphs are looked into, so that copies are not told apart."""
-        return _held_in_field(node, field) if node_number(node) in self._saving_nodes else None
-
     def _saving_numbers(self, node: Any) -> list[int]:
         """The numbers under which hooks see a node save, its own first.
 
@@ -501,7 +479,7 @@ class _ForwardHooks(saved_tensors_hooks):
 
     def finish(self) -> None:
         """What no output depends on is kept as it is, if it is kept at all."""
-        for references in self._unexamined.values():
+        for references in self.unexamined.values():
             for saved in still_alive(references):
                 saved.is_examined = True
         for memory in self._storages.values():
@@ -510,7 +488,7 @@ class _ForwardHooks(saved_tensors_hooks):
 
     def let_go(self) -> None:
         """Let go of everything; hooks that are methods hold themselves."""
-        self._unexamined, self._storages, self._held, self._counts = {}, {}, {}, {}
+        self.unexamined, self._storages, self._counts = {}, {}, {}
         self.pack_hook = _unpack
 
     def _unseen_nodes(self, outputs: Any) -> list[tuple[int, Any]]:
@@ -552,6 +530,6 @@ def _unpack(packed: Any) -> Tensor:
         return packed
     found = _state.collected
     if found is None:
-        return packed() if type(packed) is SavedTensor else packed.tensor()
+        return packed.tensor()
     found.append(packed)
     return _NOTHING

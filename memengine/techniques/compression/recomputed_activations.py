@@ -20,15 +20,19 @@ from memengine.technique import Settings, Technique, setting, with_settings
 from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.compression.backward_needs import IN_PLACE_FORMS, Need
 from memengine.techniques.compression.hooks import RuleHandle, add_rule, chosen_modules
-from memengine.techniques.compression.recomputable_ops import Recomputation
-from memengine.techniques.compression.rules import COMPILE_CONFLICTS, EXACT, FindRecomputation
+from memengine.techniques.compression.recomputation import Recomputation
+from memengine.techniques.compression.rules import (
+    COMPILE_CONFLICTS,
+    EXACT,
+    FindRecomputation,
+    RecomputedPlace,
+)
 from memengine.techniques.modules.blocks import Selector
 from memengine.techniques.modules.fetched_later import FetchedLater
 
 __all__ = ['RecomputedActivations', 'RecomputedActivationsSettings', 'recompute_activations']
 
 _SETTING = 'recomputed_activations'
-_DecisionKey = tuple[Any, ...]  # number among what the module saves, its name, need, operation
 
 
 def recompute_activations(
@@ -62,7 +66,7 @@ def recompute_activations(
             compiled.
         RuntimeError: In a forward, when a result that came out the same does not any more.
 
-    Cost: one pass or two over each such result, for every layer that needs it, and some 0.2 ms of
+    Cost: one pass or two over each such result, for every layer that needs it, and some 20 us of
     Python for each tensor that is saved; of a pre-norm vision transformer's bytes three eighths are
     not kept. Gradients are those of the plain step, bit for bit: each result is computed
     again at once and compared the first, second, fourth, eighth ... time, and kept if it differs.
@@ -93,9 +97,9 @@ class RecomputedActivations(RuleHandle):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self._is_same: dict[_DecisionKey, bool] = {}
-        self._uses: Counter[_DecisionKey] = Counter()
-        self._comparisons: list[tuple[_DecisionKey, FetchedLater]] = []
+        self._is_same: dict[RecomputedPlace, bool] = {}
+        self._uses: Counter[RecomputedPlace] = Counter()
+        self._comparisons: list[tuple[RecomputedPlace, FetchedLater]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), '_comparisons': []}
@@ -118,40 +122,44 @@ class RecomputedActivations(RuleHandle):
         return recomputation.code
 
     def _serves(self, tensor: Tensor, recomputation: Recomputation, name: str, need: Need) -> bool:
-        """Whether it gives the tensor, as far as can be told, now or by comparing before.
-
-        Raises:
-            RuntimeError: When it did before, and does not any more.
-        """
+        """Whether it gives the tensor, as far as can be told."""
         if not recomputation.is_exact:  # what comes from codes cannot be compared
             once = recomputation.operation in (*IN_PLACE_FORMS, 'Relu')
             version = version_of(tensor)
             is_untouched = version <= once or version == recomputation.version
             return recomputation.sources.are_certain and is_untouched
-        on_cpu = tensor.device.type == 'cpu'
-        if not recomputation.sources.are_certain:
-            return on_cpu and _is_same(tensor, recomputation)
         layout = tensor.stride(), tensor.dtype, version_of(tensor)
-        place = (recomputation.number, name, need, recomputation.operation, *layout)
+        made = recomputation.number, name, need, recomputation.operation
+        return self.still_serves(RecomputedPlace(*made, *layout), tensor, recomputation)
+
+    def still_serves(
+        self, place: RecomputedPlace, tensor: Tensor, recomputation: Recomputation
+    ) -> bool:
+        """Whether it gives the tensor: compared now, or before.
+
+        Raises:
+            RuntimeError: When it did before, and does not any more.
+        """
+        if not recomputation.sources.are_certain:
+            return tensor.is_cpu and _is_same(tensor, recomputation)
         uses = self._uses[place] = self._uses.get(place, 0) + 1
         if place not in self._is_same:  # also if a thread has counted, and is comparing still
             self._is_same[place] = _is_same(tensor, recomputation)
         elif uses & (uses - 1) == 0 and self._is_same[place]:  # the second, fourth, eighth ... time
-            if on_cpu:
+            if tensor.is_cpu:
                 is_same = _is_same(tensor, recomputation)
                 self._learn(place, is_same, is_same or _is_near(tensor, recomputation))
             else:
                 self._comparisons.append((place, _compared_there(tensor, recomputation)))
         return self._is_same[place]
 
-    def _learn(self, place: _DecisionKey, is_same: bool, is_near: bool) -> None:
+    def _learn(self, place: RecomputedPlace, is_same: bool, is_near: bool) -> None:
         self._is_same[place] = is_same
         if not is_near:
-            _, name, _, operation, *_ = place
             raise RuntimeError(
-                f'{_SETTING}: what {name} is given was the result of {operation} in the first '
-                'steps and is another by now: something has changed it behind '
-                f"autograd's back, or used other weights; set exclude=['{name}']"
+                f'{_SETTING}: what {place.name} is given was the result of {place.operation} in '
+                'the first steps and is another by now: something has changed it behind '
+                f"autograd's back, or used other weights; set exclude=['{place.name}']"
             )
 
 

@@ -1,7 +1,7 @@
 """What a forward keeps as it is, and what it computes again, is replayed in later ones.
 
 A forward notes both, in the order of saving. In later ones the first is let pass at once, and the
-second is let go at once, where it is the result of such an operation still; no operation is looked
+second is let go at once, where the graph gives the same answers as it did; no operation is looked
 up for either. Only these are replayed: to keep a tensor, or to compute its very bits again, is
 right whatever it is for, while a lossy code has to be known to serve, in each forward anew. What
 differs from the plan drops it. What cannot be seen to differ costs bytes at most, until the next
@@ -12,15 +12,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from memengine.techniques.compression.backward_needs import Need
-from memengine.techniques.compression.saved_storage import SavedTensor
-from memengine.techniques.modules.saved_tensors import KeptAsIs, is_plain
+from memengine._torch_private.autograd import node_number, storage_key, version_of
+from memengine.techniques.activation_offload import is_offloading
+from memengine.techniques.compression.recomputation import (
+    ComputedAgain,
+    ComputedMemory,
+    Recomputation,
+    Source,
+    Sources,
+)
+from memengine.techniques.compression.rules import RecomputedPlace, Rule
+from memengine.techniques.compression.saved_storage import SavedStorage, SavedTensor
+from memengine.techniques.modules.saved_tensors import KeptAsIs, is_parameter, is_plain
 
 __all__ = ['ForwardPlans', 'HeldWhole', 'Replay']
 
@@ -37,15 +47,37 @@ class HeldWhole(KeptAsIs):
         self.module = module
 
 
-class _Expected(NamedTuple):
-    """What has to be the same of a saved tensor.
+class _Again(NamedTuple):
+    """How a saved tensor was computed again.
+
+    Attributes:
+        made: The recomputation; its sources are not held.
+        saved_at: For each source the place in the plan, None for what is to be had elsewhere.
+        rule: By which.
+        place: Where.
+        nbytes: Of the storage.
+        first: Place in the plan of the first tensor of its memory; None where that is the only one.
+    """
+
+    made: Recomputation
+    saved_at: list[int | None]
+    rule: Rule
+    place: RecomputedPlace
+    nbytes: int
+    first: int | None
+
+
+class _Step(NamedTuple):
+    """What the plan has for a saved tensor, and what has to be the same of it.
 
     Attributes:
         node: Its node's number, from the forward's first on, and so how many were made in between.
         shape: The tensor's.
         stride: As well.
         dtype: As well.
-        rules: Of the module that saves it.
+        rules: Of the module that saves it; each module has a list of its own.
+        is_parameter: Whether it is one; of its shape nothing is asked then.
+        again: How it was computed again; None where it stays.
     """
 
     node: int | None
@@ -53,17 +85,13 @@ class _Expected(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     rules: Sequence[Any]
+    is_parameter: bool = False
+    again: _Again | None = None
 
 
-class _Step(NamedTuple):
-    """What the plan has for a saved tensor; `need` where it was computed again, else it stays."""
-
-    expected: _Expected
-    need: Need | None
-
-
+FindMemory = Callable[[Tensor], SavedStorage | None]
 _Plan = list[_Step | None]  # for each saved tensor; None: to be looked at
-_NO_MORE = _Step(_Expected(None, torch.Size(), (), torch.bool, ()), None)  # agrees with none
+_NO_MORE = _Step(None, torch.Size(), (), torch.bool, ())  # agrees with none
 
 
 class ForwardPlans:
@@ -92,39 +120,127 @@ class Replay:
         self, plans: dict[Any, _Plan], kind: Any, plan: _Plan | None, first_node: int
     ) -> None:
         self._plans, self._kind, self._first_node = plans, kind, first_node
-        self._noted: list[tuple[_Expected, Callable[[], SavedTensor | None] | None]] = []
-        self._is_noting = plan is None
-        self._rest: Iterator[_Step | None] = iter(plan or ())
+        self.is_noting = plan is None
+        self._noted: list[_Noted | None] = []
+        self._plan: _Plan = plan or []
+        self._rest: Iterator[_Step | None] = iter(self._plan)
+        self._packed: list[weakref.ref[Any] | None] = []  # so far, as the plan has it
+        self._held: dict[int, weakref.ref[Any]] = {}  # of these what stays, by its storage
+        self._looked_up = 0  # how many of them
 
-    def step(self, tensor: Tensor, node: int | None, rules: Sequence[Any]) -> _Step | None:
-        """What the plan has for a tensor; to be asked once for each, in the order of saving."""
-        if self._is_noting:
-            return None
+    def pack(self, tensor: Tensor, node: int | None, saver: Any, find_memory: FindMemory) -> Any:
+        """What to keep of a tensor; to be asked once for each, in the order of saving.
+
+        Args:
+            tensor: That is saved.
+            node: The number of its node; None for what no node saves.
+            saver: The forward of the module.
+            find_memory: Finds a plain tensor's, if something that is saved of it was looked at.
+
+        Returns:
+            None for what is to be looked at.
+        """
         step = next(self._rest, _NO_MORE)
+        packed: Any = None
         if step is None:
-            return None
-        number = None if node is None else node - self._first_node
-        if step.expected == (number, tensor.shape, tensor.stride(), tensor.dtype, rules):
-            return step
-        self._drop()
-        return None
+            pass
+        elif node is None or node - self._first_node != step.node:
+            self._drop()
+        elif step.is_parameter:
+            if type(tensor) is nn.Parameter or is_parameter(tensor):
+                packed = KeptAsIs(tensor)
+            else:
+                self._drop()
+        elif not (
+            type(tensor) is Tensor
+            and tensor.layout is torch.strided
+            and tensor.shape == step.shape
+            and tensor.stride() == step.stride
+            and tensor.dtype is step.dtype
+            and saver.rules is step.rules
+        ):
+            self._drop()
+        elif step.again is not None:
+            memory = find_memory(tensor)
+            if memory is None or not memory.may_be_lossy:
+                packed = self._let_go(tensor, step.again, saver.module)
+        elif find_memory(tensor) is None and not is_offloading():
+            packed = HeldWhole(tensor, saver.module)
+        self._packed.append(None if packed is None else weakref.ref(packed))
+        return packed
 
-    def note(
-        self, tensor: Tensor, saved: SavedTensor | None, node: int | None, rules: Sequence[Any]
-    ) -> None:
-        """A tensor is saved that is to be looked at; or that stays as it is, whatever it is for."""
-        if self._is_noting:
-            number = None if node is None else node - self._first_node
-            seen = _Expected(number, tensor.shape, tensor.stride(), tensor.dtype, rules)
-            self._noted.append((seen, None if saved is None else weakref.ref(saved)))
+    def _let_go(self, tensor: Tensor, again: _Again, module: nn.Module) -> ComputedAgain | None:
+        """Let go of a result at once, if it can be computed again as in an earlier forward."""
+        if version_of(tensor) != again.place.version:
+            return None
+        memory = None
+        if again.first is not None and again.first < len(self._packed):
+            reference = self._packed[again.first]
+            first = reference() if reference is not None else None
+            memory = first.memory if type(first) is ComputedAgain else None
+        if memory is None or not memory.is_of(tensor):
+            found = self._find_again(tensor, again)
+            if found is None:
+                return None
+            memory = ComputedMemory(found, None if again.first is None else tensor)
+        if not again.rule.still_serves(again.place, tensor, memory.recomputation):
+            return None
+        again.rule.kept.add(again.place.name, again.place.need.value, tensor.nbytes, 0)
+        return ComputedAgain(memory, tensor, module)
+
+    def _find_again(self, tensor: Tensor, again: _Again) -> Recomputation | None:
+        """The same recomputation, from what is held of this forward."""
+        last = tensor.grad_fn
+        if last is None or tensor.untyped_storage().nbytes() != again.nbytes:
+            return None
+        made = again.made
+        nodes = made.sources.find_again(last)
+        if nodes is None:
+            return None
+        tensors: list[Source] = []
+        for place, index in zip(made.sources.places, again.saved_at, strict=True):
+            if index is None:
+                assert not isinstance(place, int)
+                tensors.append(place())
+                continue
+            step, reference = self._plan[index], self._packed[index]
+            source = reference() if reference is not None else None
+            if source is None or not source.is_whole or step is None:
+                return None
+            assert isinstance(place, int)
+            if node_number(nodes[place]) - self._first_node != step.node:
+                return None
+            if type(source) is KeptAsIs and not source.content.untyped_storage().nbytes():
+                return None  # a parameter that is sharded again
+            tensors.append(source)
+        return Recomputation(
+            made.operation, made.compute, Sources(tensors, made.sources.are_certain), made.number
+        )
+
+    def held_whole(self, key: int) -> Callable[[], Any] | None:
+        """What is kept as it is of a storage, as the plan has it."""
+        for reference in self._packed[self._looked_up :]:
+            held = reference() if reference is not None else None
+            if type(held) is HeldWhole:
+                assert reference is not None
+                self._held[storage_key(held.content.untyped_storage())] = reference
+        self._looked_up = len(self._packed)
+        return self._held.get(key)
+
+    def note(self, tensor: Tensor, packed: Any, node: int | None, rules: Sequence[Any]) -> None:
+        """A forward without a plan has saved a tensor, and keeps this of it."""
+        if packed is tensor or node is None:
+            self._noted.append(None)
+            return
+        layout = tensor.shape, tensor.stride(), tensor.dtype
+        step = _Step(node - self._first_node, *layout, rules, is_parameter(tensor))
+        more = version_of(tensor), tensor.untyped_storage().nbytes()
+        self._noted.append(_Noted(step, weakref.ref(packed), type(packed) is KeptAsIs, *more))
 
     def finish(self) -> None:
         """The forward has ended, and all is decided."""
-        if self._is_noting:
-            self._plans[self._kind] = [
-                _Step(seen, None) if saved is None else _step(seen, saved())
-                for seen, saved in self._noted
-            ]
+        if self.is_noting:
+            self._plans[self._kind] = _plan_of(self._noted)
         elif next(self._rest, _NO_MORE) is not _NO_MORE:
             self._drop()
 
@@ -133,9 +249,58 @@ class Replay:
         self._rest = repeat(None)
 
 
-def _step(expected: _Expected, saved: SavedTensor | None) -> _Step | None:
-    if saved is None or expected.node is None:
-        return None
-    if saved.is_computed_again:
-        return _Step(expected, saved.need)
-    return _Step(expected, None) if saved.is_whole and saved.is_for_no_rule else None
+class _Noted(NamedTuple):
+    """What is noted of a saved tensor."""
+
+    step: _Step
+    packed: Callable[[], Any]
+    stays: bool
+    version: int
+    nbytes: int
+
+
+def _plan_of(noted: Sequence[_Noted | None]) -> _Plan:
+    packed = [None if one is None else one.packed() for one in noted]
+    places = {id(one): place for place, one in enumerate(packed) if one is not None}
+    of_memory: dict[int, list[int]] = {}
+    for place, one in enumerate(packed):
+        if isinstance(one, SavedTensor) and one.is_computed_again:
+            of_memory.setdefault(id(one.memory), []).append(place)
+    plan: _Plan = []
+    for one, held in zip(noted, packed, strict=True):
+        step = None
+        if one is not None and one.stays:
+            step = one.step
+        elif one is not None and held is not None:
+            if held.is_computed_again:
+                first, *others = of_memory[id(held.memory)]
+                again = _again(one, held, places, first if others else None)
+                step = None if again is None else one.step._replace(again=again)
+            elif held.is_whole and held.is_for_no_rule:
+                step = one.step
+        plan.append(step)
+    return plan
+
+
+def _again(
+    noted: _Noted, saved: SavedTensor, places: dict[int, int], first: int | None
+) -> _Again | None:
+    """How a tensor is computed again; None where that starts from what nobody has noted."""
+    made, rule, need = saved.recomputation, saved.rule, saved.need
+    assert made is not None and rule is not None and need is not None
+    saved_at: list[int | None] = []
+    for source, place in zip(made.sources.tensors, made.sources.places, strict=True):
+        if isinstance(place, int) and id(source) not in places:
+            return None
+        saved_at.append(places[id(source)] if isinstance(place, int) else None)
+    step = noted.step
+    where = saved.number, saved.name, need, made.operation, step.stride, step.dtype
+    sources = replace(made.sources, tensors=[])
+    return _Again(
+        replace(made, sources=sources),
+        saved_at,
+        rule,
+        RecomputedPlace(*where, noted.version),
+        noted.nbytes,
+        first,
+    )

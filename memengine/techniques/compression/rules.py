@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.compression.backward_needs import Need
-from memengine.techniques.compression.recomputable_ops import Recomputation
+from memengine.techniques.compression.recomputation import Recomputation
 
-__all__ = ['COMPILE_CONFLICTS', 'EXACT', 'FindRecomputation', 'KeptBytes', 'Rule']
+__all__ = [
+    'COMPILE_CONFLICTS',
+    'EXACT',
+    'FindRecomputation',
+    'KeptBytes',
+    'RecomputedPlace',
+    'Rule',
+]
 
 EXACT = 100  # a fidelity
 _WHY_NOT_COMPILED = 'what compiled code saves cannot be told apart; set one of them'
@@ -37,6 +45,28 @@ class KeptBytes:
         self.before, self.after = self.before + before, self.after + after
         so_far = self.places.get((place, need), (0, 0))
         self.places[place, need] = so_far[0] + before, so_far[1] + after
+
+
+class RecomputedPlace(NamedTuple):
+    """Where in a model a result is computed again, and as what it was saved there.
+
+    Attributes:
+        number: Of the tensor, among those that its module saves in a forward.
+        name: The module's.
+        need: What a derivative needs of it.
+        operation: Whose result it is.
+        stride: The tensor's, as are the rest.
+        dtype: As well.
+        version: As well.
+    """
+
+    number: int
+    name: str
+    need: Need
+    operation: str
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    version: int
 
 
 class Rule(Protocol):
@@ -66,4 +96,12 @@ class Rule(Protocol):
         """How to keep a tensor that the module of that name needs; None for as it is.
 
         ``find()`` finds out how to compute the tensor's storage again from what is kept anyway.
+        """
+
+    def still_serves(
+        self, place: RecomputedPlace, tensor: Tensor, recomputation: Recomputation
+    ) -> bool:
+        """Whether what served there before gives a tensor now, as far as can be told.
+
+        Of a rule that only recomputes; the recomputation is exact.
         """

@@ -20,11 +20,8 @@ from memengine.techniques.codecs.codec import Code, Codec
 from memengine.techniques.codecs.lossless_by_need import lossless_codec_for
 from memengine.techniques.codecs.memory_order import is_dense
 from memengine.techniques.compression.backward_needs import Need
-from memengine.techniques.compression.recomputable_ops import (
-    Recomputation,
-    RecomputedCode,
-    is_recomputable,
-)
+from memengine.techniques.compression.recomputable_ops import is_recomputable
+from memengine.techniques.compression.recomputation import Recomputation, RecomputedCode
 from memengine.techniques.compression.rules import FindRecomputation, Rule
 from memengine.techniques.modules.saved_tensors import KeptAsIs, current_backward, is_in_backward
 
@@ -48,6 +45,7 @@ class SavedTensor:
         is_whole: Whether it stays as it is.
         is_for_no_rule: Whether it would for any rule, by the operations before it.
         module: Which saved it.
+        name: What the rule's model calls that.
         number: Among those that the module saves in this forward.
         need: What a derivative needs of it, if that is known.
         follows: Gives what stands for it where others are coded, with which it has to agree.
@@ -56,7 +54,7 @@ class SavedTensor:
     __slots__ = (
         '__weakref__', '_counted_bytes', '_dtype', '_is_metered', '_kept', '_layout', '_name',
         '_offloaded', '_part', '_prefetched', '_rules', 'codec', 'follows', 'is_examined',
-        'is_for_no_rule', 'is_whole', 'memory', 'module', 'need',
+        'is_for_no_rule', 'is_whole', 'memory', 'module', 'name', 'need',
         'number', 'rule',
     )  # fmt: skip
 
@@ -73,7 +71,7 @@ class SavedTensor:
         self.rule: Rule | None = None
         self.codec: Codec | None = None
         self.is_examined = self.is_whole = self.is_for_no_rule = self._is_metered = False
-        self._rules, self._name = rules, ''  # of the module that saves it
+        self._rules, self.name = rules, ''  # of the module that saves it
         self._counted_bytes = (0, 0)
         self._part: _CodedPart | None = None
         self._prefetched: Tensor | None = None
@@ -124,7 +122,7 @@ class SavedTensor:
         tensor, self._prefetched = self._prefetched, None
         return self._part.view_at(self._layout) if tensor is None else tensor
 
-    decode = __call__
+    decode = tensor = __call__
 
     def prefetch(self) -> Tensor:
         """The tensor, for what is computed from it in backward before autograd asks for it too.
@@ -177,31 +175,25 @@ class SavedTensor:
                 find = partial(_given, found)
             for rule, name in self._rules:
                 if (codec := rule.codec(name, need, self.content, find)) is not None:
-                    self.rule, self.codec, self._name = rule, codec, name
+                    self.rule, self.codec, self.name = rule, codec, name
                     return
 
-    def compute_again(self, need: Need, recomputation: Recomputation) -> bool:
-        """Learn for what and how it was computed again before; False if that does not serve."""
-        for rule, name in self._rules:
-            if not rule.only_recomputes:
-                continue
-            self.codec = rule.codec(name, need, self.content, partial(_given, recomputation))
-            if self.codec is not None:
-                self.need, self.rule, self._name = need, rule, name
-                return True
-        return False
+    @property
+    def recomputation(self) -> Recomputation | None:
+        """How it is computed again, if nothing is kept of it."""
+        code = self._part.code if self._part is not None else None
+        return code.recomputation if isinstance(code, RecomputedCode) else None
 
     @property
     def is_computed_again(self) -> bool:
         """Whether nothing is kept of it, and what it is computed from stays as it is."""
-        code = self._part.code if self._part is not None else None
-        return isinstance(code, RecomputedCode) and code.recomputation.is_from_whole
+        return self.recomputation is not None and self.recomputation.is_from_whole
 
     def replace_by(self, part: _CodedPart) -> None:
         """Let go of the tensor, for a coded part that it can be read from."""
         if self.rule is not None and self.need is not None:
             self._counted_bytes = self.content.nbytes, 0 if part.is_counted else part.nbytes
-            self.rule.kept.add(self._name, self.need.value, *self._counted_bytes)
+            self.rule.kept.add(self.name, self.need.value, *self._counted_bytes)
             part.is_counted = True
         self._layout, self._dtype = _layout_of(self.content), self.content.dtype
         self._part, self._kept = part, None
@@ -215,7 +207,7 @@ class SavedTensor:
             self._part, self._offloaded, self._is_metered = None, None, False
             if self.rule is not None and self.need is not None and any(self._counted_bytes):
                 before, after = self._counted_bytes
-                self.rule.kept.add(self._name, self.need.value, -before, -after)
+                self.rule.kept.add(self.name, self.need.value, -before, -after)
         self.rule = self.codec = None
 
 
@@ -242,9 +234,10 @@ class SavedStorage:
         return storage is not None and self._storage() is storage
 
     @property
-    def is_exact(self) -> bool:
-        """Whether nothing that is saved of it is in a lossy code."""
-        return all(one.is_exact for one in still_alive(self._coded))
+    def may_be_lossy(self) -> bool:
+        """Whether a rule may keep it in a code that gives back something else."""
+        saved = still_alive(self._undecided) + still_alive(self._coded)
+        return not all(one.only_recomputes for one in saved)
 
     def add_view(self, saved: SavedTensor) -> None:
         """Note what is saved of it."""

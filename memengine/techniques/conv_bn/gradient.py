@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ['ConvOutput', 'Geometry', 'conv_bn_eval', 'frozen_bn', 'lean_convolution']
-
 
 def _per_axis(value: int | Sequence[int], axes: int) -> list[int]:
     values = [value] if isinstance(value, int) else list(value)

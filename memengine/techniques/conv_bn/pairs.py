@@ -35,8 +35,6 @@ from memengine.techniques.conv_bn.gradient import (
     lean_convolution,
 )
 
-__all__ = ['ConvBNPairs', 'EnterLayer', 'LeaveLayer', 'OwnHook', 'Pair']
-
 Pair = tuple[str, str]  # a convolution and a BatchNorm by their names
 
 _CONVOLUTION = ('input', 'weight', 'bias', 'stride', 'padding', 'dilation', 'groups')

@@ -20,8 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-__all__ = ['WeightNormLinear', 'shared_weights']
-
 
 @dataclass
 class _Shared:

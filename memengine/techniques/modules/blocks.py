@@ -10,8 +10,6 @@ from torch import nn
 
 from memengine.suggest import did_you_mean
 
-__all__ = ['BLOCKS', 'Selector', 'find_blocks', 'select_modules']
-
 BLOCKS = 'blocks'  # the word for a model's repeated blocks
 
 Selector: TypeAlias = str | type[nn.Module]

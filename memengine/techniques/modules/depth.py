@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ['FEWEST', 'lists_of_blocks', 'place_of', 'shorten']
-
 FEWEST = 3  # blocks: a first one, a last one, and one between
 
 

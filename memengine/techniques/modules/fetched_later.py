@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ['FetchedLater']
-
 
 class FetchedLater:
     """A copy of a small tensor, made without waiting for the device; to be read a step later."""

@@ -23,15 +23,6 @@ from memengine._torch_private.modules import BatchOrInstanceNorm, own_buffers, o
 from memengine._torch_private.ops import draw_from_known_generators_when_compiled
 from memengine.techniques.modules.private_random import generators
 
-__all__ = [
-    'Change',
-    'ModuleState',
-    'PrivateRandomState',
-    'RandomState',
-    'accelerators_of',
-    'own_generators',
-]
-
 _ABSENT: Any = object()  # in place of a value: there is no such entry
 _STANDARD_ATTRIBUTES = frozenset(vars(nn.Module()))  # hooks, parameters, submodules
 

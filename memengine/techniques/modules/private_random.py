@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ['generators', 'private_generator', 'private_seed', 'restart_private_generators']
-
 _SEED_OFFSET = 0x9E3779B97F4A7C15  # so that a private stream is not the one of dropout
 
 generators: dict[torch.device, tuple[int, torch.Generator]] = {}

@@ -10,8 +10,6 @@ from torch import nn
 from memengine._torch_private.autograd import version_of
 from memengine._torch_private.modules import BatchNorm, InstanceNorm, own_buffers
 
-__all__ = ['frozen_statistics', 'layers_with_batch_statistics', 'unrepeatable']
-
 
 def layers_with_batch_statistics(module: nn.Module) -> list[str]:
     """Names of the BatchNorm layers whose output depends on the other samples of the batch."""

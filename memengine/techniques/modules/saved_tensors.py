@@ -15,8 +15,6 @@ from memengine._torch_private.autograd import (
 )
 from memengine._torch_private.fake import is_fake
 
-__all__ = ['KeptAsIs', 'is_in_backward', 'is_parameter', 'is_part_without_base', 'is_plain']
-
 
 class KeptAsIs:
     """A saved tensor that is kept whole.

@@ -19,15 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from memengine._torch_private.ops import foreach_mul_, foreach_norm
 
-__all__ = [
-    'clip_each_grad_norm_',
-    'clip_grad_norm_',
-    'clip_grad_value_',
-    'computing_device_type',
-    'grad_norms',
-    'local_part',
-]
-
 
 def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters

@@ -17,8 +17,6 @@ from torch.overrides import TorchFunctionMode
 
 from memengine._torch_private.modules import own_buffers, own_parameters
 
-__all__ = ['materialize', 'on_meta']
-
 # Their models draw values while they are constructed; those without init_weights() only then.
 _LIBRARIES = ('timm.models', 'torchvision.models', 'transformers', 'open_clip')
 

@@ -9,8 +9,6 @@ from torch import nn
 
 from memengine.techniques.modules.blocks import Selector, find_blocks, select_modules
 
-__all__ = ['Units', 'choose_units']
-
 # A callable is a wrap policy as of FSDP1: policy(module=, recurse=, nonwrapped_numel=) -> bool.
 Units: TypeAlias = Selector | Sequence[Selector] | int | Callable[..., bool] | None
 

@@ -20,8 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 from memengine._torch_private.distributed import gather_on_compute_stream
 from memengine._torch_private.ops import do_not_compile, pytree
 
-__all__ = ['one_unit_at_a_time']
-
 
 class _FreeingReduceScatter:
     """``fully_shard``'s reduction, whose input can be freed before the next one.

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from memengine.techniques.modules.forward_state import RandomState
 from memengine.techniques.modules.wrapped_forward import WrappedForward
 
-__all__ = ['FrozenPart']
-
 
 class FrozenPart(WrappedForward):
     """Keeps what a module returns in the first pass, and returns it in the second.

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from memengine.losses.dino import DINOLoss, combine_targets
-from memengine.techniques.slices.accumulation import additive_step
+from memengine.techniques.slices.accumulation_within_iteration import additive_step
 from memengine.techniques.slices.sliced_step import Context
 from memengine.techniques.slices.slicing import even_parts
-
-__all__ = ['CropSlice', 'dino_step', 'plan_slices']
 
 
 @dataclass(frozen=True)

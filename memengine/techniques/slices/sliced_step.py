@@ -30,17 +30,6 @@ from memengine.techniques.modules.running_statistics import frozen_statistics
 from memengine.techniques.slices.tower import Tower
 from memengine.techniques.slices.tower_run import Replay, TowerRun
 
-__all__ = [
-    'Context',
-    'Losses',
-    'StepLosses',
-    'SyncOnce',
-    'Synchronising',
-    'sliced_step',
-    'synchronising',
-    'total_loss',
-]
-
 Losses: TypeAlias = Tensor | Mapping[str, Tensor]
 Context: TypeAlias = Callable[[], AbstractContextManager[Any]]
 

@@ -16,8 +16,6 @@ from memengine._torch_private.ops import pytree
 if TYPE_CHECKING:
     from memengine.techniques.slices.multi_crop import CropSlice
 
-__all__ = ['Slice', 'cut_evenly', 'even_parts', 'join_slices', 'slice_views', 'split_batch', 'take']
-
 
 def split_batch(batch: Any, size: int) -> list[Any]:
     """Cut a batch into consecutive slices of ``size`` samples, the last one smaller.

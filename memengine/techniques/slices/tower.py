@@ -10,8 +10,6 @@ from torch import nn
 
 from memengine.techniques.slices.slicing import join_slices
 
-__all__ = ['Tower', 'call_module']
-
 
 def call_module(module: nn.Module, inputs: Any) -> Any:
     """Call a module as its inputs suggest.

@@ -15,7 +15,7 @@ from memengine.engine.cli.commands import read_config
 from memengine.engine.cli.main import main
 from memengine.engine.cli.parser import make_parser
 from memengine.engine.config.planning import budget_for
-from memengine.engine.config.training_step import first_batch, step_of
+from memengine.engine.config.step_of_config import first_batch, step_of
 from memengine.memory import UnpredictableError, map_blocks_singly, measure, predict
 
 

@@ -313,10 +313,26 @@ def test_values_of_options(cli):
             ['config.py', '--max-iters', '0'],
             'memengine: error: --max-iters must be at least 1, got 0',
         ),
+        (
+            ['config.py', *options('activation_checkpointing=net.blocks')],
+            "memengine: error: activation_checkpointing: CliModel has no module 'net.blocks'",
+        ),
+        (
+            ['config.py', *options('dropit=dict(gamma=0.5, exclude=["nett"])')],
+            "memengine: error: dropit: CliModel has no module 'nett'; did you mean 'net'?",
+        ),
     ],
 )
 def test_refusals(cli, args, said):
     assert cli('train', *args) == (1, said)
+    assert not Path('work_dirs').exists()
+
+
+def test_an_argument_that_a_network_does_not_take_is_refused_before_there_is_a_folder(cli):
+    backbone = 'dict(type="TimmBackbone", model_name="test_efficientnet", dropp=1)'
+    model = f'model=dict(_delete_=True, type="Classifier", num_classes=2, backbone={backbone})'
+    status, said = cli('train', 'config.py', *options(model))
+    assert status == 1 and "unexpected keyword argument 'dropp'" in said, said
     assert not Path('work_dirs').exists()
 
 

@@ -9,6 +9,7 @@ from memengine.engine.config.check import ConfigError, check_config
 from memengine.engine.config.file import load_config
 from memengine.engine.config.memory_budget import keep_budget
 from memengine.engine.config.planning import Planner, budget_for
+from memengine.engine.config.planning.predictions import Predictions
 from memengine.memory.planning import Cost
 from memengine.testing import run_ranks
 from tests.engine.config.test_planning import CLASSIFIER, DINO, SIMCLR, SMALL
@@ -21,7 +22,7 @@ AUTO = {
 CACHE = {'optim_wrapper.type': 'GradCacheOptimWrapper', 'optim_wrapper.chunk_size': 'auto'}
 
 
-def predicted(planner, options, blocks):
+def predicted(predictions, options, blocks):
     """In place of a prediction: a mebibyte for each image of a slice, on two that stay."""
     batch = options.get('train_dataloader.batch_size', 32)
     size = options.get('optim_wrapper.micro_batch_size', batch)
@@ -32,7 +33,7 @@ def predicted(planner, options, blocks):
 @pytest.fixture
 def room(monkeypatch):
     """Sets how many mebibytes a prediction may come to."""
-    monkeypatch.setattr(Planner, '_predict', predicted)
+    monkeypatch.setattr(Predictions, '_predict', predicted)
 
     def there_is(mib):
         monkeypatch.setattr(memory_budget, 'room_bytes', lambda device: budget_for(mib * MIB))
@@ -91,12 +92,14 @@ def test_what_is_refused(tmp_path, room, name, options, why):
 
 
 def test_kept_graphs_follow_from_the_memory(tmp_path, room, monkeypatch):
-    def by_graphs(planner, options, blocks):
+    def by_graphs(predictions, options, blocks):
         kept = options.get('optim_wrapper.keep_graph', 64)  # the plain step's is all
         return Cost((2 + kept) * MIB, int(1e9 / (1 + kept)), 0, 100)
 
-    monkeypatch.setattr(Planner, '_predict', by_graphs)
-    monkeypatch.setattr(Planner, 'cost', lambda self, plan: self._predicted(self.options(plan)))
+    monkeypatch.setattr(Predictions, '_predict', by_graphs)
+    monkeypatch.setattr(
+        Planner, 'cost', lambda self, plan: self._steps.predicted(self.options(plan))
+    )
     auto = {**CACHE, 'optim_wrapper.chunk_size': 4, 'optim_wrapper.keep_graph': 'auto'}
     room(10)  # of 16 slices
     cfg = config(tmp_path, SIMCLR, **auto)
@@ -114,7 +117,7 @@ def test_kept_graphs_follow_from_the_memory(tmp_path, room, monkeypatch):
 
 def plan_on_rank(rank, world_size, folder):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Planner, '_predict', predicted)
+        patch.setattr(Predictions, '_predict', predicted)
         room = budget_for((10 - 2 * rank) * MIB)
         patch.setattr(memory_budget, 'room_bytes', lambda device: room)
         cfg = config(folder / 'both', launcher='pytorch', **AUTO)

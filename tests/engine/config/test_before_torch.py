@@ -1,22 +1,32 @@
 """What is misspelt or of a wrong value is refused before torch and MMEngine are imported."""
 
+import ast
 import copy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import timm
 
 from memengine.engine.config.before_torch.check import check_text
-from memengine.engine.config.before_torch.sources import of_other_packages, top_keys
+from memengine.engine.config.before_torch.sources import (
+    arguments_of_network,
+    networks,
+    of_other_packages,
+    top_keys,
+)
 from memengine.engine.config.check import check_config, known_keys
 from memengine.engine.config.error import ConfigError
 from memengine.engine.config.file import load_config, merge_options
+from memengine.engine.config.step_of_config import check_model
 from tests.docs_pages import ROOT
 from tests.engine.config.mutations import REMOVED, mutations, shipped
 from tests.test_configs import CONFIGS
 
 BELOW = "model.head.nlayer: DINOHead takes no argument 'nlayer': did you mean 'nlayers'?"
 VALUE = "model.head.nlayers: must be a whole number, got 'x'"
+BUDGET = "memory_budget: must be a size such as '20GiB', or None, got 1.5"
 GAMMA = 'dropit: gamma is a number or a dict of (a number), at least 0 and below 1, got 1.9'
 
 
@@ -34,6 +44,7 @@ def write(tmp_path, text, name='config.py'):
         (BELOW, ['fine.py', '--cfg-options', 'model.head.nlayer=1']),
         (VALUE, ['fine.py', '--cfg-options', 'model.head.nlayers=x']),
         (GAMMA, ['fine.py', '--cfg-options', 'dropit=1.9']),
+        (BUDGET, ['fine.py', '--cfg-options', 'memory_budget=1.5']),
         ('there is no config file dino_vitt: did you mean dino_vit?', ['dino_vitt']),
     ],
 )
@@ -101,6 +112,11 @@ NO_WORDS = {
     'model.backbone.model_name': 'vit_tinny_patch16_224',
     'train_cfg.iters': 3,
     'train_dataloader.workers': 2,
+    'train_dataloader.collate_fn.type': 'stack_view',
+    'default_hooks.chekpoint': {'type': 'CheckpointHook'},
+    'default_hooks.mine': {'interval': 3},
+    'env_cfg.mp_cfg.threads': 1,
+    'randomness.sed': 3,
 }
 WORDS_OF_OTHERS = {
     'model.size': 3,
@@ -137,6 +153,9 @@ VALUES = {
     'resume': 'yes',
     'load_from': 3,
     'launcher': 'pytroch',
+    'memory': 3,
+    'memory_budget': 1.5,
+    'env_cfg.mp_cfg.mp_start_method': 'frok',
 }
 
 
@@ -153,6 +172,38 @@ def test_what_is_nothing_there_as_the_whole_check_says_it(path, value):
     assert [it.partition(' (it takes')[0] for it in said] == [
         it.partition(' (it takes')[0] for it in whole.value.problems
     ]
+
+
+@pytest.mark.parametrize('key', ['qwertz', 'drop_path'])
+def test_an_argument_that_timm_s_network_does_not_take(key):
+    said = problems_early(ROOT / 'configs/dino_vit.py', {f'model.backbone.{key}': 0.1})
+    assert [it.partition(': did')[0] for it in said] == [
+        f"model.backbone.{key}: TimmBackbone takes no argument '{key}'"
+    ]
+    config = load_config('dino_vit')
+    config.model.backbone[key] = 0.1
+    with pytest.raises(ValueError, match=f"unexpected keyword argument '{key}'"):
+        check_model(config)
+
+
+@pytest.mark.parametrize('key', ['features_only', 'pretrained_cfg', 'norm_layer'])
+def test_what_builds_timm_s_networks_may_take_more(key):
+    check_text(ROOT / 'configs/dino_vit.py', {f'model.backbone.{key}': None})
+
+
+def test_timm_s_own_arguments_of_its_networks_are_never_refused():
+    sure = 0
+    for file in ('convnext', 'levit', 'resnet', 'vgg'):
+        text = Path(timm.__file__).with_name('models').joinpath(f'{file}.py').read_text()
+        made = [it for it in ast.parse(text).body if isinstance(it, ast.FunctionDef)]
+        for function in [it for it in made if it.name in networks()]:
+            calls = [it for it in ast.walk(function) if isinstance(it, ast.Call)]
+            dicts = [it for it in calls if ast.unparse(it.func) == 'dict']
+            keys = frozenset(word.arg for it in dicts for word in it.keywords if word.arg)
+            taken, takes_others = arguments_of_network(function.name, keys)
+            assert keys <= taken or takes_others, function.name
+            sure += not takes_others
+    assert sure > 50
 
 
 def problems_early(file, options):

@@ -16,7 +16,7 @@ from memengine.engine.config.check import (
     import_custom_modules,
     known_keys,
 )
-from memengine.engine.config.types import arguments_of, find_anywhere
+from memengine.engine.config.schema.types import arguments_of, find_anywhere
 from tests.engine.config_shapes import VALID, base, loader
 
 CONFIGS = sorted(

@@ -6,7 +6,7 @@ import torch
 from mmengine.optim import CosineAnnealingLR
 from torch import nn
 
-from memengine.engine.config.types import Arguments, arguments_of, find_anywhere, find_type
+from memengine.engine.config.schema.types import Arguments, arguments_of, find_anywhere, find_type
 
 
 class Closed:

@@ -10,14 +10,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memengine.engine import run_step
-from memengine.engine.apply import refusals
 from memengine.engine.faults.exactness import first_samples
 from memengine.engine.hooks import ExactnessError, ExactnessHook
 from memengine.engine.step import unwrap
+from memengine.engine.techniques_of_config import refusals
 from memengine.models import CLIP, Classifier, SimCLR, SupCon
 from memengine.technique import Handle
+from memengine.techniques.activation_checkpointing.repeatable_forward import CheckpointedForward
 from memengine.techniques.activation_offload import ActivationOffload
-from memengine.techniques.checkpointing.repeatable_forward import CheckpointedForward
 from memengine.techniques.compression.dropit import DropIT
 from memengine.testing import run_ranks
 from tests.composition import Row, rows, train

@@ -123,6 +123,15 @@ def test_without_attention_the_log_says_so(tmp_path, undrawn):
     assert names == {*ALWAYS, MOMENTS, 'curves.png', 'summary.json'}
 
 
+def test_a_run_that_logs_nothing_has_no_curves(tmp_path, undrawn):
+    options = dict(default_hooks=dict(logger=None))
+    runner = image_runner(tmp_path, dict(type='ReportHook'), epochs=1, **options)
+    told, errors = messages_of(runner, logging.INFO), messages_of(runner, logging.ERROR)
+    runner.train()
+    assert [text for text in told if 'no curves' in text and 'logger.interval' in text]
+    assert not errors and not (tmp_path / 'report' / 'curves.png').exists()
+
+
 @pytest.mark.parametrize(
     ('options', 'reason'),
     [

@@ -97,7 +97,7 @@ def test_what_is_not_there_is_said(trained, capsys):
 
 def test_every_command_has_a_loop():
     from memengine.engine.cli.parser import AFTER_TRAINING
-    from memengine.engine.config.runner_schema import AFTER_TRAINING as LOOP_OF
+    from memengine.engine.config.schema.runner import AFTER_TRAINING as LOOP_OF
     from memengine.registry import LOOPS
 
     assert list(AFTER_TRAINING) == list(LOOP_OF)

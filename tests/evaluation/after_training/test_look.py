@@ -47,14 +47,18 @@ def test_dense_features_of_networks(name):
     assert drawing.dense_features(torch.nn.Flatten(), torch.randn(2, 3, 4, 4)) is None
 
 
+def test_classes_without_a_name_and_samples_without_a_class():
+    assert drawing.class_words(torch.tensor([-1, 0, 5]), ['cat']) == ['', 'cat', '5']
+
+
 def test_all_pictures_are_drawn_and_in_the_page(trained, monkeypatch, capsys):  # noqa: F811
-    seen = {}
+    seen, draw = {}, drawing.save_neighbours
 
     def save(images, neighbours, path, names, others):
         seen.update(images=images, neighbours=neighbours, names=names, others=others)
-        drawing.save_neighbours(images, neighbours, path, names, others)
+        draw(images, neighbours, path, names, others)
 
-    monkeypatch.setattr(look, 'save_neighbours', save)
+    monkeypatch.setattr(drawing, 'save_neighbours', save)
     few = ['look.images=3', 'look.neighbours=4', 'experiment_name=look']
     assert main(['look', str(trained / 'epoch_1.pth'), *FEW, *few]) == 0, capsys.readouterr().err
     folder = trained / 'report' / 'look'
@@ -80,7 +84,7 @@ def neighbours_of(monkeypatch, tmp_path, found):
         return torch.zeros(len(wanted), 1, 2, 2)
 
     monkeypatch.setattr(look, 'images_of', images)
-    monkeypatch.setattr(look, 'save_neighbours', lambda *things: None)
+    monkeypatch.setattr(drawing, 'save_neighbours', lambda *things: None)
     monkeypatch.setattr(look, 'dataset_of', lambda runner: object())
     loop(images=2, neighbours=2)._draw_neighbours(found, tmp_path / 'x.png')
     return rows[:2], torch.tensor(rows[2:]).view(2, -1).tolist()

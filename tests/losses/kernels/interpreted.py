@@ -1,4 +1,4 @@
-"""The losses' kernels on CPU tensors, by Triton's interpreter; `test_pairs.py` runs this file.
+"""The losses' kernels on CPU tensors in Triton's interpreter; `test_similarity_tiles.py` runs this.
 
 Triton asks for ``TRITON_INTERPRET`` when it is imported, so this needs a process of its own.
 """
@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 from memengine._torch_private import matrix_products as torch_products
 from memengine._torch_private import triton_kernels
 from memengine.losses.batch_loss import Products
-from memengine.losses.kernels import pairs
+from memengine.losses.kernels import similarity_tiles
 from memengine.losses.logsumexp import RunningLogSumExp, add_tile, softmax_slope
 from memengine.losses.siglip import sigmoid_slope, sigmoid_sums
 from memengine.losses.tiles import grid, tiles
@@ -32,7 +32,7 @@ def _on_cpu(monkeypatch):
     """Losses use the kernels on CPU tensors, too, in blocks of which the cases have several."""
     monkeypatch.setattr(triton_kernels, '_can_be_read', lambda tensor: True)
     monkeypatch.setattr(torch_products, 'HAS_OUT_DTYPE', False)
-    monkeypatch.setattr(pairs, '_SIDE', 16)
+    monkeypatch.setattr(similarity_tiles, '_SIDE', 16)
     dot = interpreter.InterpreterBuilder.create_dot
 
     def wide(handle):  # the interpreter has bf16 as integers, and would multiply these
@@ -50,7 +50,7 @@ def _on_cpu(monkeypatch):
 
 @pytest.mark.parametrize('dtype', DTYPES)
 def test_they_agree_with_float64(dtype):
-    pairs.compare_with_eager(torch.empty(0, dtype=dtype))
+    similarity_tiles.compare_with_eager(torch.empty(0, dtype=dtype))
 
 
 WRONG = {
@@ -63,15 +63,15 @@ WRONG = {
 
 @pytest.mark.parametrize('form', WRONG)
 def test_a_wrong_one_is_seen(monkeypatch, form):
-    right = getattr(pairs, form)
+    right = getattr(similarity_tiles, form)
 
     def wrong(*args):
         found = right(*args)
         return WRONG[form](*found) if isinstance(found, tuple) else WRONG[form](found)
 
-    monkeypatch.setattr(pairs, form, wrong)
+    monkeypatch.setattr(similarity_tiles, form, wrong)
     with pytest.raises(ArithmeticError, match=r'in tiles of torch\.float16 is not'):
-        pairs.compare_with_eager(torch.empty(0, dtype=torch.float16))
+        similarity_tiles.compare_with_eager(torch.empty(0, dtype=torch.float16))
 
 
 @pytest.mark.parametrize(

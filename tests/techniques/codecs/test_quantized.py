@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 
+from memengine.memory.allocated import allocated_peak_bytes
 from memengine.techniques.codecs.grids import UniformGrid, computing_dtype
 from memengine.techniques.codecs.quantized import Quantizer
 from memengine.techniques.modules.private_random import (
@@ -267,3 +268,15 @@ def test_pickle():
     buffer = io.BytesIO()
     pickle.dump(code, buffer)
     assert torch.equal(pickle.loads(buffer.getvalue()).decode(), code.decode())
+
+
+@pytest.mark.parametrize('bits', BITS)
+def test_blocks_of_a_large_tensor_take_little_memory_and_each_has_its_own_ranges(bits):
+    values = torch.randn(2**20 + 300) * torch.arange(2**20 + 300)  # in 8 bits ends in a part alone
+    codes = []
+    peak = allocated_peak_bytes(lambda: codes.append(Quantizer(bits)(values)))
+    (code,) = codes
+    assert peak <= code.packed.nbytes + code.extremes.nbytes + 1.5 * 2**20
+    padded = torch.cat([values, values[-1:].expand(-values.numel() % 256)])
+    step = steps(padded, bits)[: values.numel()]
+    assert ((code.decode() - values).abs() <= step * (1 + 1e-5) + 1).all()

@@ -40,7 +40,7 @@ def calls_of_a_step(model):
 
 
 @pytest.mark.parametrize(
-    ('technique', 'most'), [(recompute_activations, 58), (quantize_activations, 206)]
+    ('technique', 'most'), [(recompute_activations, 25), (quantize_activations, 194)]
 )
 def test_calls_for_each_saved_tensor(technique, most):
     saved = []

@@ -11,8 +11,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from memengine.memory import SavedBytes
+from memengine.techniques.activation_checkpointing.checkpoint_activations import (
+    checkpoint_activations,
+)
 from memengine.techniques.activation_offload import offload_activations
-from memengine.techniques.checkpointing.checkpoint_activations import checkpoint_activations
 from memengine.techniques.compression.quantized_activations import quantize_activations
 from memengine.techniques.compression.recomputed_activations import recompute_activations
 from memengine.testing import relative_error, saved_bytes

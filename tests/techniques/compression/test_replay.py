@@ -1,12 +1,14 @@
 """What one forward keeps and computes again is replayed in later ones, until anything differs."""
 
 import copy
+import gc
 import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from memengine.memory import saved_bytes
 from memengine.techniques import (
@@ -225,6 +227,16 @@ def test_results_that_were_computed_again_are_let_go_when_they_are_saved():
     assert left[2] == 0
 
 
+def test_a_plan_holds_nothing_of_the_forward_that_it_is_from():
+    model = Chain().train()
+    recompute_activations(model)
+    for _ in range(3):
+        model(torch.randn(64, 16, requires_grad=True)).sum().backward()
+        gc.collect()
+        assert not any(one() is not None for one in model.results + model.activated)
+    assert plans_of(model)
+
+
 class NeededTwice(nn.Module):
     """A result that its own operation needs as it is, and a layer."""
 
@@ -314,3 +326,191 @@ def test_what_the_model_owns_is_not_looked_for_by_plan(monkeypatch):
         assert torch.equal(gradient(model, x), gradient(plain, x))
         assert bool(asked) == (step & (step - 1) == 0)
     assert plans_of(model)
+
+
+class Settings(nn.Module):
+    """Operations that are computed again, each with a setting that no saved tensor shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.batch_norm = nn.LayerNorm(16), nn.BatchNorm1d(16)
+        self.group_norm = nn.GroupNorm(4, 16)
+        self.gelu, self.softplus = nn.GELU(), nn.Softplus()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.p = 0.5
+
+    def forward(self, x):
+        x = self.layers[0](self.norm(x))
+        x = self.layers[1](self.batch_norm(x))
+        x = self.layers[2](F.relu(self.group_norm(x)))
+        x = self.layers[3](self.gelu(x))
+        x = self.layers[4](self.softplus(x))
+        return self.layers[5](F.dropout(F.silu(x), self.p))
+
+
+def replace_weight(model):
+    model.norm.weight = nn.Parameter(torch.linspace(1, 2, 16))
+
+
+def replace_bias(model):
+    model.group_norm.bias = nn.Parameter(torch.linspace(1, 2, 16))
+
+
+SETTINGS = {
+    'epsilon': lambda model: setattr(model.norm, 'eps', 0.5),
+    'epsilon of groups': lambda model: setattr(model.group_norm, 'eps', 0.5),
+    'weight': replace_weight,
+    'bias': replace_bias,
+    'training': lambda model: model.batch_norm.eval(),
+    'approximation': lambda model: setattr(model.gelu, 'approximate', 'tanh'),
+    'beta': lambda model: setattr(model.softplus, 'beta', 2.0),
+    'probability': lambda model: setattr(model, 'p', 0.25),
+}
+
+
+@pytest.mark.parametrize('what', SETTINGS)
+def test_a_setting_that_changes_in_steps_that_follow_a_plan(what):
+    torch.manual_seed(0)
+    plain = Settings().train()
+    model = copy.deepcopy(plain)
+    rule = recompute_activations(model)
+    x = torch.randn(8, 16)
+    for step in range(1, 8):
+        if step == 6:
+            SETTINGS[what](plain)
+            SETTINGS[what](model)
+        grads = []
+        for one in (plain, model):
+            torch.manual_seed(step)
+            grads.append(torch.autograd.grad(one(x).square().sum(), [*one.parameters()]))
+        assert all(map(torch.equal, *grads))
+    assert rule.kept.after < rule.kept.before
+
+
+class Ways(nn.Module):
+    """Of two results, the way of which differs without a trace in what is saved before them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.way = ''
+
+    def forward(self, x):
+        a, b = F.gelu(x.sin()), F.gelu(x.cos())
+        c = F.relu(F.silu(x) if self.way == 'operation before' else F.gelu(x))
+        if self.way == 'other branch':
+            a, b = b, a
+        if self.way == 'written to':
+            with torch.no_grad():
+                a.mul_(2)
+        if self.way == 'part of other memory':
+            a.data = torch.cat([2 * a.data, b.data])[:8]
+        d = (a if self.way == 'other factor' else b) * b
+        return sum(layer(y) for layer, y in zip(self.layers, (a, c, d), strict=True))
+
+
+@pytest.mark.parametrize(
+    'way',
+    ['operation before', 'other branch', 'written to', 'part of other memory', 'other factor'],
+)
+def test_another_way_in_a_step_that_follows_a_plan(way):
+    torch.manual_seed(0)
+    plain = Ways().train()
+    model = copy.deepcopy(plain)
+    rule = recompute_activations(model)
+    x = torch.randn(8, 16, requires_grad=True)
+    for step in range(1, 8):
+        plain.way = model.way = way if step > 5 else ''
+        before = rule.kept.before
+        grads = [
+            torch.autograd.grad(one(x).sum(), [x, *one.parameters()]) for one in (plain, model)
+        ]
+        assert all(map(torch.equal, *grads))
+    assert rule.kept.before > before
+
+
+class Squared(nn.Module):
+    """Saves one result twice, and needs both at the same time."""
+
+    def forward(self, x):
+        y = F.gelu(x)
+        return y * y
+
+
+class CountGelu(TorchDispatchMode):
+    """Counts how often it is computed."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.gelu.default
+        return function(*args, **(kwargs or {}))
+
+
+class Scaling(nn.Module):
+    """By a parameter that is frozen, so that nothing but that is saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(8), requires_grad=False)
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def test_a_parameter_that_is_sharded_again_in_a_step_that_follows_a_plan():
+    model = nn.Sequential(nn.GELU(), Scaling(), nn.Linear(8, 8)).train()
+    handle = recompute_activations(model)
+    x = torch.randn(4, 8, requires_grad=True)
+    bytes_let_go = []
+
+    def result():
+        before = handle.kept.before
+        found = model(x).square().sum()
+        bytes_let_go.append(handle.kept.before - before)
+        return found
+
+    for _ in range(5):
+        (expected,) = torch.autograd.grad(result(), x)
+    memory = model[1].weight.untyped_storage()
+    values = memory.clone()
+
+    def shard_again(*_):
+        memory.resize_(0)
+
+    model[1].register_forward_hook(shard_again)
+    last = result()
+    memory.resize_(values.nbytes())
+    memory.copy_(values)
+    assert torch.equal(torch.autograd.grad(last, x)[0], expected)
+    assert bytes_let_go == [x.nbytes] * 5 + [0]
+
+
+def test_memory_that_is_saved_twice_is_computed_again_once_by_plan():
+    model = Squared().train()
+    recompute_activations(model)
+    for _ in range(4):
+        y = model(torch.randn(8, 8, requires_grad=True))
+        with CountGelu() as counted:
+            y.sum().backward()
+        assert counted.count == 1
+
+
+class Mixed(nn.Module):
+    """Saves a matrix of few entries beside what is coded."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.matrix = nn.Linear(16, 16), torch.eye(8).to_sparse()
+
+    def forward(self, x):
+        return torch.sparse.mm(self.matrix, F.gelu(self.layer(x)))
+
+
+@pytest.mark.parametrize('technique', [recompute_activations, quantize_activations])
+def test_what_is_sparse_passes_by_plan(technique):
+    model = Mixed().train()
+    technique(model)
+    for _ in range(4):
+        x = torch.randn(8, 16, requires_grad=True)
+        assert gradient(model, x).isfinite().all()

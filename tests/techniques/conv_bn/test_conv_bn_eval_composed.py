@@ -22,7 +22,7 @@ from memengine.techniques import (
     offload_activations,
     recompute_activations,
 )
-from memengine.techniques.slices.accumulation import additive_step
+from memengine.techniques.slices.accumulation_within_iteration import additive_step
 from memengine.techniques.slices.grad_cache import Tower, cached_step
 from memengine.techniques.slices.slicing import split_batch
 from memengine.testing import assert_same_step, relative_error, run_ranks

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 
 from memengine.memory.meter import SavedBytes
 from memengine.techniques.layers.weight_norm import WeightNormLinear, shared_weights
-from memengine.techniques.slices.accumulation import additive_step
+from memengine.techniques.slices.accumulation_within_iteration import additive_step
 from memengine.testing import assert_same_step, relative_error, run_ranks
 
 D, K = 6, 20

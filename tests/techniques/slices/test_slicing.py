@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from memengine.memory.meter import SavedBytes
-from memengine.techniques.slices.accumulation import additive_step
+from memengine.techniques.slices.accumulation_within_iteration import additive_step
 from memengine.techniques.slices.sliced_step import SyncOnce, synchronising, total_loss
 from memengine.techniques.slices.slicing import join_slices, split_batch
 from memengine.testing import assert_same_step, relative_error, run_ranks

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from memengine.engine.config.bases import (
+from memengine.engine.config.base_files import (
     UNKNOWN,
     assigned,
     config_files,
@@ -40,11 +40,16 @@ from memengine.engine.config.before_torch.sources import (
     registered_types,
     top_keys,
 )
-from memengine.engine.config.bounds import BOUNDS_AT, RULES_AT, TOP_BOUNDS, Constraint, value_fault
 from memengine.engine.config.error import FREE_KEYS, ConfigError, unknown_key, unknown_option
+from memengine.engine.config.schema.bounds import Constraint
+from memengine.engine.config.schema.bounds_of_settings import (
+    BOUNDS_AT,
+    DEFAULT_HOOK_TYPES,
+    RULES_AT,
+    TOP_BOUNDS,
+    value_fault,
+)
 from memengine.suggest import LOOSE, ONE_LETTER, STRICT, STRICTER, did_you_mean, similar
-
-__all__ = ['check_text']
 
 _SUPPLIED = {'params', 'optimizer', 'runner', 'dataloader', 'evaluator'}  # by who builds
 # Where the Runner, or a loader, builds what a dict describes.
@@ -59,6 +64,8 @@ _DEFAULT_TYPES = {
     'val_cfg': 'ValLoop',
     **dict.fromkeys(('train_dataloader', 'val_dataloader', 'test_dataloader'), 'DataLoader'),
 }
+# Where the bounds name every key that there is.
+_BOUND_WHOLLY = {'auto_scale_lr', 'env_cfg.mp_cfg', 'randomness', 'verify_exactness'}
 _BY_BUILDER = {
     'optim_wrapper': {'constructor', 'paramwise_cfg'},
     'param_scheduler': {'convert_to_iter_based'},
@@ -155,13 +162,22 @@ def _problems_at(value: Any, path: str, known_above: bool = True) -> Iterator[st
     is_named = isinstance(kind, str)
     taken, takes_others = arguments_in_source(kind) if is_named else NOTHING_KNOWN
     if kind == 'TimmBackbone':  # which hands on what it does not know
-        taken = {*taken, *arguments_of_network(str(value.get('model_name')))}
+        further = frozenset(value.keys() - {*taken, 'type'})
+        of_network, takes_others = arguments_of_network(str(value.get('model_name')), further)
+        taken = {*taken, *of_network}
     known_below = known_above and (bool(taken) or not is_named)
     place = re.sub(r'\.\d+\b', '', path)
     bounds = BOUNDS_AT.get(place, {})
     taken = {*taken, *_by_builder(place)} if taken else {*bounds}
     is_whole, is_stated = known_above and not takes_others, bool(_STATED.fullmatch(place))
+    if place in _BOUND_WHOLLY:
+        is_whole = is_stated = True
+    elif place == 'default_hooks':
+        taken = DEFAULT_HOOK_TYPES.keys()  # or a name of the user's own, that is not like these
     faults = _key_faults(value, kind, taken, is_whole, is_stated and 'constructor' not in value)
+    if place == 'default_hooks':
+        lacking = {key for key, it in value.items() if isinstance(it, dict) and 'type' not in it}
+        faults |= dict.fromkeys(lacking - taken - {*faults}, "needs a type, dict(type='...', ...)")
     if place in RULES_AT and _is_told(value):
         faults |= dict(RULES_AT[place](value))
     faults |= _value_faults(value, str(kind) if is_named else '', bounds)
@@ -183,7 +199,9 @@ def _key_faults(
         is_stated: Whether nothing is built around it, which might take keys out by their names.
     """
     faults = {}
-    places = [*SEARCHED, *(TIMM if kind == 'TimmBackbone' else ())]
+    places: tuple[str, ...] = SEARCHED
+    if kind == 'TimmBackbone':  # timm's words have been asked where its networks take no others
+        places = ('memengine', 'mmengine') if is_whole else (*SEARCHED, *TIMM)
     for key in value.keys() - {*taken, 'type'} if taken else ():
         near = similar(key, taken, LOOSE if is_whole else ONE_LETTER)
         is_alone = is_whole and is_stated
@@ -246,7 +264,8 @@ def _default_type(path: str, value: Mapping[str, Any]) -> str | None:
     if path == 'train_cfg':
         by_epoch = value.get('by_epoch', 'max_iters' not in value)
         return 'EpochBasedTrainLoop' if by_epoch else 'IterBasedTrainLoop'
-    return _DEFAULT_TYPES.get(path)
+    above, _, name = path.rpartition('.')
+    return DEFAULT_HOOK_TYPES.get(name) if above == 'default_hooks' else _DEFAULT_TYPES.get(path)
 
 
 def _type_fault(kind: str) -> str | None:

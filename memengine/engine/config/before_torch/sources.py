@@ -14,26 +14,8 @@ from collections.abc import Collection, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from memengine.engine.config.bounds import TOP_BOUNDS
 from memengine.engine.config.error import FREE_KEYS
-
-__all__ = [
-    'NOTHING_KNOWN',
-    'PREFIX',
-    'SEARCHED',
-    'TIMM',
-    'arguments_in_source',
-    'arguments_of_network',
-    'assigned_in_source',
-    'class_in_source',
-    'is_a_word',
-    'network_classes',
-    'networks',
-    'of_other_packages',
-    'registered_types',
-    'techniques_in_source',
-    'top_keys',
-]
+from memengine.engine.config.schema.bounds_of_settings import TOP_BOUNDS
 
 # Where types come from that a config names without their module.
 _SEARCHED_PACKAGES = (
@@ -49,14 +31,17 @@ _TORCHVISION = ('torchvision/transforms/v2',)
 SEARCHED = (*_SEARCHED_PACKAGES, *_TORCHVISION)
 _EXACT = ('memengine', 'mmengine', 'torch/optim', 'torch/utils/data')
 TIMM = ('timm/models', 'timm/layers')
+_BUILDERS = ('timm/models/_builder.py', 'timm/models/_factory.py')
 PREFIX = 'torchvision/'  # of its transforms' names
 NOTHING_KNOWN: tuple[Collection[str], bool] = (frozenset(), True)
 _TITLES = r"^(\w+) = (?:Registry|_child)\(\s*'([\w ]+)'"  # MODELS = Registry('model', ...)
 _CONSTANT = r"^(\w+) = '(\w+)'$"
 _OPTIMIZER = r'^class (\w+)\((?:Optimizer|Adam)\)'
 _NETWORK = r'^@register_model\ndef (\w+)\('
+_BUILT = r'\bbuild_model_with_cfg\(\s*(\w+)'
+_CLASS_BODY = r'^class \w.*?(?=^[^\s)#])'
 _DECORATORS = r'^(?:@.*\n(?:[ )].*\n)*)*'
-_REGISTERED = r'^@(\w+)\.register_module\(\)(?:\n@.*)*\nclass (\w+)'
+_REGISTERED = r'^@(?:ROOT_)?(\w+)\.register_module\(\)(?:\n@.*)*\n(?:class|def) (\w+)'
 
 
 def _texts(places: tuple[str, ...] = _SEARCHED_PACKAGES) -> tuple[str, ...]:
@@ -71,7 +56,8 @@ def _texts_in(place: str) -> tuple[str, ...]:
     if spec is None:
         return ()
     folders = [Path(root, below) for root in spec.submodule_search_locations or ()]
-    files = [file for folder in folders for file in folder.rglob('*.py')]
+    files = [it for it in folders if it.is_file()]
+    files += [file for folder in folders for file in folder.rglob('*.py')]
     files += [] if folders else [Path(str(spec.origin))]
     return tuple(file.read_text(encoding='utf-8') for file in sorted(files))
 
@@ -118,7 +104,7 @@ def assigned_in_source(name: str) -> ast.expr | None:
 
 @functools.cache
 def registered_types() -> dict[str, str]:
-    """Classes and their registries' titles: those that a decorator registers, and torch's."""
+    """The titles of registries by what a decorator registers there, or torch has, by name."""
     optimizers = [
         name for text in _texts(('torch/optim',)) for name in re.findall(_OPTIMIZER, text, re.M)
     ]
@@ -141,16 +127,37 @@ def networks() -> Collection[str]:
 
 
 @functools.cache
-def arguments_of_network(name: str) -> Collection[str]:
-    """What the networks take of the file in which timm has a model; nothing if it is unknown."""
-    return frozenset(key for node in network_classes(name) for key in _arguments_of(node)[0])
+def arguments_of_network(name: str, asked: frozenset[str]) -> tuple[Collection[str], bool]:
+    """What the networks take of the file in which timm has a model; nothing if it is unknown.
+
+    Args:
+        name: Of the model.
+        asked: Arguments that it is to have.
+
+    Returns:
+        The arguments, and whether others may be taken: by a network of another file, by one that
+        takes any, or by what builds them, which may build another network then.
+    """
+    classes = network_classes(name)
+    taken = frozenset(key for node in classes for key in _arguments_of(node)[0])
+    text = _network_text(name)
+    built = {*re.findall(_BUILT, text)}
+    is_whole = bool(built) and built <= {it.name for it in classes if not _arguments_of(it)[1]}
+    builders = re.sub(_CLASS_BODY, '', '\n'.join((text, *_texts(_BUILDERS))), flags=re.M | re.S)
+    by_builders = {*re.findall(r'\w+', builders)} - taken
+    return taken, not is_whole or bool(asked & by_builders)
 
 
 @functools.cache
 def network_classes(name: str) -> tuple[ast.ClassDef, ...]:
     """The networks of the file in which timm has a model."""
-    text = next((it for it in _texts(TIMM) if f'\ndef {name}(' in it), '')
-    return tuple(it for it in _classes_of(text) if 'num_classes' in _arguments_of(it)[0])
+    found = _classes_of(_network_text(name))
+    return tuple(it for it in found if 'num_classes' in _arguments_of(it)[0])
+
+
+def _network_text(name: str) -> str:
+    """The file in which timm has a model."""
+    return next((it for it in _texts(TIMM) if f'\ndef {name}(' in it), '')
 
 
 @functools.cache

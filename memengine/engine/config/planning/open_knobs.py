@@ -1,0 +1,249 @@
+"""What a config leaves open to a planner, and what each level sets in it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import Any
+
+import torch
+from mmengine.config import Config
+from mmengine.dist import get_world_size
+from torch import Tensor, nn
+
+from memengine._torch_private.fake import unset_fake_temporarily, without_modes
+from memengine._torch_private.ops import pytree
+from memengine.engine.config.schema.types import arguments_of, find_type
+from memengine.engine.step import SlicedModel
+from memengine.engine.wrappers.disco import losses_with_a_group
+from memengine.memory import TrainingStep
+from memengine.memory.planning import Cost, Knob, Plan
+from memengine.techniques.modules.blocks import find_blocks
+from memengine.techniques.modules.running_statistics import layers_with_batch_statistics
+from memengine.techniques.slices.slicing import Slice
+
+__all__ = ['CHECKPOINTED_BUDGET', 'KEPT_GRAPHS', 'OpenKnobs', 'with_kept_graphs', 'without']
+
+CHECKPOINTING = 'activation_checkpointing'
+CHECKPOINTED_BUDGET = f'{CHECKPOINTING}.budget'
+KEPT_GRAPHS = 'optim_wrapper.keep_graph'
+
+_SLICES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
+_KEPT = tuple(eighth / 8 for eighth in range(8, -1, -1))
+_BUDGETS = tuple(tenth / 10 for tenth in range(9, -1, -1))
+_BITS = (8, 4)
+_SIZE = {'Accumulation': 'micro_batch_size', 'GradCache': 'chunk_size'}
+_OPTION_OF_KNOB = dict(
+    tiled_loss='model.loss.tile_size',
+    optimizer_in_backward='optim_wrapper.type',
+    activation_checkpointing=CHECKPOINTED_BUDGET,
+    adamw_bf16='optim_wrapper.optimizer.type',
+    mixed_precision='optim_wrapper.precision',
+    recomputed_activations='recomputed_activations',
+    quantized_activations='quantized_activations',
+)
+_LOCAL_LOSSES = 'MMDistributedDataParallel'  # where samples meet, those of one rank only
+_PLAIN_WRAPPERS = ('OptimWrapper', 'AmpOptimWrapper')
+
+
+def _finer_budgets(faster: float | None, leaner: float) -> list[float]:
+    above = 1.0 if faster is None else faster
+    return [round(above - fifth * (above - leaner) / 5, 2) for fifth in range(1, 5)]
+
+
+def without(options: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """The other options."""
+    return {name: options[name] for name in options if name not in names}
+
+
+def with_kept_graphs(options: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Options by which so many graphs are kept."""
+    return {**without(options, KEPT_GRAPHS), **({KEPT_GRAPHS: number} if number else {})}
+
+
+class OpenKnobs:
+    """The knobs of a config.
+
+    Args:
+        cfg: A checked config of training. What it sets itself stays as it is.
+        step: Its training step, on fake tensors, in whose mode this is called.
+        allow: As of the planner.
+        chunk_size: The size of slices, where that is settled.
+        left_out: To which is added why a technique is not among them, by its key.
+
+    Attributes:
+        knobs: For :func:`memengine.memory.planning.search`.
+        meets: Whether samples meet in the loss, so that slices are a gradient cache's.
+        towers: How many encoders are cut into slices.
+        rows: The most rows of a batch that one of them takes.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        step: TrainingStep,
+        allow: str,
+        chunk_size: int | None,
+        left_out: dict[str, str],
+    ) -> None:
+        self._cfg, self._chunk_size, self._left_out = cfg, chunk_size, left_out
+        self._samples = cfg.train_dataloader.batch_size
+        self._wrapper = ''
+        self._sharded: dict[str, Any] = {}
+        # Slices that the coupled loss reads of each tower, the last one first, by their size.
+        self._coupled: dict[int, list[int]] = {}
+        self.towers = self.rows = 0
+        self.knobs = [
+            *self._slices(step.model, self._cut_batch(step)),
+            *self._checkpointing(step.model),
+            *self._compression(allow),
+            *self._tiles(),
+            *self._of_optim_wrapper(allow),
+            *self._sharding(step.model),
+        ]
+        self.meets = self._wrapper == 'GradCache'
+
+    def options(self, plan: Plan) -> dict[str, Any]:
+        """What a plan sets in the config, as ``--cfg-options`` takes it."""
+        options: dict[str, Any] = {}
+        if 'slices' in plan:
+            size = self.size(plan['slices'])
+            options = {
+                'optim_wrapper.type': f'{self._wrapper}OptimWrapper',
+                f'optim_wrapper.{_SIZE[self._wrapper]}': size,
+            }
+            kept = round(plan.get('kept', 0) * sum(self._coupled[size]))
+            if kept := max(kept, self.least_kept):
+                options[KEPT_GRAPHS] = kept
+        for name, level in plan.items():
+            if name in _OPTION_OF_KNOB:
+                options[_OPTION_OF_KNOB[name]] = level
+        return options | (self._sharded if 'sharding' in plan else {})
+
+    def size(self, slices: int) -> int:
+        """How many rows each of so many slices has."""
+        return self._chunk_size or math.ceil(self.rows / slices)
+
+    def in_slices(
+        self, options: Mapping[str, Any], size: int, number: int, kept: int
+    ) -> dict[str, Any]:
+        """Options of a batch of so many slices, of which the graphs of some are kept."""
+        batch = math.ceil(number * size * self._samples / self.rows)
+        said = {f'optim_wrapper.{_SIZE[self._wrapper]}': size, 'train_dataloader.batch_size': batch}
+        return {**with_kept_graphs(options, kept), **said}
+
+    def kept_alike(self, size: int) -> list[int]:
+        """Numbers of kept graphs between which each takes as much: those of one tower."""
+        return sorted({self.least_kept, *accumulate(self._coupled[size])})
+
+    @property
+    def least_kept(self) -> int:
+        """Graphs that are kept in any case, as one takes no room where there is one tower."""
+        return int(self.meets and self.towers == 1)
+
+    def _is_plain(self) -> bool:
+        kind = self._cfg.optim_wrapper.get('type', 'OptimWrapper')
+        return kind in _PLAIN_WRAPPERS
+
+    def _cut_batch(self, step: TrainingStep) -> Mapping[str, Any] | None:
+        """The batch as it is cut, each of its tensors one number; None of a step without slices."""
+        model = step.model
+        if not self._is_plain():
+            self._left_out['slices'] = 'optim_wrapper.type is set by the config'
+        elif not isinstance(model, SlicedModel):
+            self._left_out['slices'] = f'{type(model).__name__} does not say how it is cut'
+        elif layers := layers_with_batch_statistics(model):
+            self._left_out['slices'] = (
+                f'{len(layers)} BatchNorm layers ({layers[0]}, ...) would normalise by slices, '
+                'which has a part in what is learned'
+            )
+        else:
+            preprocessor: Any = model.data_preprocessor
+            batch = preprocessor(step.batch, True)
+            with unset_fake_temporarily():
+                return pytree.tree_map(
+                    lambda leaf: (
+                        torch.zeros((), dtype=leaf.dtype).expand(leaf.shape)
+                        if isinstance(leaf, Tensor)
+                        else leaf
+                    ),
+                    dict(batch),
+                )
+        return None
+
+    def _slices(self, model: nn.Module, batch: Mapping[str, Any] | None) -> Iterator[Knob]:
+        if batch is None:
+            return
+        assert isinstance(model, SlicedModel)
+        self._wrapper = 'GradCache' if model.coupled else 'Accumulation'
+        inputs, samples = batch['inputs'], batch.get('data_samples')
+
+        def cut(size: int) -> list[Slice]:
+            with without_modes():  # a hundred times as fast
+                return model.slices(inputs, samples, size)
+
+        rows = Counter(piece.tower for piece in cut(1))
+        self.towers, self.rows = len(rows), max(rows.values())
+        several = [math.ceil(self.rows / self._chunk_size)] if self._chunk_size else _SLICES
+        levels = list({self.size(n): n for n in several if n <= self.rows}.values())
+        for size in map(self.size, [1, *levels]):
+            coupled = Counter(piece.tower for piece in reversed(cut(size)) if piece.coupled)
+            self._coupled[size] = list(coupled.values())
+        if levels:
+            yield Knob('slices', levels, least=Cost.without_activations)
+        if levels and model.coupled:
+            yield Knob('kept', _KEPT, of='slices')
+
+    def _checkpointing(self, model: nn.Module) -> Iterator[Knob]:
+        if self._cfg.get(CHECKPOINTING):
+            self._left_out[CHECKPOINTING] = 'it is set by the config'
+        elif not find_blocks(model):
+            self._left_out[CHECKPOINTING] = 'the model has no repeated blocks'
+        else:
+            least = Cost.without_activations
+            yield Knob(CHECKPOINTING, _BUDGETS, least=least, between=_finer_budgets)
+
+    def _compression(self, allow: str) -> Iterator[Knob]:
+        some: dict[str, tuple[Any, ...]] = {'recomputed_activations': (True,)}
+        if allow == 'lossy':
+            some['quantized_activations'] = _BITS
+        for key, levels in some.items():
+            if self._cfg.get(key):
+                self._left_out[key] = 'it is set by the config'
+            else:
+                yield Knob(key, levels, least=Cost.without_activations)
+
+    def _tiles(self) -> Iterator[Knob]:
+        loss = self._cfg.model.get('loss')
+        kind = loss.get('type') if isinstance(loss, Mapping) else None
+        if isinstance(kind, str):
+            kind = find_type('MODELS', kind, self._cfg.get('default_scope', 'memengine'))
+        if kind and 'tile_size' in arguments_of(kind).names and not loss.get('tile_size'):
+            yield Knob('tiled_loss', ('auto',), least=Cost.without_loss)
+
+    def _sharding(self, model: nn.Module) -> Iterator[Knob]:
+        if get_world_size() == 1:
+            return
+        stated = self._cfg.get('model_wrapper_cfg') or {'type': _LOCAL_LOSSES}
+        if stated not in ({'type': _LOCAL_LOSSES}, {'type': 'DisCoDistributedDataParallel'}):
+            self._left_out['sharding'] = 'model_wrapper_cfg is set by the config'
+            return
+        self._sharded['model_wrapper_cfg.type'] = 'FullyShardedDataParallel'
+        if stated['type'] == _LOCAL_LOSSES and losses_with_a_group(model):
+            self._sharded['model_wrapper_cfg.global_losses'] = False
+        yield Knob('sharding', ('over all ranks',), least=Cost.without_state)
+
+    def _of_optim_wrapper(self, allow: str) -> Iterator[Knob]:
+        wrapper = self._cfg.optim_wrapper
+        if self._is_plain():
+            yield Knob(
+                'optimizer_in_backward',
+                ('OptimizerInBackwardOptimWrapper',),
+                least=Cost.without_state,
+            )
+        if allow != 'exact' and wrapper.optimizer.type == 'AdamW':
+            yield Knob('adamw_bf16', ('AdamWBf16',))
+        if allow != 'exact' and self._is_plain() and not wrapper.get('precision'):
+            yield Knob('mixed_precision', ('bf16',))

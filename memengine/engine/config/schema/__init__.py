@@ -1,0 +1,1 @@
+"""What a config may hold, and the comparison with what it does."""
