@@ -2,8 +2,9 @@
 
 Measured by the kernel's high-water mark on x86 with AVX-512 (torch 2.15, one thread): oneDNN
 convolutions reorder images, gradients and weights into blocks of channels; MKL's products of
-matrices pack panels of their factors into buffers that it keeps for good. Other operators
-(attention, norms, losses) take nothing that counts beside their results.
+matrices pack panels of their factors into buffers that it keeps for good; gloo copies what ranks
+gather and scatter. Other operators (attention, norms, losses) take nothing that counts beside their
+results.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _KERNEL_BYTES = {
     torch.ops.aten.convolution_backward.default: 150 * 2**10,
 }
 
+_MOST_SUMMED_BYTES = 2**21  # on their way through gloo
 _PAGE = 4096
 _SINGLE_BLOCK = 64 * 2**10  # from here on a block is mapped by itself
 _FEWEST_CHANNELS = 8  # that are put into blocks
@@ -54,6 +56,7 @@ class Operator(NamedTuple):
         packed_bytes: What MKL keeps for it: needed, and written.
         kernel: What its kernels are made for: the operator and the shapes.
         kernel_bytes: What oneDNN keeps of them.
+        is_collective: Whether it takes its workspace until all ranks are there.
     """
 
     name: str
@@ -67,6 +70,7 @@ class Operator(NamedTuple):
     packed_bytes: tuple[int, int]
     kernel: tuple[Any, ...]
     kernel_bytes: int
+    is_collective: bool
 
     @classmethod
     def of(
@@ -102,6 +106,7 @@ class Operator(NamedTuple):
             _packed_bytes(func, args),
             (str(func), *(tensor.shape for tensor in inputs)),
             _KERNEL_BYTES.get(func, 0),
+            'c10d' in func.namespace,
         )
 
 
@@ -131,7 +136,7 @@ def _workspace_bytes(func: Any, args: Sequence[Any], out: Any) -> int:
     if func is aten.convolution_backward.default:
         gradient, image, weight, _, stride, *_, groups, wanted = args
         return _convolution_backward(gradient, image, weight, max(stride), groups, wanted[0])
-    return 0
+    return _collective(func, args, out) if 'c10d' in func.namespace else 0
 
 
 def _packed_bytes(func: Any, args: Sequence[Any]) -> tuple[int, int]:
@@ -197,6 +202,17 @@ def _convolution_backward(
 def _by_blocks_of_channels(weight: Tensor) -> int:
     """A weight of groups [C, C / groups, h, w] as if 16 by 16 channels met; not for 3 by 3."""
     return 256 * _nbytes(weight) if max(weight.shape[2:]) > 3 else 0
+
+
+def _collective(func: OpOverload, args: Sequence[Any], out: Any) -> int:
+    """What gloo copies: all that is gathered or scattered, and of sums what is on its way."""
+    name = func.overloadpacket.__name__
+    if 'gather' in name:
+        return max(sum(map(_nbytes, tensors_of(tree))) for tree in (args[0], out))
+    if 'reduce' not in name:
+        return 0
+    nbytes = max(map(_nbytes, tensors_of(args)))
+    return ('scatter' in name) * nbytes + min(nbytes // 2, _MOST_SUMMED_BYTES)
 
 
 def library_bytes(tensors_bytes: int) -> int:

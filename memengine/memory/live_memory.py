@@ -161,6 +161,7 @@ class LiveMemory(OperatorMode):
         self._kept: list[Allocation] = []  # by libraries
         self._largest_buffer = 0
         self._kernels: set[Hashable] = set()
+        self._sent: Allocation | None = None  # what the last collective has copied
         self._modules: list[str] = []
         self._origin = Origin()  # of the operator that is being carried out
         self._origins: dict[int, Origin] = {}  # of autograd's nodes, by their numbers
@@ -191,6 +192,7 @@ class LiveMemory(OperatorMode):
 
     def start_again(self) -> None:
         """Begin the account anew, with what is there now."""
+        self._sent = None
         self.events = [(one.nbytes, one) for one in (*self._kept, *self._allocations.values())]
         self.begin = len(self.events)
         self.begun.clear()
@@ -259,7 +261,10 @@ class LiveMemory(OperatorMode):
             return self._compare(*args)
         if func is MAPS_A_FILE:  # into memory that is the file's
             return torch.empty(args[2], dtype=kwargs['dtype'])
-        self._origin = self._find_origin()
+        origin = self._find_origin()
+        if self._sent and origin.in_backward != self._origin.in_backward:
+            self._free_sent()
+        self._origin = origin
         inputs: list[Tensor] = []
         shapes = inputs_by_shape(func, args, kwargs, inputs)
         operator = self._known.get(shapes) if shapes is not None else None
@@ -276,7 +281,7 @@ class LiveMemory(OperatorMode):
         made = [out] if isinstance(out, Tensor) else tensors_of(out)
         for index in operator.fresh:
             self.note(made[index], op=operator.name)
-        if operator.fresh or operator.written:
+        if operator.fresh or operator.written or operator.workspace_bytes:
             self._count_cost(operator)
         if operator.may_be_small or operator.written:
             self._compute_small(func, args, kwargs, inputs, made)
@@ -312,7 +317,12 @@ class LiveMemory(OperatorMode):
         self.moved_bytes += operator.moved_bytes
         if nbytes := operator.workspace_bytes:
             allocation = Allocation(nbytes, WORKSPACE, self._origin, operator.name)
-            self.events += [(nbytes, allocation), (-nbytes, allocation)]
+            if operator.is_collective:  # goes on beside what is computed next
+                self._free_sent()
+                self._sent = allocation
+                self.events.append((nbytes, allocation))
+            else:
+                self.events += [(nbytes, allocation), (-nbytes, allocation)]
         needed, written = operator.packed_bytes
         if needed > self._largest_buffer:
             self._largest_buffer = needed
@@ -320,6 +330,11 @@ class LiveMemory(OperatorMode):
         if operator.kernel_bytes and operator.kernel not in self._kernels:
             self._kernels.add(operator.kernel)
             self._keep(operator.kernel_bytes, operator.name)
+
+    def _free_sent(self) -> None:
+        if self._sent:
+            self.events.append((-self._sent.nbytes, self._sent))
+            self._sent = None
 
     def _keep(self, nbytes: int, op: str) -> None:
         """Count what a library keeps for good, and so has since the first step."""

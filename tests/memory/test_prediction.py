@@ -9,15 +9,18 @@ import sys
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 
-from memengine.memory import TrainingStep, UnpredictableError, predict, timeline
+from memengine._torch_private.distributed import pretended_ranks
+from memengine.memory import TrainingStep, UnpredictableError, measure, predict, timeline
 from memengine.memory.live_memory import KnownOperators, LiveMemory
 from memengine.memory.prediction import carried_out, prediction_of
 from memengine.techniques import recompute_activations
 from memengine.techniques.activation_checkpointing.checkpoint_activations import (
     checkpoint_activations,
 )
+from memengine.testing import run_ranks
 from tests.docs_pages import ROOT
 
 MIB = 2**20
@@ -209,6 +212,53 @@ def test_measured_in_a_process_of_its_own():
     # A batch, a teacher, two layers with AdamW's states; what MKL keeps differs by processor.
     assert 36 * MIB < held < 39 * MIB
     assert peak == pytest.approx(predicted, rel=0.05)
+
+
+COLLECTIVES = {
+    'all_gather': lambda part, whole: dist.all_gather_into_tensor(whole, part),
+    'reduce_scatter': lambda part, whole: dist.reduce_scatter_tensor(part, whole),
+    'all_reduce': lambda part, whole: dist.all_reduce(part),
+}
+
+
+def communicating(name):
+    part, whole = torch.ones(MIB), torch.ones(2 * MIB)
+
+    def run():
+        COLLECTIVES[name](part, whole)
+
+    return TrainingStep(run, nn.Linear(4, 4), batch=[part, whole])
+
+
+def measured_of_collectives():
+    return {name: measure(lambda name=name: communicating(name)).peak_bytes for name in COLLECTIVES}
+
+
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='asks the kernel')
+def test_what_collectives_copy_is_predicted_as_it_is_measured():
+    for measured in run_ranks(2, measured_of_collectives):
+        for name, nbytes in measured.items():
+            with pretended_ranks(2):
+                predicted = predict(lambda name=name: communicating(name))
+            assert nbytes == pytest.approx(predicted.peak_bytes, abs=MIB), name
+            assert predicted.by_category['workspaces'] >= 2 * MIB
+
+
+def test_a_collective_goes_on_beside_what_is_computed_next():
+    def build():
+        step = communicating('all_gather')
+
+        def run():
+            step.run()
+            torch.ones(MIB)
+            step.run()
+
+        return dataclasses.replace(step, run=run)
+
+    with pretended_ranks(2):
+        alone, beside = predict(lambda: communicating('all_gather')), predict(build)
+    assert beside.by_category['workspaces'] == alone.by_category['workspaces'] == 8 * MIB
+    assert beside.by_category['transients'] == 4 * MIB
 
 
 @pytest.mark.slow

@@ -40,6 +40,7 @@ def checkpoint_activations(
     modules: Selector | Sequence[Selector] = BLOCKS,
     *,
     every: int = 1,
+    first: int | None = None,
     keep: Op | Sequence[Op] = (),
     budget: float | None = None,
 ) -> Checkpointing:
@@ -53,6 +54,8 @@ def checkpoint_activations(
         modules: Which of its modules: ``'blocks'`` for its repeated blocks, names, globs or
             classes; see :func:`~memengine.techniques.modules.blocks.select_modules`.
         every: Every k-th of what each entry of ``modules`` matches.
+        first: Only so many of these, in the model's order; all without it. What the last ones save
+            is used up first in backward: to checkpoint them hardly lowers the peak.
         keep: Ops whose outputs are kept: ``'matmuls'`` (linear layers, convolutions),
             ``'attention'`` (fused attention), or any by name (``'aten.gelu'``) or as
             ``torch.ops`` has them. Not kept are outputs that are overwritten in place, that draw
@@ -67,10 +70,11 @@ def checkpoint_activations(
         The handle: ``names``, ``unused()``, ``undo()``.
 
     Raises:
-        ValueError: When a selector matches nothing, a module is checkpointed already, an op is
-            unknown, or ``keep`` and ``budget`` are both given. In a forward, when a module changes
-            its inputs in place, or a buffer that is not a norm layer's statistics, as then its
-            forward cannot be repeated; in the second, when none of the ops to keep has occurred.
+        ValueError: When a selector matches nothing, or fewer modules than ``first`` says, a module
+            is checkpointed already, an op is unknown, or ``keep`` and ``budget`` are both given.
+            In a forward, when a module changes its inputs in place, or a buffer that is not a norm
+            layer's statistics, as then its forward cannot be repeated; in the second, when none of
+            the ops to keep has occurred.
         TypeError: For a selector or op that is neither a name nor a class or op.
 
     Cost: one more forward of the modules, but for what is kept (and for what comes after the last
@@ -97,6 +101,12 @@ def checkpoint_activations(
     if ops and budget is not None:
         raise ValueError(f'{SETTING}: keep and budget both say what is kept; give one of them')
     chosen = select_modules(model, modules, every=every, setting=SETTING)
+    if first is not None:
+        if isinstance(first, bool) or first not in range(1, len(chosen) + 1):
+            raise ValueError(
+                f'{SETTING}: first is how many of {len(chosen)} modules, got {first!r}'
+            )
+        chosen = dict(list(chosen.items())[:first])
     for name, module in chosen.items():
         if is_wrapped(module, CheckpointedForward):
             raise ValueError(f'{SETTING}: {name or "the model"} is checkpointed already')
@@ -214,6 +224,7 @@ class ActivationCheckpointingSettings(Settings):
         BLOCKS, help="which modules: names, globs, classes, or 'blocks' for the repeated ones"
     )
     every: int = setting(1, help='every k-th of them', low=1)
+    first: int | None = setting(None, help='only so many of these, in their order', low=1)
     keep: Op | Sequence[Op] = setting(
         (), help="ops whose outputs are kept: 'matmuls', 'attention', or names as 'aten.gelu'"
     )

@@ -1,6 +1,7 @@
 """Plans of configs: what they leave open, and that what is printed is what is predicted."""
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -39,7 +40,7 @@ def names(some):
 
 
 def test_slices_are_those_of_the_loss():
-    assert names(planner(CLASSIFIER))[:2] == ['slices', 'activation_checkpointing']
+    assert names(planner(CLASSIFIER))[:2] == ['slices', 'checkpointed_blocks']
     some = planner(SIMCLR)
     assert names(some)[:2] == ['slices', 'kept']
     assert some.options({'slices': 4, 'kept': 0.5}) == {
@@ -82,6 +83,19 @@ def test_batch_statistics_leave_slices_out():
     some = planner(DINO)
     assert 'slices' not in names(some)
     assert 'BatchNorm' in some.left_out['slices']
+
+
+def test_blocks_are_checkpointed_one_after_another_but_the_last():
+    some = planner(DINO, **{'model.backbone.depth': 4})
+    first, budget = some.knobs[:2]
+    assert (first.name, budget.name) == ('checkpointed_blocks', 'activation_checkpointing')
+    assert first.levels == [1, 2, 3]  # of the student's four
+    assert some.options({first.name: 2}) == {'activation_checkpointing.first': 2}
+    costs = [some.plain(), *(some.cost({first.name: level}) for level in first.levels)]
+    assert all(more.peak_bytes > less.peak_bytes for more, less in pairwise(costs))
+    extra = [cost.flops - some.plain().flops for cost in costs]
+    assert extra == [number * extra[1] for number in range(4)] and extra[1] > 0
+    assert some.cost({first.name: 2, budget.name: 0.5}) is None
 
 
 def test_what_the_config_sets_stays():
@@ -141,7 +155,7 @@ def test_many_blocks_follow_from_few():
     peaks = [one.peak_bytes for one in between]
     assert peaks == sorted(peaks) and peaks[0] < peaks[2]
     assert some.cost({}) == some._whole({})
-    for plan in (leanest, {**leanest, 'slices': 2}):
+    for plan in (leanest, {**leanest, 'slices': 2}, {'checkpointed_blocks': 5}):
         followed, whole = some.cost(plan), some._whole(plan)
         assert some.cost(plan) == whole  # what is printed has all blocks
         assert followed.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.01)

@@ -232,6 +232,13 @@ def test_every_second_block():
     assert extra == pytest.approx(whole / 2, rel=0.01)
 
 
+def test_the_first_blocks_save_what_all_do_and_take_less():
+    all_of_them, (share, extra) = facts(), facts(first=11)  # of twelve
+    assert share < 1.1 * all_of_them[0]  # the last one's activations are used before any other's
+    assert extra == pytest.approx(11 / 12 * all_of_them[1], rel=0.01)
+    assert checkpoint_activations(vit(), every=2, first=1).names == ['blocks.0']
+
+
 def test_each_block_runs_exactly_once_more():
     model, images = vit(), torch.randn(2, 3, 32, 32)
     calls = []
@@ -474,6 +481,9 @@ def test_a_cache_that_a_measured_forward_would_fill_is_named(options):
         (dict(budget=1.5), 'fraction .* from 0 to 1, got 1.5'),
         (dict(budget=0.5, keep='matmuls'), 'give one of them'),
         (dict(every=0), 'every must be'),
+        (dict(first=0), 'first is how many of 3 modules, got 0'),
+        (dict(every=2, first=3), 'first is how many of 2 modules, got 3'),
+        (dict(first=True), 'got True'),
     ],
 )
 def test_wrong_settings(options, message):

@@ -24,10 +24,19 @@ from memengine.techniques.modules.blocks import find_blocks
 from memengine.techniques.modules.running_statistics import layers_with_batch_statistics
 from memengine.techniques.slices.slicing import Slice
 
-__all__ = ['CHECKPOINTED_BUDGET', 'KEPT_GRAPHS', 'OpenKnobs', 'with_kept_graphs', 'without']
+__all__ = [
+    'CHECKPOINTED_BLOCKS',
+    'CHECKPOINTED_BUDGET',
+    'CHECKPOINTING',
+    'KEPT_GRAPHS',
+    'OpenKnobs',
+    'with_kept_graphs',
+    'without',
+]
 
 CHECKPOINTING = 'activation_checkpointing'
 CHECKPOINTED_BUDGET = f'{CHECKPOINTING}.budget'
+CHECKPOINTED_BLOCKS = f'{CHECKPOINTING}.first'
 KEPT_GRAPHS = 'optim_wrapper.keep_graph'
 
 _SLICES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -38,6 +47,7 @@ _SIZE = {'Accumulation': 'micro_batch_size', 'GradCache': 'chunk_size'}
 _OPTION_OF_KNOB = dict(
     tiled_loss='model.loss.tile_size',
     optimizer_in_backward='optim_wrapper.type',
+    checkpointed_blocks=CHECKPOINTED_BLOCKS,
     activation_checkpointing=CHECKPOINTED_BUDGET,
     adamw_bf16='optim_wrapper.optimizer.type',
     mixed_precision='optim_wrapper.precision',
@@ -76,6 +86,7 @@ class OpenKnobs:
     Attributes:
         knobs: For :func:`memengine.memory.planning.search`.
         meets: Whether samples meet in the loss, so that slices are a gradient cache's.
+        blocks: Repeated blocks that learn something, by name: which of all of them each is.
         towers: How many encoders are cut into slices.
         rows: The most rows of a batch that one of them takes.
     """
@@ -95,6 +106,7 @@ class OpenKnobs:
         # Slices that the coupled loss reads of each tower, the last one first, by their size.
         self._coupled: dict[int, list[int]] = {}
         self.towers = self.rows = 0
+        self.blocks: dict[str, int] = {}
         self.knobs = [
             *self._slices(step.model, self._cut_batch(step)),
             *self._checkpointing(step.model),
@@ -137,6 +149,17 @@ class OpenKnobs:
     def kept_alike(self, size: int) -> list[int]:
         """Numbers of kept graphs between which each takes as much: those of one tower."""
         return sorted({self.least_kept, *accumulate(self._coupled[size])})
+
+    def kept_shares(self, options: Mapping[str, Any]) -> tuple[float, float]:
+        """How much is kept of what blocks save for backward at the peak, and of their work.
+
+        Both are 1 also where nothing says it. One block is there at the peak in any case.
+        """
+        if last := options.get(CHECKPOINTED_BLOCKS):
+            kept = sum(number > last for number in self.blocks.values())
+            return (kept - 1) / (len(self.blocks) - 1), kept / len(self.blocks)
+        budget = options.get(CHECKPOINTED_BUDGET, 1)
+        return budget, budget
 
     @property
     def least_kept(self) -> int:
@@ -197,12 +220,21 @@ class OpenKnobs:
             yield Knob('kept', _KEPT, of='slices')
 
     def _checkpointing(self, model: nn.Module) -> Iterator[Knob]:
+        blocks = find_blocks(model)
         if self._cfg.get(CHECKPOINTING):
             self._left_out[CHECKPOINTING] = 'it is set by the config'
-        elif not find_blocks(model):
+        elif not blocks:
             self._left_out[CHECKPOINTING] = 'the model has no repeated blocks'
         else:
+            self.blocks = {
+                name: number
+                for number, (name, block) in enumerate(blocks.items(), 1)
+                if any(parameter.requires_grad for parameter in block.parameters())
+            }
             least = Cost.without_activations
+            # The last one's activations are used first: checkpointed it only takes time.
+            if numbers := list(self.blocks.values())[:-1]:
+                yield Knob('checkpointed_blocks', numbers, least=least)
             yield Knob(CHECKPOINTING, _BUDGETS, least=least, between=_finer_budgets)
 
     def _compression(self, allow: str) -> Iterator[Knob]:
