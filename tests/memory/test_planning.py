@@ -169,6 +169,31 @@ def bytes_of_all(size):
     return 100 + 3 * size + size * size // 1000 if size else 0
 
 
+class InBlocks(Step):
+    """Ten blocks, of which as many may be checkpointed at a price."""
+
+    def __init__(self, price):
+        super().__init__(second_forward=False)
+        self.price = price
+
+    def __call__(self, plan):
+        if {'blocks', 'checkpointing'} <= plan.keys():
+            return None
+        blocks = plan.get('blocks', 0)
+        cost = super().__call__(plan | ({'checkpointing': 1 - blocks / 10} if blocks else {}))
+        return replace(cost, flops=cost.flops + self.price * blocks)
+
+
+@pytest.mark.parametrize(('price', 'name'), [(-(10**7), 'blocks'), (10**7, 'checkpointing')])
+def test_of_two_ways_to_do_the_same_the_better_one_is_tried(price, name):
+    knobs = SLICES, Knob('blocks', range(1, 11)), replace(DEPTH, instead_of='blocks')
+    step = InBlocks(price)
+    found = search(knobs, step, 100, RATES)
+    assert set(found.chosen.plan) == {'slices', name}
+    budgets = [plan for plan in step.asked if 'checkpointing' in plan and 'blocks' not in plan]
+    assert (budgets == [{'checkpointing': 0.4}]) == (name == 'blocks')
+
+
 def test_the_leanest_plan_has_what_makes_it_smaller():
     useless = Knob('useless', (1,))
     assert leanest((SLICES, KEPT, useless, DEPTH), Step()) == {

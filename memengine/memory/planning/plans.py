@@ -24,6 +24,8 @@ class Knob:
         of: The knob of which this one is a part, so that it is on if and only if that one is.
         least: Makes of a step's cost the least bytes that are possible with the knob on, which then
             makes no step faster; None where nothing is known of either.
+        instead_of: The knob that does the same in another way. Only one of both is ever on, and
+            this one is left out if that one, half way, is as fast in no more bytes.
         between: Levels between one and the next faster, from the fastest, to use up a budget by;
             None is given for what is faster than the first.
     """
@@ -32,6 +34,7 @@ class Knob:
     levels: Sequence[Any]
     of: str = ''
     least: Callable[[Cost], Cost] | None = None
+    instead_of: str = ''
     between: Callable[[Any, Any], Sequence[Any]] | None = None
 
 

@@ -9,6 +9,7 @@ faster, for all that is known of plans with fewer techniques or less of them, is
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -81,6 +82,8 @@ class _Search:
 
     def run(self) -> Found:
         best = self.plain if self.fits(self.plain) else None
+        if not best:
+            self.knobs = [knob for knob in self.knobs if not self.is_beaten(knob)]
         for some in () if best else self.combinations():
             if best and len(some) > self.count(best) + 1:
                 break
@@ -113,7 +116,25 @@ class _Search:
 
     def combinations(self) -> Iterator[tuple[Knob, ...]]:
         for count in range(1, len(self.knobs) + 1):
-            yield from combinations(self.knobs, count)
+            for some in combinations(self.knobs, count):
+                if not {knob.name for knob in some} & {knob.instead_of for knob in some}:
+                    yield some
+
+    def is_beaten(self, knob: Knob) -> bool:
+        """Whether what does the same in another way is better half way."""
+        other = next((one for one in self.knobs if one.name == knob.instead_of), None)
+        half = self.tried({knob.name: knob.levels[len(knob.levels) // 2]}) if other else None
+        if other is None or half is None or self.tried(self.at_leanest([other])) is None:
+            return False
+
+        def saved(level: Any) -> int:
+            tried = self.tried({other.name: level})
+            return self.plain.cost.peak_bytes - tried.cost.peak_bytes if tried else 0
+
+        enough = self.plain.cost.peak_bytes - half.cost.peak_bytes
+        index = bisect_left(other.levels, enough, key=saved)
+        found = self.tried({other.name: other.levels[index]}) if index < len(other.levels) else None
+        return found is not None and found.seconds <= half.seconds
 
     def is_refused(self, knob: Knob) -> bool:
         """Whether it has been found that it cannot be switched on."""

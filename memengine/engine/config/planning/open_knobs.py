@@ -108,8 +108,8 @@ class OpenKnobs:
         self.towers = self.rows = 0
         self.blocks: dict[str, int] = {}
         self.knobs = [
-            *self._slices(step.model, self._cut_batch(step)),
             *self._checkpointing(step.model),
+            *self._slices(step.model, self._cut_batch(step)),
             *self._compression(allow),
             *self._tiles(),
             *self._of_optim_wrapper(allow),
@@ -156,8 +156,9 @@ class OpenKnobs:
         Both are 1 also where nothing says it. One block is there at the peak in any case.
         """
         if last := options.get(CHECKPOINTED_BLOCKS):
+            count = len(self.blocks)
             kept = sum(number > last for number in self.blocks.values())
-            return (kept - 1) / (len(self.blocks) - 1), kept / len(self.blocks)
+            return max(kept - 1, 0) / (count - 1), kept / count
         budget = options.get(CHECKPOINTED_BUDGET, 1)
         return budget, budget
 
@@ -231,11 +232,12 @@ class OpenKnobs:
                 for number, (name, block) in enumerate(blocks.items(), 1)
                 if any(parameter.requires_grad for parameter in block.parameters())
             }
-            least = Cost.without_activations
-            # The last one's activations are used first: checkpointed it only takes time.
-            if numbers := list(self.blocks.values())[:-1]:
-                yield Knob('checkpointed_blocks', numbers, least=least)
-            yield Knob(CHECKPOINTING, _BUDGETS, least=least, between=_finer_budgets)
+            least, some = Cost.without_activations, 'checkpointed_blocks'
+            if self.blocks:
+                yield Knob(some, list(self.blocks.values()), least=least)
+            yield Knob(
+                CHECKPOINTING, _BUDGETS, least=least, instead_of=some, between=_finer_budgets
+            )
 
     def _compression(self, allow: str) -> Iterator[Knob]:
         some: dict[str, tuple[Any, ...]] = {'recomputed_activations': (True,)}

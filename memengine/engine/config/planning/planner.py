@@ -28,10 +28,6 @@ from memengine.memory.prediction import on_fake_tensors
 
 __all__ = ['Planner', 'budget_for', 'usable_bytes']
 
-_EITHER_OR = (
-    {'slices', 'optimizer_in_backward'},  # each is an OptimWrapper
-    {'checkpointed_blocks', CHECKPOINTING},
-)
 _KEPT_FREE = {'cpu': (0.02, 2**21), 'cuda': (0.1, 0)}
 
 _MOST_TRACED = 4  # slices; what more of them cost follows from two and four
@@ -187,7 +183,9 @@ class Planner:
         A step of many slices follows from shorter ones: what a slice takes, and each that is kept,
         is the same for all.
         """
-        if any(names <= plan.keys() for names in _EITHER_OR):
+        if {'slices', 'optimizer_in_backward'} <= plan.keys():
+            return None  # each is an OptimWrapper
+        if {'checkpointed_blocks', CHECKPOINTING} <= plan.keys():
             return None
         options, slices = self.options(plan), plan.get('slices', 0)
         is_even = self._open.towers == 1 or not plan.get('kept')  # towers' slices differ
@@ -257,11 +255,14 @@ class Planner:
         self, options: Mapping[str, Any], cost_of: Callable[[Mapping[str, Any]], Cost | None]
     ) -> Cost | None:
         """Of deep models some blocks save what is between none and all; other options are asked."""
-        of_peak, of_work = self._open.kept_shares(options)
-        if not self._steps.lists or of_work in (0, 1):
-            return cost_of(options)
         plain = without(options, CHECKPOINTED_BLOCKS, CHECKPOINTED_BUDGET)
-        all_kept, none_kept = cost_of(plain), cost_of({**plain, CHECKPOINTED_BUDGET: 0.0})
+        if not self._steps.lists or plain == options:
+            return cost_of(options)
+        none_kept = cost_of({**plain, CHECKPOINTED_BUDGET: 0.0})
+        of_peak, of_work = self._open.kept_shares(options)
+        if not of_work:
+            return none_kept
+        all_kept = cost_of(plain)
         peaks, work = (
             sum_of([(1 - kept, none_kept), (kept, all_kept)]) for kept in (of_peak, of_work)
         )
