@@ -28,12 +28,11 @@ MOST_COMPUTED_BYTES = 4096
 _LEAST_OF_LIBRARIES = 2**19
 _SHARE_OF_LIBRARIES = 0.01
 
-# Which oneDNN makes for a convolution of each new shape, and keeps (up to 1024): the means of
-# tools/benchmarks/convolution_kernels.py.
-_KERNEL_BYTES = {
-    torch.ops.aten.convolution.default: 36 * 2**10,
-    torch.ops.aten.convolution_backward.default: 150 * 2**10,
-}
+# Which oneDNN makes for a convolution of each new shape, and keeps (up to 1024): means of
+# tools/benchmarks/convolution_kernels.py, in backward those of each kind.
+_FORWARD_KERNELS = 36 * 2**10
+_POINTWISE_KERNELS, _STRIDED_KERNELS = 90 * 2**10, 240 * 2**10
+_OTHER_KERNELS = 110 * 2**10
 
 _MOST_SUMMED_BYTES = 2**21  # on their way through gloo
 _PAGE = 4096
@@ -105,7 +104,7 @@ class Operator(NamedTuple):
             _workspace_bytes(func, args, out),
             _packed_bytes(func, args),
             (str(func), *(tensor.shape for tensor in inputs)),
-            _KERNEL_BYTES.get(func, 0),
+            _kernel_bytes(func, args),
             'c10d' in func.namespace,
         )
 
@@ -137,6 +136,19 @@ def _workspace_bytes(func: Any, args: Sequence[Any], out: Any) -> int:
         gradient, image, weight, _, stride, *_, groups, wanted = args
         return _convolution_backward(gradient, image, weight, max(stride), groups, wanted[0])
     return _collective(func, args, out) if 'c10d' in func.namespace else 0
+
+
+def _kernel_bytes(func: Any, args: Sequence[Any]) -> int:
+    """Bytes of the kernels that are made for a convolution."""
+    aten = torch.ops.aten
+    if func is aten.convolution.default:
+        return _FORWARD_KERNELS
+    if func is not aten.convolution_backward.default:
+        return 0
+    _, _, weight, _, stride, *_, groups, _ = args
+    if max(stride) > 1 and groups == 1:
+        return _STRIDED_KERNELS
+    return _POINTWISE_KERNELS if _is_pointwise(weight, max(stride)) else _OTHER_KERNELS
 
 
 def _packed_bytes(func: Any, args: Sequence[Any]) -> tuple[int, int]:
@@ -200,8 +212,12 @@ def _convolution_backward(
 
 
 def _by_blocks_of_channels(weight: Tensor) -> int:
-    """A weight of groups [C, C / groups, h, w] as if 16 by 16 channels met; not for 3 by 3."""
-    return 256 * _nbytes(weight) if max(weight.shape[2:]) > 3 else 0
+    """A weight of groups [C, C / groups, h, w] as if 16 by 16 channels met; not for 3 by 3.
+
+    Only AVX-512 has kernels that put so many into a block.
+    """
+    is_wide = 'AVX512' in torch.backends.cpu.get_cpu_capability()
+    return 256 * _nbytes(weight) if is_wide and max(weight.shape[2:]) > 3 else 0
 
 
 def _collective(func: OpOverload, args: Sequence[Any], out: Any) -> int:

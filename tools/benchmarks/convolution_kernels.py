@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -66,9 +66,13 @@ def main() -> None:
     for name, (side, make) in CASES.items():
         kept = kept_kib(make(), side)
         every += kept
-        print(f'{name}: ' + ', '.join(f'{forward} + {backward}' for forward, backward in kept))
-    means = [statistics.mean(some) for some in zip(*every, strict=True)]
-    print(f'a new shape keeps {means[0]:.0f} KiB in forward and {means[1]:.0f} in backward')
+        print(f'{name}: {means(kept)}: ' + ', '.join(f'{f} + {b}' for f, b in kept))
+    print(f'all: {means(every)}')
+
+
+def means(kept: Sequence[tuple[int, int]]) -> str:
+    forward, backward = (statistics.mean(some) for some in zip(*kept, strict=True))
+    return f'{forward:.0f} KiB in forward and {backward:.0f} in backward'
 
 
 if __name__ == '__main__':
