@@ -1,10 +1,10 @@
 """What an operator makes and costs; what kernels of the CPU, and the allocator, take beside it.
 
-Measured by the kernel's high-water mark on x86 with AVX-512 (torch 2.15, one thread): oneDNN
-convolutions reorder images, gradients and weights into blocks of channels; MKL's products of
-matrices pack panels of their factors into buffers that it keeps for good; gloo copies what ranks
-gather and scatter. Other operators (attention, norms, losses) take nothing that counts beside their
-results.
+Measured by the kernel's high-water mark on x86, with AVX-512 and with AVX2 (torch 2.15, one
+thread): oneDNN convolutions reorder images, gradients and weights into blocks of channels; MKL's
+products of matrices pack panels of their factors into buffers that it keeps for good; gloo copies
+what ranks gather and scatter. Other operators (attention, norms, losses) take nothing that counts
+beside their results.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ _MOST_SUMMED_BYTES = 2**21  # on their way through gloo
 _PAGE = 4096
 _SINGLE_BLOCK = 64 * 2**10  # from here on a block is mapped by itself
 _FEWEST_CHANNELS = 8  # that are put into blocks
+# Of 16 channels, from which pointwise convolutions read images as they are.
+_HAS_WIDE_BLOCKS = 'AVX512' in torch.backends.cpu.get_cpu_capability()
 
 
 class Operator(NamedTuple):
@@ -189,7 +191,9 @@ def _is_channels_last(image: Tensor) -> bool:
 
 def _convolution(image: Tensor, weight: Tensor, out: Tensor, stride: int, groups: int) -> int:
     if _is_pointwise(weight, stride):
-        return 0
+        if _HAS_WIDE_BLOCKS:
+            return 0
+        return _nbytes(weight) if _is_channels_last(image) else max(_in_blocks(image), _nbytes(out))
     copied_weight = _nbytes(weight) if groups == 1 else 0
     if _is_channels_last(image):
         return 2 * copied_weight
@@ -199,9 +203,11 @@ def _convolution(image: Tensor, weight: Tensor, out: Tensor, stride: int, groups
 def _convolution_backward(
     gradient: Tensor, image: Tensor, weight: Tensor, stride: int, groups: int, of_image: bool
 ) -> int:
-    if _is_pointwise(weight, stride):
-        return 0
     x, y, w = _in_blocks(image), _nbytes(gradient), _nbytes(weight)
+    if _is_pointwise(weight, stride):
+        if _HAS_WIDE_BLOCKS:
+            return 0
+        return 2 * w if _is_channels_last(image) else max(x + y, w)
     if _is_channels_last(image):
         reordered = 0 if _is_channels_last(gradient) else y
         return reordered + (3 * w if groups == 1 else _by_blocks_of_channels(weight))
@@ -212,12 +218,8 @@ def _convolution_backward(
 
 
 def _by_blocks_of_channels(weight: Tensor) -> int:
-    """A weight of groups [C, C / groups, h, w] as if 16 by 16 channels met; not for 3 by 3.
-
-    Only AVX-512 has kernels that put so many into a block.
-    """
-    is_wide = 'AVX512' in torch.backends.cpu.get_cpu_capability()
-    return 256 * _nbytes(weight) if is_wide and max(weight.shape[2:]) > 3 else 0
+    """A weight of groups [C, C / groups, h, w] as if 16 by 16 channels met; not for 3 by 3."""
+    return 256 * _nbytes(weight) if _HAS_WIDE_BLOCKS and max(weight.shape[2:]) > 3 else 0
 
 
 def _collective(func: OpOverload, args: Sequence[Any], out: Any) -> int:

@@ -27,7 +27,6 @@ from memengine.techniques.slices.slicing import Slice
 __all__ = [
     'CHECKPOINTED_BLOCKS',
     'CHECKPOINTED_BUDGET',
-    'CHECKPOINTING',
     'KEPT_GRAPHS',
     'OpenKnobs',
     'with_kept_graphs',
@@ -86,7 +85,6 @@ class OpenKnobs:
     Attributes:
         knobs: For :func:`memengine.memory.planning.search`.
         meets: Whether samples meet in the loss, so that slices are a gradient cache's.
-        blocks: Repeated blocks that learn something, by name: which of all of them each is.
         towers: How many encoders are cut into slices.
         rows: The most rows of a batch that one of them takes.
     """
@@ -106,7 +104,6 @@ class OpenKnobs:
         # Slices that the coupled loss reads of each tower, the last one first, by their size.
         self._coupled: dict[int, list[int]] = {}
         self.towers = self.rows = 0
-        self.blocks: dict[str, int] = {}
         self.knobs = [
             *self._checkpointing(step.model),
             *self._slices(step.model, self._cut_batch(step)),
@@ -149,18 +146,6 @@ class OpenKnobs:
     def kept_alike(self, size: int) -> list[int]:
         """Numbers of kept graphs between which each takes as much: those of one tower."""
         return sorted({self.least_kept, *accumulate(self._coupled[size])})
-
-    def kept_shares(self, options: Mapping[str, Any]) -> tuple[float, float]:
-        """How much is kept of what blocks save for backward at the peak, and of their work.
-
-        Both are 1 also where nothing says it. One block is there at the peak in any case.
-        """
-        if last := options.get(CHECKPOINTED_BLOCKS):
-            count = len(self.blocks)
-            kept = sum(number > last for number in self.blocks.values())
-            return max(kept - 1, 0) / (count - 1), kept / count
-        budget = options.get(CHECKPOINTED_BUDGET, 1)
-        return budget, budget
 
     @property
     def least_kept(self) -> int:
@@ -227,14 +212,14 @@ class OpenKnobs:
         elif not blocks:
             self._left_out[CHECKPOINTING] = 'the model has no repeated blocks'
         else:
-            self.blocks = {
-                name: number
-                for number, (name, block) in enumerate(blocks.items(), 1)
-                if any(parameter.requires_grad for parameter in block.parameters())
-            }
             least, some = Cost.without_activations, 'checkpointed_blocks'
-            if self.blocks:
-                yield Knob(some, list(self.blocks.values()), least=least)
+            numbers = [
+                number
+                for number, block in enumerate(blocks.values(), 1)
+                if any(parameter.requires_grad for parameter in block.parameters())
+            ]
+            if numbers:
+                yield Knob(some, numbers, least=least)
             yield Knob(
                 CHECKPOINTING, _BUDGETS, least=least, instead_of=some, between=_finer_budgets
             )

@@ -15,7 +15,6 @@ from mmengine.dist import get_world_size
 from memengine.engine.config.planning.open_knobs import (
     CHECKPOINTED_BLOCKS,
     CHECKPOINTED_BUDGET,
-    CHECKPOINTING,
     KEPT_GRAPHS,
     OpenKnobs,
     with_kept_graphs,
@@ -28,6 +27,10 @@ from memengine.memory.prediction import on_fake_tensors
 
 __all__ = ['Planner', 'budget_for', 'usable_bytes']
 
+_EITHER_OR = (
+    {'slices', 'optimizer_in_backward'},  # each is an OptimWrapper
+    {'checkpointed_blocks', 'activation_checkpointing'},
+)
 _KEPT_FREE = {'cpu': (0.02, 2**21), 'cuda': (0.1, 0)}
 
 _MOST_TRACED = 4  # slices; what more of them cost follows from two and four
@@ -42,14 +45,8 @@ def _of_four(
     Of bytes only the batch grows with the number of slices, in proportion to their size; work does
     so also by what each slice takes whatever its size.
     """
-    return _with_work(
-        sum_of([(1, large_2), (ratio, small_4), (-ratio, small_2)], Cost.by_phase),
-        sum_of([(2, large_2), (1, small_4), (-2, small_2)]),
-    )
-
-
-def _with_work(peaks: Cost | None, work: Cost | None) -> Cost | None:
-    """The bytes of one cost, the work of another."""
+    peaks = sum_of([(1, large_2), (ratio, small_4), (-ratio, small_2)], Cost.by_phase)
+    work = sum_of([(2, large_2), (1, small_4), (-2, small_2)])
     if peaks is None or work is None:
         return None
     return replace(peaks, flops=work.flops, moved_bytes=work.moved_bytes, operators=work.operators)
@@ -103,10 +100,9 @@ class Planner:
             step = step_of(cfg, batch())()
             self._open = OpenKnobs(cfg, step, allow, chunk_size, self.left_out)
         self._steps.look_for_blocks(step.model)
-        is_linear = self._steps.is_linear_in(self._open.blocks)
-        self.knobs = [
-            knob for knob in self._open.knobs if is_linear or knob.name != 'checkpointed_blocks'
-        ]
+        # Of deep models budgets are tried: the FLOPs that they spare count most there.
+        left = {'checkpointed_blocks'} if self._steps.lists else ()
+        self.knobs = [knob for knob in self._open.knobs if knob.name not in left]
 
     def find(self, budget_bytes: int) -> Found:
         """The fastest plan within what is usable of a budget."""
@@ -183,23 +179,19 @@ class Planner:
         A step of many slices follows from shorter ones: what a slice takes, and each that is kept,
         is the same for all.
         """
-        if {'slices', 'optimizer_in_backward'} <= plan.keys():
-            return None  # each is an OptimWrapper
-        if {'checkpointed_blocks', CHECKPOINTING} <= plan.keys():
+        if any(names <= plan.keys() for names in _EITHER_OR):
             return None
         options, slices = self.options(plan), plan.get('slices', 0)
         is_even = self._open.towers == 1 or not plan.get('kept')  # towers' slices differ
         if self._steps.knows(options):
             return self._steps.predicted(options)
         if not slices:
-            return self._between_checkpoints(options, self._steps.followed)
+            return self._between_budgets(options, self._steps.followed)
         if not is_even and self._steps.lists and slices > _MOST_TRACED and not self._chunk_size:
             return None  # it would take minutes, for the few graphs that so many slices can keep
         kept, size = options.get(KEPT_GRAPHS, 0), self._open.size(slices)
         if not is_even or (slices <= _MOST_TRACED and not self._steps.lists):
-            return self._between_checkpoints(
-                options, lambda options: self._between_kept(options, size)
-            )
+            return self._between_budgets(options, lambda options: self._between_kept(options, size))
 
         def short(number: int, kept: int = min(kept, 1)) -> Cost | None:
             return self._short(options, size, number, kept)
@@ -249,24 +241,19 @@ class Planner:
             share = (size - small) / (large - small)
             return sum_of([(share, of_large), (1 - share, of(small, number))], Cost.by_phase)
 
-        return self._between_checkpoints(options, with_size)
+        return self._between_budgets(options, with_size)
 
-    def _between_checkpoints(
+    def _between_budgets(
         self, options: Mapping[str, Any], cost_of: Callable[[Mapping[str, Any]], Cost | None]
     ) -> Cost | None:
-        """Of deep models some blocks save what is between none and all; other options are asked."""
-        plain = without(options, CHECKPOINTED_BLOCKS, CHECKPOINTED_BUDGET)
-        if not self._steps.lists or plain == options:
+        """A budget of a deep model is between nothing kept and all; other options are asked."""
+        budget = options.get(CHECKPOINTED_BUDGET)
+        if not self._steps.lists or not budget:
             return cost_of(options)
-        none_kept = cost_of({**plain, CHECKPOINTED_BUDGET: 0.0})
-        of_peak, of_work = self._open.kept_shares(options)
-        if not of_work:
-            return none_kept
-        all_kept = cost_of(plain)
-        peaks, work = (
-            sum_of([(1 - kept, none_kept), (kept, all_kept)]) for kept in (of_peak, of_work)
-        )
-        return with_modes(_with_work(peaks, work), options)
+        all_kept = without(options, CHECKPOINTED_BUDGET)
+        none_kept = {**options, CHECKPOINTED_BUDGET: 0.0}
+        between = sum_of([(1 - budget, cost_of(none_kept)), (budget, cost_of(all_kept))])
+        return with_modes(between, options)
 
     def _between_kept(self, options: Mapping[str, Any], size: int) -> Cost | None:
         """A step some of whose graphs are kept: between none and all of a tower, or two."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -83,14 +83,6 @@ class Predictions:
         self.lists = {name: count for name, count in several if count >= _DEEP}
         if self.lists and not self._can_be_short():
             self.lists = {}
-
-    def is_linear_in(self, blocks: Iterable[str]) -> bool:
-        """Whether a deep model's step is linear in how many of these blocks do something.
-
-        They are all of one list. A model that is not deep is asked each time.
-        """
-        holders = {name.rpartition('.')[0] for name in blocks}
-        return not self.lists or (len(holders) == 1 and holders <= self.lists.keys())
 
     def batch_of(self, cfg: Config) -> Callable[[], Any]:
         """What gives the batch of a config in the mode of known operators.
