@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from memengine._torch_private.autograd import version_of
+from memengine._torch_private.fake import is_fake
 from memengine.technique import Settings, Technique, setting, with_settings
 from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.compression.backward_needs import IN_PLACE_FORMS, Need
@@ -145,6 +146,8 @@ class RecomputedActivations(RuleHandle):
         uses = self._uses[place] = self._uses.get(place, 0) + 1
         if place not in self._is_same:  # also if a thread has counted, and is comparing still
             self._is_same[place] = _is_same(tensor, recomputation)
+        elif is_fake(tensor):
+            pass  # most of the steps that a prediction stands for compare nothing
         elif uses & (uses - 1) == 0 and self._is_same[place]:  # the second, fourth, eighth ... time
             if tensor.is_cpu:
                 is_same = _is_same(tensor, recomputation)

@@ -126,6 +126,16 @@ def test_lossy_activations_are_predicted():
     assert some.plain().moved_bytes < recomputed.moved_bytes
 
 
+def test_each_slice_of_a_recomputed_step_takes_as_much():
+    some = planner(CLASSIFIER)
+    recomputed = {'recomputed_activations': True, 'optim_wrapper.type': 'AccumulationOptimWrapper'}
+    size = 'optim_wrapper.micro_batch_size'
+    two, four, eight = (some._steps.predicted({**recomputed, size: n}) for n in (16, 8, 4))
+    # Of the comparisons, which are ever fewer in later steps, none is counted.
+    added = four.moved_bytes - two.moved_bytes, eight.moved_bytes - four.moved_bytes
+    assert added[1] == pytest.approx(2 * added[0], rel=0.02)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ('config', 'batch_size', 'slices'),
