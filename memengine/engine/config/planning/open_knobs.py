@@ -104,15 +104,17 @@ class OpenKnobs:
         # Slices that the coupled loss reads of each tower, the last one first, by their size.
         self._coupled: dict[int, list[int]] = {}
         self.towers = self.rows = 0
+        slices = list(self._slices(step.model, self._cut_batch(step)))
+        checkpointing = list(self._checkpointing(step.model))
+        # The cheapest first: a gradient cache computes more twice than checkpointing does.
+        self.meets = self._wrapper == 'GradCache'
         self.knobs = [
-            *self._checkpointing(step.model),
-            *self._slices(step.model, self._cut_batch(step)),
+            *(checkpointing + slices if self.meets else slices + checkpointing),
             *self._compression(allow),
             *self._tiles(),
             *self._of_optim_wrapper(allow),
             *self._sharding(step.model),
         ]
-        self.meets = self._wrapper == 'GradCache'
 
     def options(self, plan: Plan) -> dict[str, Any]:
         """What a plan sets in the config, as ``--cfg-options`` takes it."""
