@@ -2,7 +2,7 @@
 
 from memengine.memory.planning.cost import Cost, Rates, rates_of
 from memengine.memory.planning.largest import largest
-from memengine.memory.planning.plans import Found, Knob, Plan, Tried
+from memengine.memory.planning.plans import Found, Knob, Plan, Tried, has_both
 from memengine.memory.planning.search import leanest, search
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     'Plan',
     'Rates',
     'Tried',
+    'has_both',
     'largest',
     'leanest',
     'rates_of',

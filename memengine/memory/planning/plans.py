@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from memengine.memory.planning.cost import Cost
 
-__all__ = ['Found', 'Knob', 'Plan', 'Tried', 'has_less', 'is_divided']
+__all__ = ['Found', 'Knob', 'Plan', 'Tried', 'has_both', 'has_less', 'is_divided']
 
 Plan: TypeAlias = Mapping[str, Any]
 """Levels by the names of the knobs that are on; empty is the step as it is."""
@@ -86,6 +86,11 @@ class Found:
             if not front or one.cost.peak_bytes < front[-1].cost.peak_bytes:
                 front.append(one)
         return tuple(front)
+
+
+def has_both(knobs: Iterable[Knob], names: Container[str]) -> bool:
+    """Whether two of these knobs are on that do the same, each in its own way."""
+    return any(knob.name in names and knob.instead_of in names for knob in knobs)
 
 
 def has_less(knobs: Iterable[Knob], one: Plan, other: Plan) -> bool:

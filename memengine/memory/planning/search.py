@@ -17,7 +17,15 @@ from itertools import combinations
 from typing import Any
 
 from memengine.memory.planning.cost import Cost, Rates
-from memengine.memory.planning.plans import Found, Knob, Plan, Tried, has_less, is_divided
+from memengine.memory.planning.plans import (
+    Found,
+    Knob,
+    Plan,
+    Tried,
+    has_both,
+    has_less,
+    is_divided,
+)
 
 __all__ = ['leanest', 'search']
 
@@ -117,14 +125,14 @@ class _Search:
     def combinations(self) -> Iterator[tuple[Knob, ...]]:
         for count in range(1, len(self.knobs) + 1):
             for some in combinations(self.knobs, count):
-                if not {knob.name for knob in some} & {knob.instead_of for knob in some}:
+                if not has_both(some, {knob.name for knob in some}):
                     yield some
 
     def is_beaten(self, knob: Knob) -> bool:
         """Whether what does the same in another way is better half way."""
         other = next((one for one in self.knobs if one.name == knob.instead_of), None)
         half = self.tried({knob.name: knob.levels[len(knob.levels) // 2]}) if other else None
-        if other is None or half is None or self.tried(self.at_leanest([other])) is None:
+        if other is None or half is None:
             return False
 
         def saved(level: Any) -> int:

@@ -146,10 +146,10 @@ class RecomputedActivations(RuleHandle):
         uses = self._uses[place] = self._uses.get(place, 0) + 1
         if place not in self._is_same:  # also if a thread has counted, and is comparing still
             self._is_same[place] = _is_same(tensor, recomputation)
-        elif is_fake(tensor):
-            pass  # most of the steps that a prediction stands for compare nothing
         elif uses & (uses - 1) == 0 and self._is_same[place]:  # the second, fourth, eighth ... time
-            if tensor.is_cpu:
+            if is_fake(tensor):
+                pass  # most of the steps that a prediction stands for compare nothing
+            elif tensor.is_cpu:
                 is_same = _is_same(tensor, recomputation)
                 self._learn(place, is_same, is_same or _is_near(tensor, recomputation))
             else:

@@ -208,10 +208,9 @@ class OpenKnobs:
             yield Knob('kept', _KEPT, of='slices')
 
     def _checkpointing(self, model: nn.Module) -> Iterator[Knob]:
-        blocks = find_blocks(model)
         if self._cfg.get(CHECKPOINTING):
             self._left_out[CHECKPOINTING] = 'it is set by the config'
-        elif not blocks:
+        elif not (blocks := find_blocks(model)):
             self._left_out[CHECKPOINTING] = 'the model has no repeated blocks'
         else:
             least, some = Cost.without_activations, 'checkpointed_blocks'

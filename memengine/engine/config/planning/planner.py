@@ -22,15 +22,20 @@ from memengine.engine.config.planning.open_knobs import (
 )
 from memengine.engine.config.planning.predictions import Predictions, sum_of, with_modes
 from memengine.engine.config.step_of_config import step_of
-from memengine.memory.planning import Cost, Found, Plan, largest, leanest, rates_of, search
+from memengine.memory.planning import (
+    Cost,
+    Found,
+    Plan,
+    has_both,
+    largest,
+    leanest,
+    rates_of,
+    search,
+)
 from memengine.memory.prediction import on_fake_tensors
 
 __all__ = ['Planner', 'budget_for', 'usable_bytes']
 
-_EITHER_OR = (
-    {'slices', 'optimizer_in_backward'},  # each is an OptimWrapper
-    {'checkpointed_blocks', 'activation_checkpointing'},
-)
 _KEPT_FREE = {'cpu': (0.02, 2**21), 'cuda': (0.1, 0)}
 
 _MOST_TRACED = 4  # slices; what more of them cost follows from two and four
@@ -179,7 +184,9 @@ class Planner:
         A step of many slices follows from shorter ones: what a slice takes, and each that is kept,
         is the same for all.
         """
-        if any(names <= plan.keys() for names in _EITHER_OR):
+        if {'slices', 'optimizer_in_backward'} <= plan.keys():
+            return None  # each is an OptimWrapper
+        if has_both(self.knobs, plan):
             return None
         options, slices = self.options(plan), plan.get('slices', 0)
         is_even = self._open.towers == 1 or not plan.get('kept')  # towers' slices differ
