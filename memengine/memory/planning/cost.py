@@ -116,6 +116,7 @@ class Cost:
         """Several costs, each so many times: each phase by itself, of which the most is the peak.
 
         So what is linear in a step's depth or size stays so where another phase becomes the peak.
+        Of costs that share no phase it is the peaks' sum.
         """
         weights, costs = zip(*parts, strict=True)
         shared = [phase for phase in costs[0].phases if all(phase in c.phases for c in costs)]
@@ -123,7 +124,9 @@ class Cost:
             phase: round(sum(w * c.phases[phase] for w, c in zip(weights, costs, strict=True)))
             for phase in shared
         }
-        return replace(cls.sum(parts), peak_bytes=max(phases.values()), phases=phases)
+        total = cls.sum(parts)
+        peak = max(phases.values(), default=total.peak_bytes)
+        return replace(total, peak_bytes=peak, phases=phases)
 
     @property
     def at_update_bytes(self) -> int:

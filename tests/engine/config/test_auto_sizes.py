@@ -27,7 +27,7 @@ def predicted(predictions, options, blocks):
     batch = options.get('train_dataloader.batch_size', 32)
     size = options.get('optim_wrapper.micro_batch_size', batch)
     flops = int(1e9 * (1 + 0.01 * math.ceil(batch / size)))
-    return Cost((2 + size) * MIB, flops, 0, 100, {'parameters': MIB})
+    return Cost((2 + size) * MIB, flops, 0, 100, {'parameters': MIB}), ''
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_what_is_refused(tmp_path, room, name, options, why):
 def test_kept_graphs_follow_from_the_memory(tmp_path, room, monkeypatch):
     def by_graphs(predictions, options, blocks):
         kept = options.get('optim_wrapper.keep_graph', 64)  # the plain step's is all
-        return Cost((2 + kept) * MIB, int(1e9 / (1 + kept)), 0, 100)
+        return Cost((2 + kept) * MIB, int(1e9 / (1 + kept)), 0, 100), ''
 
     monkeypatch.setattr(Predictions, '_predict', by_graphs)
     monkeypatch.setattr(

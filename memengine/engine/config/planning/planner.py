@@ -104,7 +104,8 @@ class Planner:
         with on_fake_tensors(self._steps.operators):
             step = step_of(cfg, batch())()
             self._open = OpenKnobs(cfg, step, allow, chunk_size, self.left_out)
-        self._steps.look_for_blocks(step.model)
+        if like is None:
+            self._steps.look_for_blocks(step.model)
         # Of deep models budgets are tried: the FLOPs that they spare count most there.
         left = {'checkpointed_blocks'} if self._steps.lists else ()
         self.knobs = [knob for knob in self._open.knobs if knob.name not in left]
@@ -184,6 +185,9 @@ class Planner:
         A step of many slices follows from shorter ones: what a slice takes, and each that is kept,
         is the same for all.
         """
+        return self._steps.asked_first(self._cost, plan)
+
+    def _cost(self, plan: Plan) -> Cost | None:
         if {'slices', 'optimizer_in_backward'} <= plan.keys():
             return None  # each is an OptimWrapper
         if has_both(self.knobs, plan):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import BrokenExecutor, Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from mmengine.config import Config
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from memengine._torch_private.ops import pytree
 from memengine.engine.config.check import check_config
 from memengine.engine.config.file import merge_options
+from memengine.engine.config.planning.copied_processes import Copies
 from memengine.engine.config.planning.open_knobs import CHECKPOINTED_BUDGET
 from memengine.engine.config.step_of_config import FewSamples, step_of
 from memengine.memory import UnpredictableError
@@ -33,6 +35,12 @@ __all__ = ['Predictions', 'sum_of', 'with_modes']
 _OPERATORS_UNDER_MODES = 3
 _PLAIN = (str, bytes, int, float, bool, type(None))  # what nothing can change in
 _DEEP = 8  # blocks in a list: what more of them cost follows from three and four
+_BATCH_SIZE = 'train_dataloader.batch_size'
+_ASKED_FOR = Cost(0, 0, 0, 0)  # in place of what is being predicted
+
+T = TypeVar('T')
+_Key: TypeAlias = tuple[tuple[str, Any], ...]
+_Predicted: TypeAlias = tuple[Cost | None, str]  # and why it is refused
 
 
 def sum_of(
@@ -73,9 +81,12 @@ class Predictions:
         self.samples: FewSamples = like.samples if like else FewSamples(cfg)
         self._batches: dict[int, Callable[[], Any]] = like._batches if like else {}  # by size
         self.operators: KnownOperators = like.operators if like else KnownOperators()
-        self.lists: Mapping[str, int] = {}
+        self.lists: Mapping[str, int] = like.lists if like else {}
         # By batch and options.
-        self._known: dict[tuple[tuple[str, Any], ...], Cost | None] = like._known if like else {}
+        self._known: dict[_Key, Cost | None] = like._known if like else {}
+        self._copies: Copies = like._copies if like else Copies(self)
+        self._begun: dict[_Key, Future[_Predicted]] = {}
+        self._only_asks = False
 
     def look_for_blocks(self, model: nn.Module) -> None:
         """Find the lists of a model that goes without some of their blocks."""
@@ -83,6 +94,7 @@ class Predictions:
         self.lists = {name: count for name, count in several if count >= _DEEP}
         if self.lists and not self._can_be_short():
             self.lists = {}
+            self._copies = Copies(self)  # with which there are lists
 
     def batch_of(self, cfg: Config) -> Callable[[], Any]:
         """What gives the batch of a config in the mode of known operators.
@@ -102,6 +114,21 @@ class Predictions:
     def knows(self, options: Mapping[str, Any]) -> bool:
         """Whether the cost of the whole step is known."""
         return self._key(options) in self._known
+
+    def asked_first(self, cost_of: Callable[[T], Cost | None], what: T) -> Cost | None:
+        """What a function gives that asks for predictions: all of them are begun beside each other.
+
+        It is called twice where there are processes for that, at first for what it asks for.
+        """
+        if self._copies and not self._only_asks:
+            self._only_asks = True
+            try:
+                cost_of(what)
+            except BrokenExecutor:
+                self._copies.give_up()
+            finally:
+                self._only_asks = False
+        return cost_of(what)
 
     def know(self, options: Mapping[str, Any], cost: Cost | None) -> None:
         """Take this for the cost of the whole step."""
@@ -126,14 +153,28 @@ class Predictions:
         """What a step with options costs, or one of so many blocks; None if it is refused."""
         short = {f'of {count} blocks': left for count, left in (blocks or {}).items()}
         key = self._key({**options, **short})
-        if key not in self._known:
-            self._known[key] = self._predict(options, blocks)
-        return self._known[key]
+        if key in self._known:
+            return self._known[key]
+        if self._only_asks:
+            if key not in self._begun:
+                said = dict(self._key(options))  # with the batch, as copies may be of another
+                self._begun[key] = self._copies.begin('_predict', said, blocks)
+            return _ASKED_FOR
+        begun = self._begun.pop(key, None)
+        try:
+            cost, why = begun.result() if begun else self._predict(options, blocks)
+        except BrokenExecutor:  # a process was ended, for its memory say
+            self._copies.give_up()
+            cost, why = self._predict(options, blocks)
+        if why:
+            self._left_out[', '.join(options)] = why
+        self._known[key] = cost
+        return cost
 
-    def _key(self, options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-        return tuple(sorted({'train_dataloader.batch_size': self._samples, **options}.items()))
+    def _key(self, options: Mapping[str, Any]) -> _Key:
+        return tuple(sorted({_BATCH_SIZE: self._samples, **options}.items()))
 
-    def _predict(self, options: Mapping[str, Any], blocks: Mapping[int, int] | None) -> Cost | None:
+    def _predict(self, options: Mapping[str, Any], blocks: Mapping[int, int] | None) -> _Predicted:
         cfg = copy.deepcopy(self._cfg)
         merge_options(cfg, options)
         try:
@@ -143,14 +184,13 @@ class Predictions:
                 lambda: step_of(cfg, batch(), blocks)(), self.operators, lines=False
             )
             phases = self._at_places(peaks_by_phase(memory), blocks or {})
-            return with_modes(Cost.of(prediction_of(memory), phases), options)
+            return with_modes(Cost.of(prediction_of(memory), phases), options), ''
         except UnpredictableError:
             raise
         except ValueError as error:
-            if not options:
+            if options.keys() <= {_BATCH_SIZE}:
                 raise
-            self._left_out[', '.join(options)] = str(error)
-            return None
+            return None, str(error)
 
     def _at_places(
         self, phases: Mapping[Phase, int], blocks: Mapping[int, int]
@@ -167,7 +207,7 @@ class Predictions:
     def _can_be_short(self) -> bool:
         """Whether the model goes without some of its blocks, as its forward may name each."""
         try:
-            self.followed({})
+            self.asked_first(self.followed, {})
         except (UnpredictableError, AttributeError, LookupError, AssertionError):
             return False
         return True
