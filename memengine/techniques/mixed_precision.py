@@ -1,4 +1,7 @@
-"""Mixed precision, which torch itself does: described here, carried out by the OptimWrapper."""
+"""Mixed precision, which torch itself does.
+
+Described here, carried out by the OptimWrapper: ``memengine/engine/optim/optim_wrapper.py``.
+"""
 
 from __future__ import annotations
 

@@ -72,17 +72,17 @@ def read_config(args: argparse.Namespace) -> Config:
 def run_command(args: argparse.Namespace, cfg: Config) -> str:
     """Train, test, or look at data and memory, as a checked config says; what is to be printed."""
     if args.command in ('plan', 'predict'):
-        from memengine.engine.cli.memory import predict_step
+        from memengine.engine.cli.measure_and_predict import predict_step
         from memengine.engine.cli.plan import plan_step
 
         with pretended_ranks(_ranks(args)) if _ranks(args) > 1 else nullcontext():
             return plan_step(cfg, args) if args.command == 'plan' else predict_step(cfg, args.json)
     if args.command == 'memory':
-        from memengine.engine.cli.memory_report import report_memory
+        from memengine.engine.cli.memory import report_memory
 
         return report_memory(cfg, args.json)
     if args.command == 'measure':
-        from memengine.engine.cli.memory import measure_step
+        from memengine.engine.cli.measure_and_predict import measure_step
 
         return measure_step(cfg, args.json)
     if args.command == 'data':

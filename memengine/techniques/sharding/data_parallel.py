@@ -1,4 +1,7 @@
-"""Data parallel (DDP), which torch itself does: described here, carried out by a model wrapper."""
+"""Data parallel (DDP), which torch itself does.
+
+Described here, carried out by a model wrapper: ``memengine/engine/wrappers/ddp.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Accumulation over iterations: MMEngine's, which averages the gradients of several batches."""
+"""Accumulation over iterations, which averages the gradients of several batches.
+
+It is MMEngine's: described here, carried out by ``memengine/engine/optim/optim_wrapper.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Gradient cache: a contrastive batch of any size in the memory of one slice.
 
+The step itself is ``sliced_step.py``'s; the object :class:`GradCache` stands in
+``grad_cache_call.py``.
+
 Source: Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup (2021).
 """
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from memengine.engine.cli import memory_report
+from memengine.engine.cli import memory
 from memengine.engine.cli.main import main
 from memengine.memory import TrainingStep, write_snapshot
 from memengine.technique import techniques
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures('log_level_stays')
 @pytest.mark.slow
 def test_the_memory_of_a_config(tmp_path, capsys, monkeypatch):
     known = techniques()
-    monkeypatch.setattr(memory_report, 'techniques', lambda: {key: known[key] for key in TRIED})
+    monkeypatch.setattr(memory, 'techniques', lambda: {key: known[key] for key in TRIED})
     command = ['memory', SIMCLR, '--json', '--work-dir', str(tmp_path)]
     assert main([*command, '--cfg-options', *OPTIONS, 'train_dataloader.batch_size=32']) == 0
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
