@@ -131,7 +131,9 @@ def test_names_in_a_description_exist(key):
     technique = ALL[key]
     assert {*technique.after, *technique.before} <= APPLIED.keys()
     page = (technique.page or f'{key}.md').partition('#')[0]
-    assert (ROOT / 'docs/techniques' / page).is_file()
+    assert (ROOT / 'docs/techniques' / page).is_file(), (
+        f'{key} needs its page: docs/techniques/{page}'
+    )
     config = Config(dict(launcher='pytorch'))
     words = [word.split('=') for word in technique.typed.split()]
     merge_options(config, {path: DictAction._parse_iterable(text) for path, text in words})
@@ -162,13 +164,16 @@ def base_configs():
 @pytest.mark.parametrize('key', APPLIED)
 def test_the_base_config_of_each_is_checked_and_trains(key):
     technique = APPLIED[key]
-    (config,) = [config for _, config in base_configs() if config.get(key) is not None]
+    configs = [config for _, config in base_configs() if config.get(key) is not None]
+    assert len(configs) == 1, f'{key} needs one base config: configs/_base_/techniques/{key}.py'
+    config = configs[0]
     backbone = {'type': 'TimmBackbone', 'model_name': 'resnet18'}
     parts = {'backbone': backbone, 'head': {'type': 'ProjectionHead'}}
     check_config({'model': {'type': 'SimCLR', **parts}, **config})
     if technique.needs_ranks:
         return
     settings = technique.read(config[key])
+    assert technique.example is not None, f'{key} needs an example: small settings to try it with'
     known = settings_of(technique.settings)
     small = {n: v for n, v in vars(technique.example).items() if v != known[n].field.default}
     row = replace(row_of(technique), cfg={key: vars(replace(settings, **small))})
