@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 import torch
@@ -130,3 +131,13 @@ def test_where_autograd_was_used_copies_use_it_or_there_are_none(two_threads):
     subject = Differentiates()
     copies = Copies(subject)
     assert not copies or copies.begin('gradient').result() == 3
+
+
+@pytest.mark.parametrize('error', [OSError('Cannot allocate memory'), BrokenProcessPool()])
+def test_without_room_for_a_process_there_are_no_copies(error, two_threads, monkeypatch):
+    def submit(*_):
+        raise error
+
+    monkeypatch.setattr(ProcessPoolExecutor, 'submit', submit)
+    subject = Waits()
+    assert not Copies(subject)

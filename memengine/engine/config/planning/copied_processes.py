@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import weakref
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from functools import cached_property
 from multiprocessing.util import Finalize
 from typing import Any
@@ -27,8 +27,8 @@ class Copies:
     """As many copies of this process as torch may use threads, made when they are first asked for.
 
     There are none where one thread is all, where no process can be copied (on other systems than
-    Linux), and where copies would be of no use: a copy cannot use the GPU of its process, nor
-    autograd if that has used it.
+    Linux, or for want of memory), and where copies would be of no use: a copy cannot use the GPU of
+    its process, nor autograd if that has used it.
 
     Args:
         subject: What methods are called on; each copy has it as it is when copies are made. It is
@@ -46,7 +46,11 @@ class Copies:
             return None
         context = multiprocessing.get_context('fork')
         pool = ProcessPoolExecutor(number, context, _begin, (self._subject,))
-        if not pool.submit(_has_autograd).result():
+        try:
+            can_predict = pool.submit(_has_autograd).result()
+        except (BrokenExecutor, OSError):  # no room for a process
+            can_predict = False
+        if not can_predict:
             pool.shutdown()
             return None
         # A process that is itself multiprocessing's waits for its children when it ends, and
