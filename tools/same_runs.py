@@ -121,8 +121,8 @@ class Runs:
             for parameter in model.parameters():
                 parameter.mul_(1 + rounding * torch.randn_like(parameter))
         record = _Record(model)
-        # On processors with AMX, oneDNN (in torch 2.15) leaves entries of a weight's gradient in bf16
-        # unwritten: those that meet no pixel, where a stride of 2 goes over an image of 1 x 1.
+        # On processors with AMX, oneDNN (in torch 2.15) leaves entries of a weight's gradient in
+        # bf16 unwritten: those that meet no pixel, where a stride of 2 goes over an image of 1 x 1.
         has_onednn = self.precision in ('float64', 'fp32')
         with (
             tempfile.TemporaryDirectory() as folder,

@@ -10,10 +10,8 @@ from concurrent.futures.process import BrokenProcessPool
 import pytest
 import torch
 
-from memengine.engine.config.check import check_config
-from memengine.engine.config.file import load_config
-from memengine.engine.config.planning import Planner
 from memengine.engine.config.planning.copied_processes import Copies
+from tests.engine.config.test_planning import SIMCLR, planner
 
 PLANS = [
     {},
@@ -24,14 +22,9 @@ PLANS = [
 ]
 
 
-def planner(threads, depth):
+def planner_with(threads, depth):
     torch.set_num_threads(threads)
-    small = {'embed_dim': 32, 'num_heads': 2, 'depth': depth}
-    options = {f'model.backbone.{name}': value for name, value in small.items()}
-    cfg = load_config('configs/simclr_vit.py', options)
-    cfg.setdefault('default_scope', 'memengine')
-    check_config(cfg)
-    return Planner(cfg)
+    return planner(SIMCLR, **{'model.backbone.depth': depth})
 
 
 def compare_costs(depth, killed_after):
@@ -39,7 +32,7 @@ def compare_costs(depth, killed_after):
 
     The last one says whether there are any when the planner is gone.
     """
-    some, were_there, beside = planner(2, depth), [], []
+    some, were_there, beside = planner_with(2, depth), [], []
     for number, plan in enumerate(PLANS):
         if number == killed_after:
             for pid in some._steps._copies._pool._processes:
@@ -49,7 +42,7 @@ def compare_costs(depth, killed_after):
     left_out = some.left_out
     del some
     were_there.append(bool(multiprocessing.active_children()))
-    alone = planner(1, depth)
+    alone = planner_with(1, depth)
     return beside, [*map(alone.cost, PLANS)], were_there, (left_out, alone.left_out)
 
 
@@ -63,9 +56,8 @@ def test_costs_are_the_same(depth, killed_after):
         beside, alone, were_there, left_out = pool.submit(
             compare_costs, depth, killed_after
         ).result()
-    assert were_there == [killed_after is None or n < killed_after for n in range(len(PLANS))] + [
-        False
-    ]
+    until = len(PLANS) if killed_after is None else killed_after
+    assert were_there == [*(number < until for number in range(len(PLANS))), False]
     assert beside == alone and left_out[0] == left_out[1]
     assert all(beside[:-1]) and beside[-1] is None
 
@@ -78,14 +70,10 @@ def two_threads():
     torch.set_num_threads(threads)
 
 
-def pid_after(seconds):
-    time.sleep(seconds)
-    return os.getpid()
-
-
 class Waits:
     def pid(self):
-        return pid_after(0.2)
+        time.sleep(0.2)  # so that the other copy has the next one
+        return os.getpid()
 
 
 def die_with_copies(connection):
