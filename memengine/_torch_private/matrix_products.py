@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from memengine._torch_private.triton_kernels import proven_kernels
+from memengine._torch_private.compiled_kernels import proven_kernels
 
 _MATMUL = torch.backends.cuda.matmul
 HAS_OUT_DTYPE = 'dtype' in torch.ops.aten.mm.overloads()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from memengine._torch_private.triton_kernels import proven_kernels
+from memengine._torch_private.compiled_kernels import proven_kernels
 from memengine.technique import Settings, Technique, setting
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from memengine._torch_private import triton_kernels
+from memengine._torch_private import compiled_kernels
 from memengine.losses import ClipLoss
 from memengine.techniques.codecs.quantized import Quantizer
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_one_warning_and_the_eager_form(device, monkeypatch):
-    monkeypatch.setattr(triton_kernels, '_given_up', set())
+    monkeypatch.setattr(compiled_kernels, '_given_up', set())
     values = torch.randn(1000, device='cuda')
     with pytest.warns(UserWarning, match='quantizing are not used on cuda:0') as told:
         decoded = Quantizer(8)(values).decode()
@@ -24,7 +24,7 @@ def test_one_warning_and_the_eager_form(device, monkeypatch):
 
 
 def test_losses_in_tiles_are_what_they_are_whole(device, monkeypatch):
-    monkeypatch.setattr(triton_kernels, '_given_up', set())
+    monkeypatch.setattr(compiled_kernels, '_given_up', set())
     towers = torch.randn(2, 40, 16, device='cuda').bfloat16()
     with pytest.warns(UserWarning, match='similarity_tiles are not used on cuda:0') as told:
         loss = ClipLoss(tile_size=9)(*towers, 10.0)
@@ -33,12 +33,12 @@ def test_losses_in_tiles_are_what_they_are_whole(device, monkeypatch):
 
 
 def test_none_proves_itself_while_a_graph_is_captured(device, monkeypatch):
-    monkeypatch.setattr(triton_kernels, '_given_up', set())
+    monkeypatch.setattr(compiled_kernels, '_given_up', set())
     monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: True)
     values = torch.randn(1000, device='cuda')
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         Quantizer(8, stochastic=False)(values).decode()
-    assert not triton_kernels.given_up_on(values.device)
+    assert not compiled_kernels.given_up_on(values.device)
     with pytest.raises(RuntimeError, match='while a CUDA graph is captured'):
         Quantizer(8)(values)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memengine import apply_techniques
-from memengine._torch_private.triton_kernels import given_up_on, without_kernels
+from memengine._torch_private.compiled_kernels import given_up_on, without_kernels
 from memengine.losses import ClipLoss, SigLipLoss
 from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.codecs.lossless import positive_mask

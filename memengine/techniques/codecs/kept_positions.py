@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from memengine._torch_private.triton_kernels import proven_kernels
+from memengine._torch_private.compiled_kernels import proven_kernels
 from memengine.techniques.codecs.bit_packing import add_truths, packed_numel, truths
 from memengine.techniques.codecs.top_k import part_numel, places_in_blocks, positions_of
 

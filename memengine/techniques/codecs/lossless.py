@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from memengine._torch_private.triton_kernels import proven_kernels
+from memengine._torch_private.compiled_kernels import proven_kernels
 from memengine.techniques.codecs.bit_packing import pack_bits, pack_truths, unpack_bits
 from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_order
 

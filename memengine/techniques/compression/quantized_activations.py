@@ -93,10 +93,10 @@ def quantize_activations(
             quantised already or that is compiled.
 
     Cost: ``bits / 8`` bytes for each element, and two extremes for each group; some nine passes
-    over each saved tensor, half in the forward, half in backward. Random numbers come from a
-    generator of their own, so dropout draws what it would have drawn. BatchNorm, autocast, DDP,
-    FSDP, slices, the gradient cache and gradient scaling compose. Inside activation
-    checkpointing nothing is coded, as nothing is kept there.
+    over each saved tensor, half in the forward, half in backward, or two where kernels are compiled
+    (:class:`Quantizer`). Random numbers come from a generator of their own, so dropout draws what
+    it would have drawn. BatchNorm, autocast, DDP, FSDP, slices, the gradient cache and gradient
+    scaling compose. Inside activation checkpointing nothing is coded, as nothing is kept there.
 
     Source: Liu et al., GACT: Activation Compressed Training for Generic Network Architectures,
     ICML 2022; Pan et al., Mesa: A Memory-saving Training Framework for Transformers, 2021.

@@ -12,8 +12,8 @@ import triton.language as tl
 from torch.nn import functional as F
 from triton.runtime import interpreter
 
+from memengine._torch_private import compiled_kernels
 from memengine._torch_private import matrix_products as torch_products
-from memengine._torch_private import triton_kernels
 from memengine.losses.batch_loss import Products
 from memengine.losses.kernels import similarity_tiles
 from memengine.losses.logsumexp import RunningLogSumExp, add_tile, softmax_slope
@@ -30,7 +30,7 @@ DTYPES = {torch.float32: 'tf32', torch.bfloat16: 'auto', torch.float16: 'auto'}
 @pytest.fixture(autouse=True)
 def _on_cpu(monkeypatch):
     """Losses use the kernels on CPU tensors, too, in blocks of which the cases have several."""
-    monkeypatch.setattr(triton_kernels, '_can_be_read', lambda tensor: True)
+    monkeypatch.setattr(compiled_kernels, '_can_be_read', lambda *_: True)
     monkeypatch.setattr(torch_products, 'HAS_OUT_DTYPE', False)
     monkeypatch.setattr(similarity_tiles, '_SIDE', 16)
     dot = interpreter.InterpreterBuilder.create_dot
@@ -104,7 +104,7 @@ def test_a_step_agrees_with_the_eager_form_and_the_formula(name):
         with warnings.catch_warnings():
             warnings.simplefilter('error', UserWarning)  # that none is used
             fused = step(lambda t, loss=loss: case.call(loss, t), low)
-        with triton_kernels.without_kernels():
+        with compiled_kernels.without_kernels():
             eager = step(lambda t, loss=loss: case.call(loss, t), low)
         assert_same_step(fused, eager, 2 * steep * eps)
         for key, value in step(case.formula, exact).items():
@@ -148,7 +148,7 @@ def test_tiles_of_two_sets_agree_wherever_the_diagonal_is(dtype, offset):
         pair_slope,
     ):
         fused = computed(make)
-        with triton_kernels.without_kernels():
+        with compiled_kernels.without_kernels():
             torch.testing.assert_close(fused, computed(make), rtol=10 * eps, atol=eps)
 
 

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from memengine._torch_private import triton_kernels
+from memengine._torch_private import compiled_kernels
 from memengine._torch_private.ops import TorchDispatchMode
 from memengine.techniques.codecs import sparse
 from memengine.techniques.codecs.kept_positions import Bitmap, Offsets
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings('ignore::RuntimeWarning')
 @pytest.fixture(autouse=True)
 def _on_cpu(monkeypatch):
     """Codecs use the kernels on CPU tensors, too."""
-    monkeypatch.setattr(triton_kernels, '_can_be_read', lambda tensor: True)
+    monkeypatch.setattr(compiled_kernels, '_can_be_read', lambda *_: True)
     torch.manual_seed(0)
     restart_private_generators()
 
@@ -142,7 +142,7 @@ def test_codecs_give_what_they_give_without_kernels(values):
 
     fused, decoded = code()
     assert fused.part_numel == 256
-    with triton_kernels.without_kernels():
+    with compiled_kernels.without_kernels():
         eager, expected = code()
     assert eager.part_numel != 256
     assert_same_but_for_ties(decoded, expected, values)
@@ -154,8 +154,8 @@ def test_codecs_give_what_they_give_without_kernels(values):
 
 def test_a_wrong_kernel_is_warned_of_once_and_not_used(monkeypatch):
     right = quantizing.quantize
-    monkeypatch.setattr(triton_kernels, '_agreed', set())
-    monkeypatch.setattr(triton_kernels, '_given_up', set())
+    monkeypatch.setattr(compiled_kernels, '_agreed', set())
+    monkeypatch.setattr(compiled_kernels, '_given_up', set())
     monkeypatch.setattr(quantizing, 'quantize', lambda *a, **k: WRONG['levels'](*right(*a, **k)))
     values = torch.randn(700)
     with pytest.warns(UserWarning, match=r'kernels.quantizing are not used on cpu \(Arithmetic'):
@@ -183,7 +183,7 @@ def test_bits_agree_with_the_eager_form(dtype):
         ):
             code = codec(tensor)
             decoded = code.decode()
-            with triton_kernels.without_kernels():
+            with compiled_kernels.without_kernels():
                 assert torch.equal(code.packed, codec(tensor).packed)
                 assert torch.equal(decoded, code.decode())
             assert decoded.stride() == tensor.stride() and decoded.dtype == dtype
@@ -222,7 +222,7 @@ def test_selection_agrees_with_the_eager_form(monkeypatch, settings, places, dty
     code = sparsifier(values)
     decoded = code.decode()
     assert isinstance(code.places, places)
-    with triton_kernels.without_kernels():
+    with compiled_kernels.without_kernels():
         eager = sparsifier(values)
         expected = eager.decode()
         assert torch.equal(code.decode(), decoded)

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memengine._torch_private import triton_kernels
-from memengine._torch_private.triton_kernels import proven_kernels
+from memengine._torch_private import compiled_kernels
+from memengine._torch_private.compiled_kernels import proven_kernels
 from memengine.techniques.codecs.lossless import positive_mask
 from memengine.techniques.codecs.quantized import Quantizer
 from memengine.techniques.codecs.sparse import Sparsifier
@@ -29,9 +29,9 @@ def kernels(monkeypatch):
         compare_with_eager=lambda like, *variant: proofs.append(variant), proofs=proofs
     )
     monkeypatch.setitem(sys.modules, 'kernels_of_a_test', module)
-    monkeypatch.setattr(triton_kernels, '_can_be_read', lambda tensor: True)
-    monkeypatch.setattr(triton_kernels, '_agreed', set())
-    monkeypatch.setattr(triton_kernels, '_given_up', set())
+    monkeypatch.setattr(compiled_kernels, '_can_be_read', lambda *_: True)
+    monkeypatch.setattr(compiled_kernels, '_agreed', set())
+    monkeypatch.setattr(compiled_kernels, '_given_up', set())
     return module
 
 

@@ -1,8 +1,8 @@
-"""Kernels that Triton compiles, used where they have been seen to agree with what they stand for.
+"""Kernels compiled on the spot, used where they have been seen to agree with what they stand for.
 
-Triton comes with torch's builds for CUDA, on Linux, and is imported by the kernels' modules alone.
-Which kernels it compiles rightly depends on its version, the driver and the GPU, so nobody is
-asked: they are tried on a small case on the device itself.
+Triton comes with torch's builds for CUDA, on Linux, and is imported by the kernels' modules alone;
+on a CPU a compiler of C may be there. Which kernels they compile rightly depends on their version,
+the driver and the device, so nobody is asked: they are tried on a small case on the device itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ _given_up: set[tuple[str, torch.device]] = set()
 _is_off = False
 
 
-def proven_kernels(module: str, tensor: Tensor, *variant: Any) -> Any | None:
+def proven_kernels(
+    module: str, tensor: Tensor, *variant: Any, on: Literal['cuda', 'cpu'] = 'cuda'
+) -> Any | None:
     """The module of kernels to use for a tensor, or None: then the eager form is to be used.
 
     Before it is given for the first time in a process, for a device, dtype and variant, its
@@ -33,6 +35,7 @@ def proven_kernels(module: str, tensor: Tensor, *variant: Any) -> Any | None:
         module: Its name; it is imported here.
         tensor: What the kernels are to read.
         variant: What they are compiled for besides its dtype.
+        on: The type of device for which they are made.
 
     While a CUDA graph is captured none proves itself, which would wait for the device: the graph
     has the eager form, unless that was done before.
@@ -40,10 +43,10 @@ def proven_kernels(module: str, tensor: Tensor, *variant: Any) -> Any | None:
     Raises:
         torch.OutOfMemoryError: When the small case does not fit; it is tried again next time.
 
-    Cost: a microsecond; the first time seconds, in which Triton compiles, and a wait for the
+    Cost: a microsecond; the first time seconds, in which a compiler runs, and a wait for the
     device. No generator is drawn from.
     """
-    if _is_off or not _can_be_read(tensor) or (module, tensor.device) in _given_up:
+    if _is_off or not _can_be_read(tensor, on) or (module, tensor.device) in _given_up:
         return None
     key = module, tensor.device, tensor.dtype, variant
     try:
@@ -59,7 +62,7 @@ def proven_kernels(module: str, tensor: Tensor, *variant: Any) -> Any | None:
         reason = f'{type(error).__name__}: {next(iter(str(error).splitlines()), "")}'
         warnings.warn(
             f'the kernels of {module} are not used on {tensor.device} ({reason}); the same is '
-            "computed by torch's own operations, with more launches and no other difference",
+            "computed by torch's own operations, in more steps and with no other difference",
             stacklevel=2,
         )
         return None
@@ -83,6 +86,6 @@ def without_kernels() -> Iterator[None]:
         _is_off = before
 
 
-def _can_be_read(tensor: Tensor) -> bool:
-    """Whether it lies on a GPU, and is no stand-in such as a fake tensor."""
-    return tensor.is_cuda and type(tensor) is Tensor
+def _can_be_read(tensor: Tensor, on: str) -> bool:
+    """Whether it lies on such a device, and is no stand-in such as a fake tensor."""
+    return type(tensor) is Tensor and tensor.device.type == on

@@ -1,0 +1,257 @@
+/* Quantise and pack, unpack and dequantise: what codecs/quantized.py does on a CPU, bit for bit.
+
+   Each value is read from memory once, where torch's operations pass over it some nine times.
+   Shapes: values [numel], in groups that share a range; starts [parts], the first element of each
+   part, whose levels are packed together (bit_packing.py); extremes [2, groups]; rows [groups] and
+   columns [parts, group_size], the bits of noise, or NULL to round to the nearest. Extremes and
+   values are float32 or bfloat16, which is the upper half of one. */
+
+#include <float.h>
+#include <math.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LARGEST_GROUP 8192
+#define NUMEL_OF_A_THREAD (1 << 18) /* takes some hundred microseconds, a thread's start ten */
+#define MOST_THREADS 64
+
+/* Torch adds a product in one rounding where the processor can. */
+#if defined(__FP_FAST_FMAF) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+#define MULTIPLY_ADD(a, b, c) fmaf(a, b, c)
+#else
+#define MULTIPLY_ADD(a, b, c) ((a) * (b) + (c))
+#endif
+
+typedef struct {
+    void *values, *extremes;
+    uint8_t *packed;
+    const int32_t *rows, *columns;
+    const int64_t *starts;
+    int64_t numel, parts, group_size;
+    int bits, is_bfloat16;
+} Work;
+
+typedef struct {
+    int64_t start, size; /* its first element, and its bytes */
+    uint8_t *packed;
+    const int32_t *columns;
+} Part;
+
+typedef struct {
+    float low, shrink, per_unit, step;
+} Grid; /* as UniformGrid */
+
+static inline float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static void from_bfloat16(const uint16_t *restrict halves, int64_t n, float *restrict values) {
+    for (int64_t i = 0; i < n; i++) values[i] = float_of((uint32_t)halves[i] << 16);
+}
+
+static void to_bfloat16(const float *restrict values, int64_t n, uint16_t *restrict halves) {
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = bits_of(values[i]); /* rounded to the nearest, to even between two */
+        uint16_t nearest = (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+        halves[i] = values[i] != values[i] ? 0x7fc0 : nearest;
+    }
+}
+
+static Grid grid_between(float low, float high, int top) {
+    Grid grid;
+    float largest = -low > high ? -low : high;
+    grid.shrink = largest > (float)((double)FLT_MAX / 2) ? 0.25f : 1.0f;
+    grid.low = low * grid.shrink;
+    grid.per_unit = 1.0f / (high * grid.shrink - grid.low);
+    grid.per_unit *= (float)(top * (1 - 2 * (double)FLT_EPSILON));
+    if (grid.per_unit > FLT_MAX) grid.per_unit = FLT_MAX;
+    grid.step = 1.0f / grid.per_unit;
+    if (grid.shrink < 1) grid.step *= (float)(1 - 0x1p-20);
+    return grid;
+}
+
+/* Bits of floats as integers of the same order, in which NaN lies beyond infinity; and back. */
+static inline int32_t ordered(int32_t bits) { return bits ^ (bits >> 31 & INT32_MAX); }
+
+static void find_extremes(const float *values, int64_t n, float *low, float *high) {
+    int32_t least = INT32_MAX, most = INT32_MIN;
+    for (int64_t i = 0; i < n; i++) { /* of integers a compiler may change the order */
+        int32_t key = ordered((int32_t)bits_of(values[i]));
+        least = key < least ? key : least;
+        most = key > most ? key : most;
+    }
+    *low = float_of((uint32_t)ordered(least));
+    *high = float_of((uint32_t)ordered(most));
+    if (*low != *low || *high != *high) *low = *high = NAN;
+}
+
+static void find_levels(const float *restrict values, int64_t n, Grid grid, int top, int32_t row,
+                        const int32_t *restrict columns, uint8_t *restrict levels) {
+    if (columns)
+        for (int64_t i = 0; i < n; i++) {
+            float noise = float_of((uint32_t)(row ^ columns[i])); /* from 256 to below 257 */
+            float step = values[i] * grid.shrink - grid.low;
+            levels[i] = (uint8_t)((int32_t)MULTIPLY_ADD(step, grid.per_unit, noise) & top);
+        }
+    else
+        for (int64_t i = 0; i < n; i++) {
+            float step = (values[i] * grid.shrink - grid.low) * grid.per_unit + 0.5f;
+            levels[i] = (uint8_t)((int32_t)step & top);
+        }
+}
+
+static void pack(const uint8_t *levels, int64_t first, int64_t n, Part part, int bits) {
+    while (n > 0) {
+        int64_t plane = first / part.size, byte = first % part.size;
+        int64_t many = smaller(n, part.size - byte);
+        if (plane == 0) /* is written before the others */
+            memcpy(part.packed + byte, levels, (size_t)many);
+        else
+            for (int64_t i = 0; i < many; i++)
+                part.packed[byte + i] |= (uint8_t)(levels[i] << plane * bits);
+        levels += many, first += many, n -= many;
+    }
+}
+
+static void unpack(Part part, int64_t first, int64_t n, int bits, uint8_t *restrict levels) {
+    while (n > 0) {
+        int64_t plane = first / part.size, byte = first % part.size;
+        int64_t many = smaller(n, part.size - byte);
+        for (int64_t i = 0; i < many; i++)
+            levels[i] = part.packed[byte + i] >> plane * bits & ((1 << bits) - 1);
+        levels += many, first += many, n -= many;
+    }
+}
+
+static void quantize_some(const Work *work, Part part, int64_t from, int64_t to) {
+    float converted[LARGEST_GROUP];
+    uint8_t unpacked[LARGEST_GROUP];
+    int64_t groups = (work->numel + work->group_size - 1) / work->group_size;
+    int top = (1 << work->bits) - 1;
+    for (int64_t at = from, n; at < to; at += n) {
+        int64_t group = at / work->group_size;
+        const float *values = (const float *)work->values + at;
+        uint8_t *levels = work->bits == 8 ? part.packed + (at - part.start) : unpacked;
+        float low, high;
+        n = smaller(work->group_size, to - at);
+        if (work->is_bfloat16) {
+            from_bfloat16((const uint16_t *)work->values + at, n, converted);
+            values = converted;
+        }
+        find_extremes(values, n, &low, &high);
+        if (work->is_bfloat16) {
+            to_bfloat16(&low, 1, (uint16_t *)work->extremes + group);
+            to_bfloat16(&high, 1, (uint16_t *)work->extremes + groups + group);
+        } else {
+            ((float *)work->extremes)[group] = low;
+            ((float *)work->extremes)[groups + group] = high;
+        }
+        if (isfinite(low) && isfinite(high))
+            find_levels(values, n, grid_between(low, high, top), top,
+                        work->rows ? work->rows[group] : 0, part.columns, levels);
+        else
+            memset(levels, 0, (size_t)n); /* any will do: none is a number again */
+        if (work->bits < 8) pack(levels, at - part.start, n, part, work->bits);
+    }
+}
+
+static void dequantize_some(const Work *work, Part part, int64_t from, int64_t to) {
+    float converted[LARGEST_GROUP];
+    uint8_t unpacked[LARGEST_GROUP];
+    int64_t groups = (work->numel + work->group_size - 1) / work->group_size;
+    for (int64_t at = from, n; at < to; at += n) {
+        int64_t group = at / work->group_size;
+        float *values = work->is_bfloat16 ? converted : (float *)work->values + at;
+        const uint8_t *levels = work->bits == 8 ? part.packed + (at - part.start) : unpacked;
+        float low, high;
+        n = smaller(work->group_size, to - at);
+        if (work->is_bfloat16) {
+            from_bfloat16((const uint16_t *)work->extremes + group, 1, &low);
+            from_bfloat16((const uint16_t *)work->extremes + groups + group, 1, &high);
+        } else {
+            low = ((const float *)work->extremes)[group];
+            high = ((const float *)work->extremes)[groups + group];
+        }
+        Grid grid = grid_between(low, high, (1 << work->bits) - 1);
+        if (work->bits < 8) unpack(part, at - part.start, n, work->bits, unpacked);
+        for (int64_t i = 0; i < n; i++) values[i] = levels[i] * grid.step + grid.low;
+        if (grid.shrink < 1)
+            for (int64_t i = 0; i < n; i++) values[i] /= grid.shrink;
+        if (work->is_bfloat16) to_bfloat16(values, n, (uint16_t *)work->values + at);
+    }
+}
+
+typedef void CodeSome(const Work *, Part, int64_t from, int64_t to);
+
+typedef struct {
+    const Work *work;
+    CodeSome *code_some;
+    int64_t from, to;
+    pthread_t thread;
+    int has_thread;
+} Share; /* of a thread, in elements */
+
+static void *carry_out(void *argument) {
+    const Share *share = argument;
+    const Work *work = share->work;
+    for (int64_t i = 0; i < work->parts; i++) {
+        int64_t start = work->starts[i];
+        int64_t end = i + 1 < work->parts ? work->starts[i + 1] : work->numel;
+        Part part = {.start = start, .size = ((end - start) * work->bits + 7) / 8};
+        part.packed = work->packed + start * work->bits / 8;
+        part.columns = work->columns ? work->columns + i * work->group_size : NULL;
+        int64_t from = start > share->from ? start : share->from;
+        share->code_some(work, part, from, smaller(end, share->to));
+    }
+    return NULL;
+}
+
+/* Where a thread may begin: no byte is another's too. */
+static int64_t boundary(const Work *work, int64_t share, int64_t shares) {
+    if (share == shares) return work->numel;
+    if (work->bits < 8) return work->starts[work->parts * share / shares];
+    int64_t groups = work->numel / work->group_size;
+    return groups * share / shares * work->group_size;
+}
+
+static void in_threads(const Work *work, CodeSome *code_some, int threads) {
+    Share shares[MOST_THREADS];
+    int64_t most = smaller(smaller(threads, MOST_THREADS), work->numel / NUMEL_OF_A_THREAD);
+    int64_t number = most > 1 ? most : 1;
+    for (int64_t i = number - 1; i >= 0; i--) {
+        Share *share = &shares[i];
+        *share = (Share){.work = work, .code_some = code_some};
+        share->from = boundary(work, i, number), share->to = boundary(work, i + 1, number);
+        share->has_thread = i > 0 && !pthread_create(&share->thread, NULL, carry_out, share);
+        if (!share->has_thread) carry_out(share);
+    }
+    for (int64_t i = 1; i < number; i++)
+        if (shares[i].has_thread) pthread_join(shares[i].thread, NULL);
+}
+
+void quantize(const void *values, int is_bfloat16, int64_t numel, const int64_t *starts,
+              int64_t parts, int64_t group_size, int bits, const int32_t *rows,
+              const int32_t *columns, uint8_t *packed, void *extremes, int threads) {
+    Work work = {(void *)values, extremes, packed, rows, columns,
+                 starts, numel, parts, group_size, bits, is_bfloat16};
+    in_threads(&work, quantize_some, threads);
+}
+
+void dequantize(const uint8_t *packed, const void *extremes, int is_bfloat16, int64_t numel,
+                const int64_t *starts, int64_t parts, int64_t group_size, int bits, void *values,
+                int threads) {
+    Work work = {values, (void *)extremes, (uint8_t *)packed, NULL, NULL,
+                 starts, numel, parts, group_size, bits, is_bfloat16};
+    in_threads(&work, dequantize_some, threads);
+}

@@ -1,0 +1,133 @@
+"""Quantise and pack, unpack and dequantise on a CPU: what ``codecs/quantized.py`` does, in C.
+
+Bit for bit the same, noise included, in a quarter of the time or less.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memengine.techniques.codecs import quantized
+from memengine.techniques.codecs.grids import random_bits
+from memengine.techniques.codecs.kernels.compile_c import compiled
+from memengine.techniques.modules.private_random import private_generator
+
+__all__ = ['compare_with_eager', 'dequantize', 'quantize']
+
+_POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+_PARTS = ctypes.POINTER(_LONG), _LONG
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = compiled(Path(__file__).with_suffix('.c'))
+    library.quantize.argtypes = [
+        *(_POINTER, _INT, _LONG, *_PARTS, _LONG, _INT),
+        *(_POINTER, _POINTER, _POINTER, _POINTER, _INT),
+    ]
+    library.dequantize.argtypes = [
+        *(_POINTER, _POINTER, _INT, _LONG, *_PARTS, _LONG, _INT, _POINTER, _INT)
+    ]
+    library.quantize.restype = library.dequantize.restype = None
+    return library
+
+
+def quantize(
+    flat: Tensor, bits: int, group_size: int, stochastic: bool, part_numel: int
+) -> tuple[Tensor, Tensor]:
+    """What :func:`memengine.techniques.codecs.quantized.quantize` gives, of float32 or bfloat16.
+
+    Cost: reads the tensor once, in as many threads as torch may use.
+    """
+    numel = flat.numel()
+    packed, extremes = quantized.empty_code(flat, bits, group_size)
+    parts = quantized.parts(numel, bits, group_size, part_numel)
+    rows, columns = _noise(parts, group_size, flat.device) if stochastic else (None, None)
+    _library().quantize(
+        flat.data_ptr(),
+        flat.dtype == torch.bfloat16,
+        numel,
+        *_starts(parts),
+        group_size,
+        bits,
+        None if rows is None else rows.data_ptr(),
+        None if columns is None else columns.data_ptr(),
+        packed.data_ptr(),
+        extremes.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return packed, extremes
+
+
+def dequantize(
+    packed: Tensor, extremes: Tensor, numel: int, bits: int, group_size: int, part_numel: int
+) -> Tensor:
+    """What :func:`memengine.techniques.codecs.quantized.dequantize` gives."""
+    flat = extremes.new_empty(numel)
+    _library().dequantize(
+        packed.data_ptr(),
+        extremes.data_ptr(),
+        flat.dtype == torch.bfloat16,
+        numel,
+        *_starts(quantized.parts(numel, bits, group_size, part_numel)),
+        group_size,
+        bits,
+        flat.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return flat
+
+
+def _starts(parts: list[quantized.Part]) -> tuple[ctypes.Array[ctypes.c_int64], int]:
+    """The first element of each part, and how many parts there are."""
+    return (_LONG * len(parts))(*(part.elements.start for part in parts)), len(parts)
+
+
+def _noise(
+    parts: list[quantized.Part], group_size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Bits of noise, [groups] and [parts, group_size], in the order in which parts draw them."""
+    generator = private_generator(device)
+    drawn = [random_bits((part.number_of_groups, group_size), generator) for part in parts]
+    if len(drawn) == 1:
+        return drawn[0]
+    rows, columns = zip(*drawn, strict=True)
+    return torch.cat(rows), torch.stack(columns)
+
+
+def compare_with_eager(like: Tensor, bits: int, group_size: int) -> None:
+    """Compare with torch's operations on a few groups, in the dtype of `like`.
+
+    Raises:
+        ArithmeticError: When one bit differs.
+    """
+    numel = 9 * group_size + 11
+    flat = torch.arange(numel, device=like.device).mul(0.37).sin().to(like.dtype)
+    flat[group_size : 2 * group_size] = 0.3
+    flat[2 * group_size + 5], flat[3 * group_size + 1] = float('nan'), float('inf')
+    flat[4 * group_size], flat[4 * group_size + 2] = (torch.finfo(like.dtype).max, -100)
+    generator = private_generator(flat.device)
+    state = generator.get_state()
+
+    def extremes_and_values(by: Any, stochastic: bool) -> tuple[Tensor, Tensor]:
+        how = bits, group_size
+        packed, extremes = by.quantize(flat, *how, stochastic, 4 * group_size)
+        generator.set_state(state)
+        return extremes, by.dequantize(packed, extremes, numel, *how, 4 * group_size)
+
+    for stochastic in (False, True):
+        both = (extremes_and_values(by, stochastic) for by in (quantized, sys.modules[__name__]))
+        for expected, found in zip(*both, strict=True):
+            finite = expected.isfinite()
+            if not (
+                torch.equal(finite, found.isfinite())
+                and torch.equal(expected[finite], found[finite])
+            ):
+                raise ArithmeticError(f'{bits} bits of {like.dtype} are not what they were to be')
