@@ -5,14 +5,14 @@ Shapes: `values` and `levels` [..., N]; what belongs to a range [..., 1], broadc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ['UniformGrid', 'computing_dtype', 'random_bits', 'random_bytes']
+__all__ = ['UniformGrid', 'computing_dtype', 'noise_bits', 'random_bytes']
 
 # At a time, which stay in its cache with what is computed of them.
 _CODED_AT_ONCE_ON_CPU, _DECODED_AT_ONCE_ON_CPU = 2**16, 2**18
@@ -34,18 +34,22 @@ def random_bytes(numel: int, generator: torch.Generator) -> Tensor:
     return words.random_(-(2**63), None, generator=generator).view(torch.uint8)[:numel]
 
 
-def random_bits(shape: Sequence[int], generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def noise_bits(number: int, generator: torch.Generator) -> Tensor:
+    """So many times 15 bits, int32."""
+    bits = torch.empty(number, dtype=torch.int32, device=generator.device)
+    return bits.random_(0, 2**15, generator=generator)
+
+
+def _of_rows_and_columns(values: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """What makes noise for values: for each row, [..., 1], and for each column, [N], int32.
 
     Each number of noise is made of 15 bits that its row has drawn and 15 that its column has drawn,
     so any two are independent. Sums of errors thus vary as if each had been drawn by itself, in a
     tenth of the time.
     """
-    rows = torch.empty((*shape[:-1], 1), dtype=torch.int32, device=generator.device)
-    columns = torch.empty(shape[-1], dtype=torch.int32, device=generator.device)
-    rows.random_(0, 2**15, generator=generator)
-    columns.random_(_BITS_OF_256, _BITS_OF_256 + 2**15, generator=generator)
-    return rows, columns
+    length = values.shape[-1]
+    bits = noise_bits(values[..., 0].numel() + length, generator)
+    return bits[:-length].view(*values.shape[:-1], 1), bits[-length:] + _BITS_OF_256
 
 
 class _Scratch(NamedTuple):
@@ -132,7 +136,9 @@ class UniformGrid(NamedTuple):
         Returns:
             uint8 of `values`' shape: `out`, or new.
         """
-        rows, columns = (None, None) if generator is None else random_bits(values.shape, generator)
+        rows = columns = None
+        if generator is not None:
+            rows, columns = _of_rows_and_columns(values, generator)
         number = self._rows_at_once(values, _CODED_AT_ONCE_ON_CPU)
         if number is None:
             return self._levels_of_block(values, rows, columns, out)

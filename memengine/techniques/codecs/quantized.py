@@ -51,11 +51,6 @@ class Part(NamedTuple):
     groups: slice
     bytes: slice
 
-    @property
-    def number_of_groups(self) -> int:
-        """How many there are."""
-        return int(self.groups.stop - self.groups.start)
-
 
 def _in_rows(flat: Tensor, group_size: int) -> Tensor:
     """Elements as [groups, group_size]; the last one fills up a shorter group."""

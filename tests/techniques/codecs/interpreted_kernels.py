@@ -154,7 +154,7 @@ def test_codecs_give_what_they_give_without_kernels(values):
 
 def test_a_wrong_kernel_is_warned_of_once_and_not_used(monkeypatch):
     right = quantizing.quantize
-    monkeypatch.setattr(compiled_kernels, '_agreed', set())
+    monkeypatch.setattr(compiled_kernels, '_agreed', {})
     monkeypatch.setattr(compiled_kernels, '_given_up', set())
     monkeypatch.setattr(quantizing, 'quantize', lambda *a, **k: WRONG['levels'](*right(*a, **k)))
     values = torch.randn(700)

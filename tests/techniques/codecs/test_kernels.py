@@ -30,7 +30,7 @@ def kernels(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, 'kernels_of_a_test', module)
     monkeypatch.setattr(compiled_kernels, '_can_be_read', lambda *_: True)
-    monkeypatch.setattr(compiled_kernels, '_agreed', set())
+    monkeypatch.setattr(compiled_kernels, '_agreed', {})
     monkeypatch.setattr(compiled_kernels, '_given_up', set())
     return module
 

@@ -21,7 +21,7 @@ CPU = torch.device('cpu')
 @pytest.fixture
 def nothing_compiled(monkeypatch):
     """As in a new process."""
-    monkeypatch.setattr(compiled_kernels, '_agreed', set())
+    monkeypatch.setattr(compiled_kernels, '_agreed', {})
     monkeypatch.setattr(compiled_kernels, '_given_up', set())
     quantizing_on_cpu._library.cache_clear()
     yield

@@ -2,9 +2,9 @@
 
    Each value is read from memory once, where torch's operations pass over it some nine times.
    Shapes: values [numel], in groups that share a range; starts [parts], the first element of each
-   part, whose levels are packed together (bit_packing.py); extremes [2, groups]; rows [groups] and
-   columns [parts, group_size], the bits of noise, or NULL to round to the nearest. Extremes and
-   values are float32 or bfloat16, which is the upper half of one. */
+   part, whose levels are packed together (bit_packing.py); extremes [2, groups]; noise, 15 bits for
+   each group of a part and then for each place in a group, part by part, or NULL to round to the
+   nearest. Extremes and values are float32 or bfloat16, which is the upper half of one. */
 
 #include <float.h>
 #include <math.h>
@@ -15,6 +15,7 @@
 #define LARGEST_GROUP 8192
 #define NUMEL_OF_A_THREAD (1 << 18) /* takes some hundred microseconds, a thread's start ten */
 #define MOST_THREADS 64
+#define BITS_OF_256 0x43800000u /* as a float, whose last 15 bits are worth less than one */
 
 /* Torch adds a product in one rounding where the processor can. */
 #if defined(__FP_FAST_FMAF) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
@@ -26,7 +27,7 @@
 typedef struct {
     void *values, *extremes;
     uint8_t *packed;
-    const int32_t *rows, *columns;
+    const int32_t *noise;
     const int64_t *starts;
     int64_t numel, parts, group_size;
     int bits, is_bfloat16;
@@ -35,7 +36,7 @@ typedef struct {
 typedef struct {
     int64_t start, size; /* its first element, and its bytes */
     uint8_t *packed;
-    const int32_t *columns;
+    const int32_t *of_groups, *of_places; /* noise */
 } Part;
 
 typedef struct {
@@ -96,11 +97,12 @@ static void find_extremes(const float *values, int64_t n, float *low, float *hig
     if (*low != *low || *high != *high) *low = *high = NAN;
 }
 
-static void find_levels(const float *restrict values, int64_t n, Grid grid, int top, int32_t row,
-                        const int32_t *restrict columns, uint8_t *restrict levels) {
-    if (columns)
+static void find_levels(const float *restrict values, int64_t n, Grid grid, int top,
+                        int32_t of_group, const int32_t *restrict of_places,
+                        uint8_t *restrict levels) {
+    if (of_places)
         for (int64_t i = 0; i < n; i++) {
-            float noise = float_of((uint32_t)(row ^ columns[i])); /* from 256 to below 257 */
+            float noise = float_of(BITS_OF_256 + (uint32_t)(of_group ^ of_places[i]));
             float step = values[i] * grid.shrink - grid.low;
             levels[i] = (uint8_t)((int32_t)MULTIPLY_ADD(step, grid.per_unit, noise) & top);
         }
@@ -159,7 +161,8 @@ static void quantize_some(const Work *work, Part part, int64_t from, int64_t to)
         }
         if (isfinite(low) && isfinite(high))
             find_levels(values, n, grid_between(low, high, top), top,
-                        work->rows ? work->rows[group] : 0, part.columns, levels);
+                        part.of_groups ? part.of_groups[(at - part.start) / work->group_size] : 0,
+                        part.of_places, levels);
         else
             memset(levels, 0, (size_t)n); /* any will do: none is a number again */
         if (work->bits < 8) pack(levels, at - part.start, n, part, work->bits);
@@ -208,9 +211,13 @@ static void *carry_out(void *argument) {
     for (int64_t i = 0; i < work->parts; i++) {
         int64_t start = work->starts[i];
         int64_t end = i + 1 < work->parts ? work->starts[i + 1] : work->numel;
+        int64_t groups = (end - start + work->group_size - 1) / work->group_size;
         Part part = {.start = start, .size = ((end - start) * work->bits + 7) / 8};
         part.packed = work->packed + start * work->bits / 8;
-        part.columns = work->columns ? work->columns + i * work->group_size : NULL;
+        if (work->noise) {
+            part.of_groups = work->noise + start / work->group_size + i * work->group_size;
+            part.of_places = part.of_groups + groups;
+        }
         int64_t from = start > share->from ? start : share->from;
         share->code_some(work, part, from, smaller(end, share->to));
     }
@@ -241,17 +248,17 @@ static void in_threads(const Work *work, CodeSome *code_some, int threads) {
 }
 
 void quantize(const void *values, int is_bfloat16, int64_t numel, const int64_t *starts,
-              int64_t parts, int64_t group_size, int bits, const int32_t *rows,
-              const int32_t *columns, uint8_t *packed, void *extremes, int threads) {
-    Work work = {(void *)values, extremes, packed, rows, columns,
-                 starts, numel, parts, group_size, bits, is_bfloat16};
+              int64_t parts, int64_t group_size, int bits, const int32_t *noise,
+              uint8_t *packed, void *extremes, int threads) {
+    Work work = {(void *)values, extremes, packed,     noise, starts,
+                 numel,          parts,    group_size, bits,  is_bfloat16};
     in_threads(&work, quantize_some, threads);
 }
 
 void dequantize(const uint8_t *packed, const void *extremes, int is_bfloat16, int64_t numel,
                 const int64_t *starts, int64_t parts, int64_t group_size, int bits, void *values,
                 int threads) {
-    Work work = {values, (void *)extremes, (uint8_t *)packed, NULL, NULL,
-                 starts, numel, parts, group_size, bits, is_bfloat16};
+    Work work = {values, (void *)extremes, (uint8_t *)packed, NULL, starts,
+                 numel,  parts,            group_size,        bits, is_bfloat16};
     in_threads(&work, dequantize_some, threads);
 }

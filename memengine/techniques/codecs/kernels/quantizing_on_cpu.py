@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from memengine.techniques.codecs import quantized
-from memengine.techniques.codecs.grids import random_bits
+from memengine.techniques.codecs.grids import noise_bits
 from memengine.techniques.codecs.kernels.compile_c import compiled
 from memengine.techniques.modules.private_random import private_generator
 
@@ -30,7 +30,7 @@ def _library() -> ctypes.CDLL:
     library = compiled(Path(__file__).with_suffix('.c'))
     library.quantize.argtypes = [
         *(_POINTER, _INT, _LONG, *_PARTS, _LONG, _INT),
-        *(_POINTER, _POINTER, _POINTER, _POINTER, _INT),
+        *(_POINTER, _POINTER, _POINTER, _INT),
     ]
     library.dequantize.argtypes = [
         *(_POINTER, _POINTER, _INT, _LONG, *_PARTS, _LONG, _INT, _POINTER, _INT)
@@ -48,17 +48,20 @@ def quantize(
     """
     numel = flat.numel()
     packed, extremes = quantized.empty_code(flat, bits, group_size)
-    parts = quantized.parts(numel, bits, group_size, part_numel)
-    rows, columns = _noise(parts, group_size, flat.device) if stochastic else (None, None)
+    starts, parts = _starts(numel, bits, group_size, part_numel)
+    noise = None
+    if stochastic:  # as many as the parts would draw for their groups and places, one after another
+        number = extremes.shape[1] + parts * group_size
+        noise = noise_bits(number, private_generator(flat.device))
     _library().quantize(
         flat.data_ptr(),
         flat.dtype == torch.bfloat16,
         numel,
-        *_starts(parts),
+        starts,
+        parts,
         group_size,
         bits,
-        None if rows is None else rows.data_ptr(),
-        None if columns is None else columns.data_ptr(),
+        None if noise is None else noise.data_ptr(),
         packed.data_ptr(),
         extremes.data_ptr(),
         torch.get_num_threads(),
@@ -76,7 +79,7 @@ def dequantize(
         extremes.data_ptr(),
         flat.dtype == torch.bfloat16,
         numel,
-        *_starts(quantized.parts(numel, bits, group_size, part_numel)),
+        *_starts(numel, bits, group_size, part_numel),
         group_size,
         bits,
         flat.data_ptr(),
@@ -85,21 +88,11 @@ def dequantize(
     return flat
 
 
-def _starts(parts: list[quantized.Part]) -> tuple[ctypes.Array[ctypes.c_int64], int]:
-    """The first element of each part, and how many parts there are."""
+@lru_cache(maxsize=1024)  # steps code the same shapes again
+def _starts(*how: int) -> tuple[ctypes.Array[ctypes.c_int64], int]:
+    """The first element of each of :func:`quantized.parts`, and how many there are."""
+    parts = quantized.parts(*how)
     return (_LONG * len(parts))(*(part.elements.start for part in parts)), len(parts)
-
-
-def _noise(
-    parts: list[quantized.Part], group_size: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Bits of noise, [groups] and [parts, group_size], in the order in which parts draw them."""
-    generator = private_generator(device)
-    drawn = [random_bits((part.number_of_groups, group_size), generator) for part in parts]
-    if len(drawn) == 1:
-        return drawn[0]
-    rows, columns = zip(*drawn, strict=True)
-    return torch.cat(rows), torch.stack(columns)
 
 
 def compare_with_eager(like: Tensor, bits: int, group_size: int) -> None:
