@@ -10,6 +10,7 @@ from concurrent.futures.process import BrokenProcessPool
 import pytest
 import torch
 
+from memengine.engine.config.planning import copied_processes
 from memengine.engine.config.planning.copied_processes import Copies
 from tests.engine.config.test_planning import SIMCLR, planner
 
@@ -127,5 +128,27 @@ def test_without_room_for_a_process_there_are_no_copies(error, two_threads, monk
         raise error
 
     monkeypatch.setattr(ProcessPoolExecutor, 'submit', submit)
+    subject = Waits()
+    assert not Copies(subject)
+
+
+def test_copies_that_were_made_before_there_was_no_room_are_ended(two_threads, monkeypatch):
+    fork, made = os.fork, []
+
+    def fork_once():
+        if made:
+            raise OSError('Cannot allocate memory')
+        pid = fork()
+        made.append(pid)
+        return pid
+
+    monkeypatch.setattr(os, 'fork', fork_once)
+    subject = Waits()
+    assert not Copies(subject)
+    assert made and not any(map(is_there, made))
+
+
+def test_no_more_copies_than_cores_that_the_process_may_use(two_threads, monkeypatch):
+    monkeypatch.setattr(copied_processes, 'available_cores', lambda: 1)
     subject = Waits()
     assert not Copies(subject)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from mmengine.device import get_device
 
+from memengine.engine.distributed.threads import available_cores
+
 __all__ = ['Copies']
 
 _MOST = 4  # processes: each takes some hundred MiB, and a plan asks for a dozen things at a time
@@ -24,11 +26,11 @@ _subject: Any = None  # of a copy, what its methods are called on
 
 
 class Copies:
-    """As many copies of this process as torch may use threads, made when they are first asked for.
+    """Copies of this process, made when they are first asked for.
 
-    There are none where one thread is all, where no process can be copied (on other systems than
-    Linux, or for want of memory), and where copies would be of no use: a copy cannot use the GPU of
-    its process, nor autograd if that has used it.
+    As many as torch may use threads and the process cores. There are none where one is all, where
+    no process can be copied (on other systems than Linux, or for want of memory), and where copies
+    would be of no use: a copy cannot use the GPU of its process, nor autograd if that has used it.
 
     Args:
         subject: What methods are called on; each copy has it as it is when copies are made. It is
@@ -41,9 +43,11 @@ class Copies:
     @cached_property
     def _pool(self) -> ProcessPoolExecutor | None:
         can_copy = sys.platform == 'linux' and get_device() == 'cpu'
-        number = min(torch.get_num_threads(), _MOST) if can_copy else 1
+        cores = min(torch.get_num_threads(), available_cores())  # which torch does not ask for
+        number = min(cores, _MOST) if can_copy else 1
         if number == 1:
             return None
+        others = multiprocessing.active_children()
         context = multiprocessing.get_context('fork')
         pool = ProcessPoolExecutor(number, context, _begin, (self._subject,))
         try:
@@ -52,6 +56,10 @@ class Copies:
             can_predict = False
         if not can_predict:
             pool.shutdown()
+            for copy in multiprocessing.active_children():
+                if copy not in others:  # made before there was no room, and known to no pool
+                    copy.kill()
+                    copy.join()
             return None
         # A process that is itself multiprocessing's waits for its children when it ends, and
         # closes queues (of priority 10) before that.
