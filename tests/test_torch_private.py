@@ -405,6 +405,18 @@ def test_fused_attention(options):
     assert torch.equal(log_sum, autograd.saved_by(node, form.log_sum))
 
 
+@relies_on('says what the processor multiplies, and has the backward of attention on it')
+def test_of_the_processor():
+    assert ops.cpu_multiplies_bfloat16() in (True, False)
+    q, k, v = (torch.randn(2, 3, 5, 8, requires_grad=True) for _ in range(3))
+    result = F.scaled_dot_product_attention(q, k, v).sum()
+    with Seen() as seen:
+        result.backward()
+    args = next(args for func, args, _ in seen.calls if func is attention.CPU_ATTENTION_BACKWARD)
+    for given, expected in zip(args[1:4], (q, k, v), strict=True):
+        assert torch.equal(given, expected)
+
+
 @relies_on('has fused attention for GPUs with these fields and arguments')
 @pytest.mark.parametrize('name', attention.FUSED_ATTENTION)
 def test_fields_of_fused_attention(name):

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+"""Takes the gradient, queries, keys, values, output and log-sum-exp."""
+
 
 def _for_cpu(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **settings: Any

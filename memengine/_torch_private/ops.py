@@ -26,6 +26,7 @@ __all__ = [
     'TorchDispatchMode',
     'argument_names',
     'compiled_checkpoints_write_twice',
+    'cpu_multiplies_bfloat16',
     'do_not_compile',
     'draw_from_known_generators_when_compiled',
     'foreach_copy_',
@@ -56,6 +57,9 @@ OpOverload = torch._ops.OpOverload
 
 OpOverloadPacket = torch._ops.OpOverloadPacket
 """An operator in all of its forms: ``torch.ops.aten.mm``."""
+
+cpu_multiplies_bfloat16 = torch.cpu._is_avx512_bf16_supported
+"""Whether the processor has instructions for it. Later versions tell by ``get_capabilities``."""
 
 foreach_norm = torch._foreach_norm
 """Norms of many tensors in few kernels."""

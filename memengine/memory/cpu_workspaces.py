@@ -1,24 +1,30 @@
 """What an operator makes and costs; what kernels of the CPU, and the allocator, take beside it.
 
-Measured by the kernel's high-water mark on x86, with AVX-512 and with AVX2 (torch 2.15, one
-thread): oneDNN convolutions reorder images, gradients and weights into blocks of channels; MKL's
-products of matrices pack panels of their factors into buffers that it keeps for good; gloo copies
-what ranks gather and scatter. Other operators (attention, norms, losses) take nothing that counts
-beside their results.
+Measured by the kernel's high-water mark on x86, with AMX, AVX-512 and AVX2 (torch 2.15, one
+thread): oneDNN convolutions reorder images, gradients and weights into blocks of channels, and
+kernels are made for each shape; MKL's products of matrices pack panels of their factors into
+buffers that it keeps for good; gloo copies what ranks gather and scatter. Other operators
+(attention, norms, losses) take nothing that counts beside their results.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from memengine._torch_private.attention import CPU_ATTENTION_BACKWARD
 from memengine._torch_private.autograd import storage_key
 from memengine._torch_private.fake_operators import Results
-from memengine._torch_private.ops import FLOPS_OF, OpOverload, written_arguments
+from memengine._torch_private.ops import (
+    FLOPS_OF,
+    OpOverload,
+    cpu_multiplies_bfloat16,
+    written_arguments,
+)
 
 __all__ = ['MOST_COMPUTED_BYTES', 'Operator', 'library_bytes', 'mapped_bytes', 'tensors_of']
 
@@ -28,18 +34,33 @@ MOST_COMPUTED_BYTES = 4096
 _LEAST_OF_LIBRARIES = 2**19
 _SHARE_OF_LIBRARIES = 0.01
 
-# Which oneDNN makes for a convolution of each new shape, and keeps (up to 1024): means of
-# tools/benchmarks/convolution_kernels.py, in backward those of each kind.
+# Which oneDNN makes for each new shape, and keeps (up to 1024): means of
+# tools/benchmarks/library_kernels.py, of convolutions in backward those of each kind.
 _FORWARD_KERNELS = 36 * 2**10
 _POINTWISE_KERNELS, _STRIDED_KERNELS = 90 * 2**10, 240 * 2**10
 _OTHER_KERNELS = 110 * 2**10
+_GELU_KERNELS, _GELU_BACKWARD_KERNELS = 26 * 2**10, 34 * 2**10
+# In bfloat16, where the processor multiplies it.
+_HALF_FORWARD_KERNELS, _HALF_BACKWARD_KERNELS = 130 * 2**10, 290 * 2**10
+_HALF_DEPTHWISE_KERNELS = 80 * 2**10
+_HALF_SUM_KERNELS, _HALF_PRODUCT_KERNELS = 690 * 2**10, 780 * 2**10
+_HALF_ATTENTION_KERNELS = 2**21  # and as many where blocks of 64 tokens leave a rest
 
 _MOST_SUMMED_BYTES = 2**21  # on their way through gloo
 _PAGE = 4096
 _SINGLE_BLOCK = 64 * 2**10  # from here on a block is mapped by itself
 _FEWEST_CHANNELS = 8  # that are put into blocks
-# Of 16 channels, from which pointwise convolutions read images as they are.
 _HAS_WIDE_BLOCKS = 'AVX512' in torch.backends.cpu.get_cpu_capability()
+_BLOCK = 16 if _HAS_WIDE_BLOCKS else 8  # channels
+_HAS_BFLOAT16 = cpu_multiplies_bfloat16()
+
+
+_PRODUCTS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+)
 
 
 class Operator(NamedTuple):
@@ -55,7 +76,7 @@ class Operator(NamedTuple):
         moved_bytes: As well.
         workspace_bytes: What it takes while it runs.
         packed_bytes: What MKL keeps for it: needed, and written.
-        kernel: What its kernels are made for: the operator and the shapes.
+        kernel: What its kernels are made for: the operator, shapes and dtypes.
         kernel_bytes: What oneDNN keeps of them.
         is_collective: Whether it takes its workspace until all ranks are there.
     """
@@ -105,8 +126,8 @@ class Operator(NamedTuple):
             sum(map(_nbytes, [*inputs, *(made[index] for index in fresh)])),
             _workspace_bytes(func, args, out),
             _packed_bytes(func, args),
-            (str(func), *(tensor.shape for tensor in inputs)),
-            _kernel_bytes(func, args),
+            _kernel(func, inputs),
+            _kernel_bytes(func, args, kwargs),
             'c10d' in func.namespace,
         )
 
@@ -140,14 +161,36 @@ def _workspace_bytes(func: Any, args: Sequence[Any], out: Any) -> int:
     return _collective(func, args, out) if 'c10d' in func.namespace else 0
 
 
-def _kernel_bytes(func: Any, args: Sequence[Any]) -> int:
-    """Bytes of the kernels that are made for a convolution."""
+def _kernel(func: Any, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+    """What kernels are made for; those of attention not for a batch."""
+    first = -2 if func is CPU_ATTENTION_BACKWARD else None
+    return str(func), *((tensor.shape[first:], tensor.dtype) for tensor in inputs)
+
+
+def _kernel_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Bytes of the kernels that oneDNN makes for an operator."""
     aten = torch.ops.aten
-    if func is aten.convolution.default:
+    if func in (aten.convolution.default, aten.convolution_backward.default):
+        return _convolution_kernels(args, func is aten.convolution_backward.default)
+    if func in (aten.gelu.default, aten.gelu_backward.default):
+        is_exact = kwargs.get('approximate', 'none') == 'none'  # the other way is torch's own
+        kernels = _GELU_KERNELS if func is aten.gelu.default else _GELU_BACKWARD_KERNELS
+        return kernels if is_exact else 0
+    if func in _PRODUCTS and _is_native_half(args[-1]):
+        return _HALF_SUM_KERNELS if func is aten.addmm.default else _HALF_PRODUCT_KERNELS
+    if func is CPU_ATTENTION_BACKWARD and _is_native_half(args[1]):
+        return _HALF_ATTENTION_KERNELS * (2 if args[1].shape[-2] % 64 else 1)
+    return 0
+
+
+def _convolution_kernels(args: Sequence[Any], is_backward: bool) -> int:
+    _, weight, _, stride, *_, groups = args[1:-1] if is_backward else args
+    if _is_native_half(weight):
+        if groups > 1:
+            return _HALF_DEPTHWISE_KERNELS
+        return _HALF_BACKWARD_KERNELS if is_backward else _HALF_FORWARD_KERNELS
+    if not is_backward:
         return _FORWARD_KERNELS
-    if func is not aten.convolution_backward.default:
-        return 0
-    _, _, weight, _, stride, *_, groups, _ = args
     if max(stride) > 1 and groups == 1:
         return _STRIDED_KERNELS
     return _POINTWISE_KERNELS if _is_pointwise(weight, max(stride)) else _OTHER_KERNELS
@@ -160,8 +203,7 @@ def _packed_bytes(func: Any, args: Sequence[Any]) -> tuple[int, int]:
     are of two shapes: a smaller one comes first, or its sums over rows are cut into longer ones.
     Fitted to MKL's own account (2024.2, on AMD), exactly for products of some size.
     """
-    aten = torch.ops.aten
-    if func not in (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default):
+    if func not in _PRODUCTS:
         return 0, 0
     left, right = args[-2:]
     if left.dtype != torch.float32 or not left.numel() or not torch.backends.mkl.is_available():
@@ -175,9 +217,19 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def _is_native_half(tensor: Tensor) -> bool:
+    return _HAS_BFLOAT16 and tensor.dtype == torch.bfloat16
+
+
 def _in_blocks(image: Tensor) -> int:
-    """Of an image [B, C, ...] in blocks of channels; few channels are left as they are."""
-    return _nbytes(image) if image.shape[1] >= _FEWEST_CHANNELS else 0
+    """Of an image [B, C, ...] in blocks of channels, the last one filled up."""
+    channels = image.shape[1]
+    return _nbytes(image) // max(channels, 1) * math.ceil(channels / _BLOCK) * _BLOCK
+
+
+def _read_in_blocks(image: Tensor) -> int:
+    """Of what is read: few channels are left as they are."""
+    return _in_blocks(image) if image.shape[1] >= _FEWEST_CHANNELS else 0
 
 
 def _is_pointwise(weight: Tensor, stride: int) -> bool:
@@ -190,36 +242,43 @@ def _is_channels_last(image: Tensor) -> bool:
 
 
 def _convolution(image: Tensor, weight: Tensor, out: Tensor, stride: int, groups: int) -> int:
-    if _is_pointwise(weight, stride):
-        if _HAS_WIDE_BLOCKS:
-            return 0
-        return _nbytes(weight) if _is_channels_last(image) else max(_in_blocks(image), _nbytes(out))
-    copied_weight = _nbytes(weight) if groups == 1 else 0
+    w = _nbytes(weight) if groups == 1 else 0
     if _is_channels_last(image):
-        return 2 * copied_weight
-    return max(_in_blocks(image), _nbytes(out)) + copied_weight
+        return w if _is_pointwise(weight, stride) else 2 * w
+    x, y = _read_in_blocks(image), _in_blocks(out)  # of which y comes out of its blocks without x
+    is_depthwise = weight.shape[1] == 1 < groups
+    twice = _is_native_half(image) and not is_depthwise
+    return max(x + w + y - _nbytes(out), 2 * y if twice else y)
 
 
 def _convolution_backward(
     gradient: Tensor, image: Tensor, weight: Tensor, stride: int, groups: int, of_image: bool
 ) -> int:
-    x, y, w = _in_blocks(image), _nbytes(gradient), _nbytes(weight)
-    if _is_pointwise(weight, stride):
-        if _HAS_WIDE_BLOCKS:
-            return 0
-        return 2 * w if _is_channels_last(image) else max(x + y, w)
+    is_half = _is_native_half(image)
+    x = _read_in_blocks(image) or (_nbytes(image) if is_half else 0)
+    y, w = _in_blocks(gradient), _nbytes(weight)
+    sums = 2 * w if is_half else 0  # in float32
     if _is_channels_last(image):
-        reordered = 0 if _is_channels_last(gradient) else y
-        return reordered + (3 * w if groups == 1 else _by_blocks_of_channels(weight))
-    if groups > 1:
-        return max(x, y) if of_image else 0
+        if _is_pointwise(weight, stride):
+            return 2 * w
+        reordered = 0 if _is_channels_last(gradient) else _nbytes(gradient)
+        return reordered + (3 * w if groups == 1 else _by_blocks_of_channels(weight, image))
+    copied = 0 if gradient.is_contiguous() else _nbytes(gradient)
     strided = 2 * _nbytes(image) if of_image and stride > 1 else 0
-    return max(x + y, max(x, y) + w, strided)
+    if groups == 1 or max(weight.shape[2:]) <= 3:
+        return copied + max(x + y + sums, max(x, y) + w, strided if groups == 1 else 0)
+    if not of_image:
+        return copied
+    return copied + max(x + y - _nbytes(image), x, strided if is_half else 0)
 
 
-def _by_blocks_of_channels(weight: Tensor) -> int:
+def _by_blocks_of_channels(weight: Tensor, image: Tensor) -> int:
     """A weight of groups [C, C / groups, h, w] as if 16 by 16 channels met; not for 3 by 3."""
-    return 256 * _nbytes(weight) if _HAS_WIDE_BLOCKS and max(weight.shape[2:]) > 3 else 0
+    if not _HAS_WIDE_BLOCKS or max(weight.shape[2:]) <= 3:
+        return 0
+    if _is_native_half(weight):  # and once more in float32
+        return 3 * 256 * _nbytes(weight) + _nbytes(image) // 2
+    return 256 * _nbytes(weight)
 
 
 def _collective(func: OpOverload, args: Sequence[Any], out: Any) -> int:

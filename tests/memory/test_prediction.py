@@ -13,6 +13,7 @@ from torch import distributed as dist
 from torch import nn
 
 from memengine._torch_private.distributed import CAN_SHARD_ON_CPU, pretended_ranks
+from memengine._torch_private.ops import cpu_multiplies_bfloat16
 from memengine.memory import TrainingStep, UnpredictableError, measure, predict, timeline
 from memengine.memory.live_memory import KnownOperators, LiveMemory
 from memengine.memory.prediction import carried_out, prediction_of
@@ -186,32 +187,75 @@ def test_operators_that_follow_from_their_first_results_change_nothing(build, mo
     assert most[0] == most[1]
 
 
+def pointwise_and_depthwise():
+    """The peak is that of a convolution that copies what it reads and writes."""
+    model = nn.Sequential(nn.Conv2d(24, 64, 1), nn.Conv2d(64, 64, 3, padding=1, groups=64))
+    batch = torch.randn(64, 24, 32, 32)
+
+    def run():
+        model(batch).sum().backward()
+
+    return TrainingStep(run, model, torch.optim.SGD(model.parameters()), batch)
+
+
+def transformer_in_bfloat16():
+    """Its products' kernels take more than it does."""
+    model = nn.TransformerEncoderLayer(128, 4, 512, activation='gelu', batch_first=True)
+    batch = torch.randn(16, 50, 128)
+
+    def run():
+        with torch.autocast('cpu', torch.bfloat16):
+            model(batch).sum().backward()
+
+    return TrainingStep(run, model, torch.optim.SGD(model.parameters()), batch)
+
+
 MEASURE = """
 from memengine.memory import measure, predict
-from tests.memory.test_prediction import perceptron
+from tests.memory.test_prediction import {build}
 
-predicted = predict(perceptron)  # which imports what the step needs
+predicted = predict({build})  # which imports what the step needs
 small = [bytearray(4000) for _ in range(20_000)]
 small = small[::2500]  # between them are holes in which blocks of the step would find room
-measured = measure(perceptron)
+measured = measure({build})
 print(predicted.peak_bytes, measured.peak_bytes, measured.held_bytes)
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='asks the kernel')
-def test_measured_in_a_process_of_its_own():
+def in_a_process_of_its_own(build):
+    """The predicted peak, the measured one, and what is held between steps."""
     ran = subprocess.run(
-        [sys.executable, '-c', MEASURE],
+        [sys.executable, '-c', MEASURE.format(build=build.__name__)],
         cwd=ROOT,
         env=os.environ | {'OMP_NUM_THREADS': '1'},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
     )
-    predicted, peak, held = map(int, ran.stdout.split())
+    return map(int, ran.stdout.split())
+
+
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='asks the kernel')
+def test_measured_in_a_process_of_its_own():
+    predicted, peak, held = in_a_process_of_its_own(perceptron)
     # A batch, a teacher, two layers with AdamW's states; what MKL keeps differs by processor.
     assert 36 * MIB < held < 39 * MIB
     assert peak == pytest.approx(predicted, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='asks the kernel')
+def test_what_convolutions_copy_is_predicted_as_it_is_measured():
+    predicted, peak, _ = in_a_process_of_its_own(pointwise_and_depthwise)
+    assert peak == pytest.approx(predicted, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not cpu_multiplies_bfloat16(), reason='the processor does not multiply bf16')
+def test_kernels_of_bfloat16_are_predicted_as_they_are_measured():
+    predicted, peak, held = in_a_process_of_its_own(transformer_in_bfloat16)
+    assert held > peak / 2
+    assert peak == pytest.approx(predicted, rel=0.1)
 
 
 COLLECTIVES = {
