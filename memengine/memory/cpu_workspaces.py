@@ -44,7 +44,8 @@ _GELU_KERNELS, _GELU_BACKWARD_KERNELS = 26 * 2**10, 34 * 2**10
 _HALF_FORWARD_KERNELS, _HALF_BACKWARD_KERNELS = 130 * 2**10, 290 * 2**10
 _HALF_DEPTHWISE_KERNELS = 80 * 2**10
 _HALF_SUM_KERNELS, _HALF_PRODUCT_KERNELS = 690 * 2**10, 780 * 2**10
-_HALF_ATTENTION_KERNELS = 2**21  # and as many where blocks of 64 tokens leave a rest
+_HALF_ATTENTION_KERNELS = 2**21  # for whole blocks of tokens, and for the rest
+_ATTENTION_BLOCK = 32
 
 _MOST_SUMMED_BYTES = 2**21  # on their way through gloo
 _PAGE = 4096
@@ -179,7 +180,8 @@ def _kernel_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if func in _PRODUCTS and _is_native_half(args[-1]):
         return _HALF_SUM_KERNELS if func is aten.addmm.default else _HALF_PRODUCT_KERNELS
     if func is CPU_ATTENTION_BACKWARD and _is_native_half(args[1]):
-        return _HALF_ATTENTION_KERNELS * (2 if args[1].shape[-2] % 64 else 1)
+        whole, rest = divmod(args[1].shape[-2], _ATTENTION_BLOCK)
+        return _HALF_ATTENTION_KERNELS * (2 if whole and rest else 1)
     return 0
 
 

@@ -21,17 +21,21 @@ import torch
 
 CACHE = ('optim_wrapper.type=GradCacheOptimWrapper', 'optim_wrapper.chunk_size=64')
 SLICES = ('optim_wrapper.type=AccumulationOptimWrapper', 'optim_wrapper.micro_batch_size=16')
+BFLOAT16 = ('optim_wrapper.precision=bf16',)
 LAUNCHER = ['--launcher', 'pytorch']
 STEPS: list[tuple[str, tuple[str, ...]]] = [
     ('classify_vit', ()),
+    ('classify_vit', BFLOAT16),
     ('clip_vit', ()),
     ('clip_vit', ('optim_wrapper.optimizer.type=AdamWBf16',)),
     ('dino_vit', ()),
     ('dino_vit', SLICES),
+    ('dino_vit', BFLOAT16),
     ('dino_vit_photographs', ()),
     ('siglip_vit', ()),
     ('simclr_vit', ()),
     ('simclr_vit', CACHE),
+    ('simclr_vit', BFLOAT16),
     ('simclr_vit', ('activation_checkpointing=[blocks]',)),
 ]
 
