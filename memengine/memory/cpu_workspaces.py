@@ -55,7 +55,6 @@ _HAS_WIDE_BLOCKS = 'AVX512' in torch.backends.cpu.get_cpu_capability()
 _BLOCK = 16 if _HAS_WIDE_BLOCKS else 8  # channels
 _HAS_BFLOAT16 = cpu_multiplies_bfloat16()
 
-
 _PRODUCTS = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
