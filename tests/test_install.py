@@ -80,6 +80,8 @@ def test_what_is_built_is_fit_to_be_published(built):
     files = {*zipfile.ZipFile(wheel).namelist()}
     configs = [file.relative_to(ROOT) for file in (ROOT / 'configs').rglob('*.py')]
     assert configs and files >= {f'memengine/{config}' for config in configs}
+    in_c = {str(file.relative_to(ROOT)) for file in (ROOT / 'memengine').rglob('*.c')}
+    assert in_c and files >= in_c
 
 
 @pytest.mark.slow
