@@ -18,6 +18,13 @@ NEEDS_A_COMPILER = pytest.mark.skipif(
 CPU = torch.device('cpu')
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu():
+    """Also where tests make their tensors on another device."""
+    with CPU:
+        yield
+
+
 @pytest.fixture
 def nothing_compiled(monkeypatch):
     """As in a new process."""
