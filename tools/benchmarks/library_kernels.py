@@ -23,19 +23,18 @@ from torch.nn import functional as F
 
 from memengine.memory.measuring import map_blocks_singly
 
-KIB = 1024
 STATUS = Path('/proc/self/status')
 SIZES = (8, 16, 12, 20, 24, 28, 10, 14)  # of batches; the first also makes what all share
 
-CONVOLUTIONS: dict[str, tuple[int, Callable[[], nn.Conv2d]]] = {  # side of the images
-    'stem, 4 × 4, stride 4': (64, lambda: nn.Conv2d(1, 40, 4, stride=4)),
-    'depthwise, 7 × 7': (16, lambda: nn.Conv2d(40, 40, 7, padding=3, groups=40)),
-    'depthwise, 3 × 3': (16, lambda: nn.Conv2d(64, 64, 3, padding=1, groups=64)),
-    'grouped, 3 × 3': (16, lambda: nn.Conv2d(64, 64, 3, padding=1, groups=4)),
-    'downsampling, 2 × 2': (16, lambda: nn.Conv2d(40, 80, 2, stride=2)),
-    'whole, 3 × 3': (16, lambda: nn.Conv2d(64, 64, 3, padding=1)),
-    'whole, 3 × 3, stride 2': (16, lambda: nn.Conv2d(64, 64, 3, padding=1, stride=2)),
-    'pointwise': (16, lambda: nn.Conv2d(64, 256, 1)),
+CONVOLUTIONS: dict[str, tuple[int, nn.Conv2d]] = {  # side of the images
+    'stem, 4 × 4, stride 4': (64, nn.Conv2d(1, 40, 4, stride=4)),
+    'depthwise, 7 × 7': (16, nn.Conv2d(40, 40, 7, padding=3, groups=40)),
+    'depthwise, 3 × 3': (16, nn.Conv2d(64, 64, 3, padding=1, groups=64)),
+    'grouped, 3 × 3': (16, nn.Conv2d(64, 64, 3, padding=1, groups=4)),
+    'downsampling, 2 × 2': (16, nn.Conv2d(40, 80, 2, stride=2)),
+    'whole, 3 × 3': (16, nn.Conv2d(64, 64, 3, padding=1)),
+    'whole, 3 × 3, stride 2': (16, nn.Conv2d(64, 64, 3, padding=1, stride=2)),
+    'pointwise': (16, nn.Conv2d(64, 256, 1)),
 }
 Case = tuple[nn.Module, Callable[[int], Tensor]]  # a module, and its input of a size
 
@@ -47,17 +46,16 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(x, x, x)
 
 
-def cases(dtype: torch.dtype) -> dict[str, Case]:
+def cases() -> dict[str, Case]:
     """What is carried out."""
     found: dict[str, Case] = {
         name: (layer, partial(_images, layer.in_channels, side))
-        for name, (side, make) in CONVOLUTIONS.items()
-        for layer in [make()]
+        for name, (side, layer) in CONVOLUTIONS.items()
     }
     found['linear'] = nn.Linear(192, 768), lambda size: torch.randn(size, 17, 192)
     found['GELU'] = nn.GELU(), lambda size: torch.randn(size, 17, 192)
     found['attention'] = Attention(), lambda size: torch.randn(4, 3, 64 + size, 64)
-    return {name: (module.to(dtype), batch_of) for name, (module, batch_of) in found.items()}
+    return found
 
 
 def _images(channels: int, side: int, size: int) -> Tensor:
@@ -96,8 +94,8 @@ def main() -> None:
     map_blocks_singly()
     for dtype in (torch.float32, torch.bfloat16):
         print(dtype)
-        for name, (module, batch_of) in cases(dtype).items():
-            kept = kept_kib(module, batch_of, dtype)
+        for name, (module, batch_of) in cases().items():
+            kept = kept_kib(module.to(dtype), batch_of, dtype)
             print(f'{name}: {means(kept)}: ' + ', '.join(f'{f} + {b}' for f, b in kept))
 
 

@@ -27,9 +27,7 @@ _PART_NUMEL_ON_CPU = 2**18  # below 8 bits
 _PART_GROUPS_ON_CPU = 2**14  # of 8 bits, which need not be packed: only their ranges are at once
 _DTYPES_ON_CPU = (torch.float32, torch.bfloat16)  # that kernels know
 _KERNELS = 'memengine.techniques.codecs.kernels'
-_LARGEST_GROUP_OF_KERNELS = (
-    2**13
-)  # of which a GPU's multiprocessor holds several, a CPU's cache many
+_LARGEST_GROUP_OF_KERNELS = 2**13  # a GPU's multiprocessor holds several, a CPU's cache many
 
 
 def check_floating_point(tensor: Tensor) -> None:

@@ -57,6 +57,10 @@ static inline uint32_t bits_of(float value) {
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
+static inline int64_t groups_of(int64_t numel, int64_t group_size) {
+    return (numel + group_size - 1) / group_size; /* the last one may be shorter */
+}
+
 static void from_bfloat16(const uint16_t *restrict halves, int64_t n, float *restrict values) {
     for (int64_t i = 0; i < n; i++) values[i] = float_of((uint32_t)halves[i] << 16);
 }
@@ -139,7 +143,7 @@ static void unpack(Part part, int64_t first, int64_t n, int bits, uint8_t *restr
 static void quantize_some(const Work *work, Part part, int64_t from, int64_t to) {
     float converted[LARGEST_GROUP];
     uint8_t unpacked[LARGEST_GROUP];
-    int64_t groups = (work->numel + work->group_size - 1) / work->group_size;
+    int64_t groups = groups_of(work->numel, work->group_size);
     int top = (1 << work->bits) - 1;
     for (int64_t at = from, n; at < to; at += n) {
         int64_t group = at / work->group_size;
@@ -172,7 +176,7 @@ static void quantize_some(const Work *work, Part part, int64_t from, int64_t to)
 static void dequantize_some(const Work *work, Part part, int64_t from, int64_t to) {
     float converted[LARGEST_GROUP];
     uint8_t unpacked[LARGEST_GROUP];
-    int64_t groups = (work->numel + work->group_size - 1) / work->group_size;
+    int64_t groups = groups_of(work->numel, work->group_size);
     for (int64_t at = from, n; at < to; at += n) {
         int64_t group = at / work->group_size;
         float *values = work->is_bfloat16 ? converted : (float *)work->values + at;
@@ -211,12 +215,11 @@ static void *carry_out(void *argument) {
     for (int64_t i = 0; i < work->parts; i++) {
         int64_t start = work->starts[i];
         int64_t end = i + 1 < work->parts ? work->starts[i + 1] : work->numel;
-        int64_t groups = (end - start + work->group_size - 1) / work->group_size;
         Part part = {.start = start, .size = ((end - start) * work->bits + 7) / 8};
         part.packed = work->packed + start * work->bits / 8;
         if (work->noise) {
             part.of_groups = work->noise + start / work->group_size + i * work->group_size;
-            part.of_places = part.of_groups + groups;
+            part.of_places = part.of_groups + groups_of(end - start, work->group_size);
         }
         int64_t from = start > share->from ? start : share->from;
         share->code_some(work, part, from, smaller(end, share->to));
