@@ -26,9 +26,10 @@ from memengine.techniques.compression.recomputation import (
     Source,
     Sources,
 )
+from memengine.techniques.compression.replay import HeldWhole
 from memengine.techniques.compression.saved_storage import SavedTensor
 
-__all__ = ['attend_to_codes']
+__all__ = ['attend_to_codes', 'is_coarse']
 
 _NEAR_ENOUGH = 8  # bits
 
@@ -49,22 +50,22 @@ def attend_to_codes(node: Any, find_source: FindSource) -> None:
     if attention.mask is not None and saved_by(node, attention.mask) is not None:
         inputs.append(find_source(node, attention.mask))
     sources = [source for source in inputs if source is not None]
-    if len(sources) < len(inputs) or not any(map(_is_coarse, sources)):
-        return  # held by somebody else, or near enough
+    if len(sources) < len(inputs):
+        return  # held by somebody else
     settings = {name: saved_by(node, name) for name in ('is_causal', 'scale')}
     fields = ('output', attention.log_sum)
     wanted = (1,) if saved_by(node, 'dropout_p') else (0, 1)
     again = _RecomputedAttention(partial(attention.attend, **settings), wanted)
     for index in wanted:
         held = find_source(node, fields[index])
-        if isinstance(held, SavedTensor):
+        if isinstance(held, SavedTensor | HeldWhole):
             compute = partial(again.result, index)
             held.follows = Recomputation(operation_name(node), compute, Sources(sources))
 
 
-def _is_coarse(source: Source) -> bool:
-    codec = source.codec if isinstance(source, SavedTensor) else None
-    return isinstance(codec, Quantizer) and codec.bits < _NEAR_ENOUGH
+def is_coarse(saved: SavedTensor) -> bool:
+    """Whether it is to be coded in so few bits that what was computed from it differs."""
+    return isinstance(saved.codec, Quantizer) and saved.codec.bits < _NEAR_ENOUGH
 
 
 class _RecomputedAttention:

@@ -5,7 +5,7 @@ gamma: the share of elements that is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -174,6 +174,11 @@ class DropIT(RuleHandle):
     def report(self) -> Report | None:
         """What has been dropped; nothing to say while gamma is 0."""
         return super().report() if self.gamma else None
+
+    @property
+    def state(self) -> Hashable:
+        """Where anything is dropped."""
+        return tuple(sparsifier.gamma > 0 for sparsifier in self._sparsifiers.values())
 
     def codec(self, name: str, need: Need, tensor: Tensor, find: FindRecomputation) -> Codec | None:
         """Drop what layers keep."""

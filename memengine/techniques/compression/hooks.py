@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memengine._torch_private.attention import FUSED_ATTENTION
 from memengine._torch_private.autograd import (
     has_saved,
     is_checkpointing,
@@ -37,7 +36,7 @@ from memengine.memory.ledger import owned_by, tensors_in
 from memengine.memory.meter import is_counting
 from memengine.technique import PausableHandle, Report
 from memengine.techniques.activation_offload import ActivationOffload
-from memengine.techniques.compression.attention import attend_to_codes
+from memengine.techniques.compression.attention import attend_to_codes, is_coarse
 from memengine.techniques.compression.backward_needs import (
     IN_PLACE_FORMS,
     needs_of,
@@ -48,7 +47,12 @@ from memengine.techniques.compression.recomputable_ops import recomputation_of
 from memengine.techniques.compression.recomputation import Recomputation, Source
 from memengine.techniques.compression.replay import ForwardPlans, Replay
 from memengine.techniques.compression.rules import EXACT, KeptBytes, RecomputedPlace, Rule
-from memengine.techniques.compression.saved_storage import SavedStorage, SavedTensor, still_alive
+from memengine.techniques.compression.saved_storage import (
+    SavedAs,
+    SavedStorage,
+    SavedTensor,
+    still_alive,
+)
 from memengine.techniques.modules.blocks import Selector, select_modules
 from memengine.techniques.modules.saved_tensors import (
     KeptAsIs,
@@ -217,6 +221,11 @@ class RuleHandle(PausableHandle):
     def __exit__(self, *exception: object) -> None:
         self.undo()
 
+    @property
+    def state(self) -> Hashable:
+        """Most rules choose alike for ever."""
+        return ()
+
     def begin_forward(self) -> None:
         """Most rules do not count what is saved in a forward."""
 
@@ -290,7 +299,7 @@ class CompressedForward(WrappedForward):
         for rule in self.model_rules:
             rule.begin_forward()  # which may raise
         first_node = next_node_number()
-        replay = self._plans.begin((*args, *kwargs.values()), first_node)
+        replay = self._plans.begin((*args, *kwargs.values()), self.model_rules, first_node)
         hooks = _state.hooks = _ForwardHooks(self.module, replay, first_node)
         try:
             with hooks:
@@ -341,13 +350,19 @@ class _ForwardHooks(saved_tensors_hooks):
             replay.note(tensor, packed, number, forward.rules)
             return packed
         packed = replay.pack(tensor, number, forward, self._memory_of)
-        if packed is None:
-            return self._look_at(tensor, number, forward)
+        if packed is None or type(packed) is SavedAs:
+            return self._look_at(tensor, number, forward, packed)
         if type(packed) is not KeptAsIs:  # a parameter
             self._counts[forward] = self._counts.get(forward, 0) + 1
         return packed
 
-    def _look_at(self, tensor: Tensor, number: int | None, forward: CompressedForward) -> Any:
+    def _look_at(
+        self,
+        tensor: Tensor,
+        number: int | None,
+        forward: CompressedForward,
+        saved_as: SavedAs | None = None,
+    ) -> Any:
         """Hold a tensor until it is known what it is for, if that is to be found out."""
         if not is_plain(tensor):
             return tensor
@@ -360,7 +375,7 @@ class _ForwardHooks(saved_tensors_hooks):
         memory = self._storages.get(key)
         if memory is None or not memory.is_of(tensor):
             memory = self._storages[key] = SavedStorage(tensor, self._replay.held_whole(key))
-        saved = SavedTensor(tensor, memory, forward.module, forward.rules, count)
+        saved = SavedTensor(tensor, memory, forward.module, forward.rules, count, saved_as)
         if number is None:
             saved.is_examined = True
         else:
@@ -410,6 +425,28 @@ class _ForwardHooks(saved_tensors_hooks):
         numbers = self._saving_numbers(node)
         kept = still_alive(self.unexamined.pop(numbers[0], []))  # all of it is this node's
         has_copy = any(number in self.unexamined for number in numbers[1:])
+        if kept and not has_copy and all(saved.is_saved_by(type(node)) for saved in kept):
+            found = kept
+            self._recall_needs(node, kept)
+        else:
+            found = self._find_saved(node, kept, has_copy)
+        if any(map(is_coarse, found)):
+            attend_to_codes(node, self._find_source)
+        for saved in found:
+            saved.is_examined = True
+        return found
+
+    def _recall_needs(self, node: Any, kept: list[SavedTensor]) -> None:
+        """Learn what a node has saved, of which its plan knows in which fields that is."""
+        needs = needs_of(node)
+        for saved in kept:
+            assert saved.saved_as is not None
+            need = needs.get(saved.saved_as.field)
+            if need is not None:
+                saved.choose_codec(need, node, _nothing)
+
+    def _find_saved(self, node: Any, kept: list[SavedTensor], has_copy: bool) -> list[SavedTensor]:
+        """What a node has saved, with what each is for, as it is found in its fields."""
         found: list[SavedTensor] = []
         for field, need in needs_of(node).items() if kept or has_copy else ():
             if not has_copy and not kept[0].may_be_coded(need, node, field):
@@ -419,20 +456,19 @@ class _ForwardHooks(saved_tensors_hooks):
             if isinstance(saved, SavedTensor) and not saved.is_examined:
                 find = partial(self._recomputation, node, field, saved)
                 saved.choose_codec(need, node, find)
+                saved.saved_as = None if has_copy else SavedAs(type(node), field)
                 found.append(saved)
-        rest = [saved for saved in kept if saved not in found]
-        may_follow = operation_name(node) in FUSED_ATTENTION  # codes, see attend_to_codes
-        for saved in rest:
-            saved.is_for_no_rule = saved.only_recomputes or not may_follow
-        found += rest
-        attend_to_codes(node, self._find_source)
-        for saved in found:
-            saved.is_examined = True
+        for saved in kept:
+            if saved not in found:
+                saved.is_for_no_rule = True
+                saved.saved_as = None if has_copy else SavedAs(type(node), '')
+                found.append(saved)
         return found
 
     def _recomputation(self, node: Any, field: str, saved: SavedTensor) -> Recomputation | None:
         """How to compute what a node has saved again, with the version that it is to have."""
         found = recomputation_of(node, field, saved.content, saved.number, self._find_source)
+        saved.is_recomputable |= found is not None
         if found is None or found.is_exact:
             return found
         version = self._version_of_result(producer_of(node, field), saved.memory)

@@ -6,7 +6,7 @@ Where the bits of a given mean are best spent is measured: :meth:`QuantizedActiv
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -151,6 +151,12 @@ class QuantizedActivations(RuleHandle):
         self.average_bits: float | None = None
         self.allot_every = 0
         self._trial_bits: Mapping[_NeedAt, int] | None = None  # bits while sensitivity is measured
+
+    @property
+    def state(self) -> Hashable:
+        """Bits as allotted, or on trial."""
+        trial = self._trial_bits
+        return tuple(self.bits_of.items()), None if trial is None else tuple(trial.items())
 
     def codec(self, name: str, need: Need, tensor: Tensor, find: FindRecomputation) -> Codec | None:
         """As many bits as this place has."""

@@ -1,11 +1,12 @@
-"""What a forward keeps as it is, and what it computes again, is replayed in later ones.
+"""What a forward keeps as it is, computes again or codes is replayed in later ones.
 
-A forward notes both, in the order of saving. In later ones the first is let pass at once, and the
-second is let go at once, where the graph gives the same answers as it did; no operation is looked
-up for either. Only these are replayed: to keep a tensor, or to compute its very bits again, is
-right whatever it is for, while a lossy code has to be known to serve, in each forward anew. What
-differs from the plan drops it. What cannot be seen to differ costs bytes at most, until the next
-forward that follows no plan.
+A forward notes it, in the order of saving. In later ones what stays is let pass at once, and what
+is computed again is let go at once, where the graph gives the same answers as it did; no operation
+is looked up for either: to keep a tensor, or to compute its very bits again, is right whatever it
+is for. A lossy code has to be known to serve: what is coded waits, in each forward anew, until its
+module ends and the graph shows its node. If that is of the class that it was, the field is known
+and so is the need; fields are not searched. What differs from the plan drops it. What cannot be
+seen to differ costs bytes at most, until the next forward that follows no plan.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from memengine.techniques.compression.recomputation import (
     Sources,
 )
 from memengine.techniques.compression.rules import RecomputedPlace, Rule
-from memengine.techniques.compression.saved_storage import SavedStorage, SavedTensor
+from memengine.techniques.compression.saved_storage import SavedAs, SavedStorage, SavedTensor
 from memengine.techniques.modules.saved_tensors import KeptAsIs, is_parameter, is_plain
 
 __all__ = ['ForwardPlans', 'HeldWhole', 'Replay']
@@ -38,13 +39,26 @@ _MOST_PLANS = 8  # of a model's; inputs may have another shape each time
 
 
 class HeldWhole(KeptAsIs):
-    """A saved tensor of which the plan says that it stays as it is."""
+    """A saved tensor of which the plan says that it stays as it is.
 
-    __slots__ = ('module',)
+    Attributes:
+        follows: As of a :class:`SavedTensor`.
+    """
+
+    __slots__ = ('follows', 'module')
 
     def __init__(self, tensor: Tensor, module: nn.Module) -> None:
         super().__init__(tensor)
         self.module = module
+        self.follows: Recomputation | None = None
+
+    def tensor(self) -> Tensor:
+        """The tensor, or what stands for it."""
+        if self.follows is not None and not self.follows.is_exact:
+            return self.follows()
+        return super().tensor()
+
+    decode = prefetch = tensor
 
 
 class _Again(NamedTuple):
@@ -78,6 +92,7 @@ class _Step(NamedTuple):
         rules: Of the module that saves it; each module has a list of its own.
         is_parameter: Whether it is one; of its shape nothing is asked then.
         again: How it was computed again; None where it stays.
+        saved_as: By what, where it may be coded; it is looked at then.
     """
 
     node: int | None
@@ -87,6 +102,7 @@ class _Step(NamedTuple):
     rules: Sequence[Any]
     is_parameter: bool = False
     again: _Again | None = None
+    saved_as: SavedAs | None = None
 
 
 FindMemory = Callable[[Tensor], SavedStorage | None]
@@ -95,15 +111,16 @@ _NO_MORE = _Step(None, torch.Size(), (), torch.bool, ())  # agrees with none
 
 
 class ForwardPlans:
-    """What forwards of a model have saved, by the shapes of what they were given."""
+    """What forwards of a model have saved, by the shapes of what they were given, and by rules."""
 
     def __init__(self) -> None:
         self._plans: dict[Any, _Plan] = {}
         self._uses: dict[Any, int] = {}
 
-    def begin(self, inputs: Sequence[Any], first_node: int) -> Replay:
+    def begin(self, inputs: Sequence[Any], rules: Sequence[Rule], first_node: int) -> Replay:
         """A forward begins. The first, second, fourth, eighth ... of a kind follows no plan."""
-        kind = tuple((x.shape, x.dtype) for x in inputs if type(x) is Tensor and is_plain(x))
+        shapes = ((x.shape, x.dtype) for x in inputs if type(x) is Tensor and is_plain(x))
+        kind = *shapes, *(rule.state for rule in rules)
         uses = self._uses[kind] = self._uses.pop(kind, 0) + 1  # at the end: it is the latest
         if len(self._uses) > _MOST_PLANS:
             oldest = [*self._uses][0]
@@ -138,7 +155,7 @@ class Replay:
             find_memory: Finds a plain tensor's, if something that is saved of it was looked at.
 
         Returns:
-            None for what is to be looked at.
+            None for what is to be looked at, or by what it is saved, where that is known.
         """
         step = next(self._rest, _NO_MORE)
         packed: Any = None
@@ -164,6 +181,9 @@ class Replay:
             memory = find_memory(tensor)
             if memory is None or not memory.may_be_lossy:
                 packed = self._let_go(tensor, step.again, saver.module)
+        elif step.saved_as is not None:
+            self._packed.append(None)
+            return step.saved_as
         elif find_memory(tensor) is None and not is_offloading():
             packed = HeldWhole(tensor, saver.module)
         self._packed.append(None if packed is None else weakref.ref(packed))
@@ -278,6 +298,8 @@ def _plan_of(noted: Sequence[_Noted | None]) -> _Plan:
                 step = None if again is None else one.step._replace(again=again)
             elif held.is_whole and held.is_for_no_rule:
                 step = one.step
+            elif held.saved_as is not None and not held.is_recomputable:
+                step = one.step._replace(saved_as=held.saved_as)
         plan.append(step)
     return plan
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -88,6 +88,10 @@ class Rule(Protocol):
     only_recomputes: bool
     kept: KeptBytes
     is_paused: bool
+
+    @property
+    def state(self) -> Hashable:
+        """What its choices hang on besides the tensor; while it is equal, they are the same."""
 
     def begin_forward(self) -> None:
         """A forward of the model, or of a part of it that is called by itself, begins."""

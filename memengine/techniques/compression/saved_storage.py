@@ -6,8 +6,7 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable, Container, Sequence
-from functools import partial
-from typing import IO, Any, TypeAlias
+from typing import IO, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +24,18 @@ from memengine.techniques.compression.recomputation import Recomputation, Recomp
 from memengine.techniques.compression.rules import FindRecomputation, Rule
 from memengine.techniques.modules.saved_tensors import KeptAsIs, current_backward, is_in_backward
 
-__all__ = ['SavedStorage', 'SavedTensor', 'still_alive']
+__all__ = ['SavedAs', 'SavedStorage', 'SavedTensor', 'still_alive']
 
 _SHARE_CODED_WHOLE = 0.75  # of a storage: from here on it is coded whole, else each view of it
 _Layout = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape and strides, in elements
 _References: TypeAlias = 'list[weakref.ref[SavedTensor]]'
+
+
+class SavedAs(NamedTuple):
+    """The class of a saved tensor's node, and the field that holds it: '' for any of no need."""
+
+    kind: type
+    field: str
 
 
 class SavedTensor:
@@ -48,14 +54,16 @@ class SavedTensor:
         name: What the rule's model calls that.
         number: Among those that the module saves in this forward.
         need: What a derivative needs of it, if that is known.
+        saved_as: By what, if it is known.
+        is_recomputable: Whether a way was found to compute it again.
         follows: Gives what stands for it where others are coded, with which it has to agree.
     """
 
     __slots__ = (
-        '__weakref__', '_counted_bytes', '_dtype', '_is_metered', '_kept', '_layout', '_name',
-        '_offloaded', '_part', '_prefetched', '_rules', 'codec', 'follows', 'is_examined',
-        'is_for_no_rule', 'is_whole', 'memory', 'module', 'name', 'need',
-        'number', 'rule',
+        '__weakref__', '_counted_bytes', '_dtype', '_is_metered', '_kept', '_layout',
+        '_offloaded', '_part', '_prefetched', 'codec', 'follows', 'is_examined', 'is_for_no_rule',
+        'is_recomputable', 'is_whole', 'memory', 'module', 'name', 'need', 'number', 'rule',
+        'rules', 'saved_as',
     )  # fmt: skip
 
     def __init__(
@@ -65,13 +73,15 @@ class SavedTensor:
         module: nn.Module,
         rules: Sequence[tuple[Rule, str]],
         number: int,
+        saved_as: SavedAs | None = None,
     ) -> None:
         self._kept: KeptAsIs | None = KeptAsIs(tensor)
         self.memory, self.module, self.number = memory, module, number
         self.rule: Rule | None = None
         self.codec: Codec | None = None
         self.is_examined = self.is_whole = self.is_for_no_rule = self._is_metered = False
-        self._rules, self.name = rules, ''  # of the module that saves it
+        self.rules, self.name = rules, ''  # of the module that saves it
+        self.saved_as, self.is_recomputable = saved_as, False
         self._counted_bytes = (0, 0)
         self._part: _CodedPart | None = None
         self._prefetched: Tensor | None = None
@@ -145,14 +155,18 @@ class SavedTensor:
     @property
     def only_recomputes(self) -> bool:
         """Whether no rule of its module codes anything but what can be computed again."""
-        return all(rule.only_recomputes for rule, _ in self._rules)
+        return all(rule.only_recomputes for rule, _ in self.rules)
+
+    def is_saved_by(self, kind: type) -> bool:
+        """Whether its field is known, and nodes of that class have it."""
+        return self.saved_as is not None and self.saved_as.kind is kind
 
     def may_be_coded(self, need: Need, node: Any, field: str) -> bool:
         """Whether a codec may be found for what this tensor's node has saved in a field."""
         if not need.is_of_values or need is Need.PRODUCT:  # whose factor may have two values
             return True
         if self.only_recomputes:
-            return bool(self._rules) and is_recomputable(node, field)
+            return bool(self.rules) and is_recomputable(node, field)
         return True
 
     def choose_codec(self, need: Need, node: Any, find: FindRecomputation) -> None:
@@ -169,14 +183,11 @@ class SavedTensor:
         self.need = need
         self.codec = lossless_codec_for(need, self.content, node)
         if self.codec is None and need.is_of_values and self.content.is_floating_point():
-            if self.only_recomputes and need is not Need.PRODUCT:
-                found = find()
-                self.is_for_no_rule = found is None
-                find = partial(_given, found)
-            for rule, name in self._rules:
+            for rule, name in self.rules:
                 if (codec := rule.codec(name, need, self.content, find)) is not None:
                     self.rule, self.codec, self.name = rule, codec, name
                     return
+            self.is_for_no_rule = need is not Need.PRODUCT and not self.is_recomputable
 
     @property
     def recomputation(self) -> Recomputation | None:
@@ -310,10 +321,6 @@ class SavedStorage:
         is_most = base.nbytes >= _SHARE_CODED_WHOLE * whole
         self._parts[None if is_most else layout] = weakref.ref(part)
         return part
-
-
-def _given(recomputation: Recomputation | None) -> Recomputation | None:
-    return recomputation
 
 
 def still_alive(references: _References) -> list[SavedTensor]:
