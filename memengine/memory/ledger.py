@@ -21,7 +21,9 @@ __all__ = ['Block', 'Ledger', 'blocks_of', 'key_of', 'owned_by', 'tensors_in']
 
 _opaque_keys = itertools.count(-1, -1)  # never an address
 _OF_ONE_STORAGE = frozenset((Tensor, nn.Parameter))  # where they are strided
-_HOLD_NOTHING = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
+_HOLD_NOTHING = frozenset(
+    (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size)
+)
 
 
 class Block:

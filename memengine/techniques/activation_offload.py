@@ -42,7 +42,15 @@ __all__ = [
 ]
 
 _SETTING = 'activation_offload'
-_state = threading.local()  # .offloading: the hooks that are active
+
+
+class _State(threading.local):
+    """Of a thread."""
+
+    offloading: _Offloading | None = None  # the hooks that are active
+
+
+_state = _State()
 
 
 def offload_activations(
@@ -159,7 +167,7 @@ class _Offloading(saved_tensors_hooks):
 
     def __enter__(self) -> None:
         super().__enter__()  # first: where hooks are forbidden, it raises
-        self._outside, _state.offloading = getattr(_state, 'offloading', None), self
+        self._outside, _state.offloading = _state.offloading, self
 
     def __exit__(self, *exception: object) -> None:
         _state.offloading = self._outside
@@ -204,7 +212,7 @@ def offload_tensor(tensor: Tensor) -> Callable[[], Tensor]:
     Returns:
         Gives it back. Without an active offload it stays where it is.
     """
-    offloading = getattr(_state, 'offloading', None)
+    offloading = _state.offloading
     if offloading is None:
         return lambda: tensor
     packed = offloading.pack(tensor)
@@ -213,7 +221,7 @@ def offload_tensor(tensor: Tensor) -> Callable[[], Tensor]:
 
 def is_offloading() -> bool:
     """Whether an offload is active."""
-    return getattr(_state, 'offloading', None) is not None
+    return _state.offloading is not None
 
 
 def _unpack(packed: Any) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = ['MemoryOrder', 'in_memory_order', 'is_dense']
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class MemoryOrder:
     """How a tensor's shape lies over a run of memory without gaps.
 

@@ -58,7 +58,7 @@ def _in_rows(flat: Tensor, group_size: int) -> Tensor:
     return flat.view(-1, group_size)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class QuantizedCode:
     """A tensor as levels between the extremes of its groups.
 

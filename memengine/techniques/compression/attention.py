@@ -24,7 +24,6 @@ from memengine.techniques.compression.recomputation import (
     FindSource,
     Recomputation,
     Source,
-    Sources,
 )
 from memengine.techniques.compression.replay import HeldWhole
 from memengine.techniques.compression.saved_storage import SavedTensor
@@ -60,7 +59,7 @@ def attend_to_codes(node: Any, find_source: FindSource) -> None:
         held = find_source(node, fields[index])
         if isinstance(held, SavedTensor | HeldWhole):
             compute = partial(again.result, index)
-            held.follows = Recomputation(operation_name(node), compute, Sources(sources))
+            held.follows = Recomputation(operation_name(node), compute, sources)
 
 
 def is_coarse(saved: SavedTensor) -> bool:

@@ -339,10 +339,13 @@ class _ForwardHooks(saved_tensors_hooks):
         # the last number that was given is that of the node that saves.
         # But for what selective checkpointing keeps: that is an operation's result, and no node's.
         saving = next_node_number() - 1
-        number = None if saving != self._last_saving and is_checkpointing() else saving
-        if number is not None:
-            self._saving_nodes.add(number)
-            self._last_saving = number
+        number: int | None = saving
+        if saving != self._last_saving:
+            if is_checkpointing():
+                number = None
+            else:
+                self._saving_nodes.add(saving)
+                self._last_saving = saving
         forward, replay = self.forward, self._replay
         assert forward is not None
         if replay.is_noting:
@@ -350,28 +353,39 @@ class _ForwardHooks(saved_tensors_hooks):
             replay.note(tensor, packed, number, forward.rules)
             return packed
         packed = replay.pack(tensor, number, forward, self._memory_of)
-        if packed is None or type(packed) is SavedAs:
-            return self._look_at(tensor, number, forward, packed)
+        if packed is None:
+            return self._look_at(tensor, number, forward)
+        if type(packed) is SavedAs:  # what it is not looked at for, it was not when that was noted
+            return self._hold(tensor, number, forward, packed)
         if type(packed) is not KeptAsIs:  # a parameter
-            self._counts[forward] = self._counts.get(forward, 0) + 1
+            self._count_of(forward)
         return packed
 
-    def _look_at(
-        self,
-        tensor: Tensor,
-        number: int | None,
-        forward: CompressedForward,
-        saved_as: SavedAs | None = None,
-    ) -> Any:
+    def _look_at(self, tensor: Tensor, number: int | None, forward: CompressedForward) -> Any:
         """Hold a tensor until it is known what it is for, if that is to be found out."""
         if not is_plain(tensor):
             return tensor
         if is_parameter(tensor):
             return KeptAsIs(tensor)
-        count = self._counts[forward] = self._counts.get(forward, 0) + 1
-        key = storage_key(tensor.untyped_storage())
-        if key in self._owned or not tensor.numel():
+        if storage_key(tensor.untyped_storage()) in self._owned or not tensor.numel():
+            self._count_of(forward)
             return KeptAsIs(tensor)
+        return self._hold(tensor, number, forward)
+
+    def _count_of(self, forward: CompressedForward) -> int:
+        """One more of what a module saves."""
+        count = self._counts[forward] = self._counts.get(forward, 0) + 1
+        return count
+
+    def _hold(
+        self,
+        tensor: Tensor,
+        number: int | None,
+        forward: CompressedForward,
+        saved_as: SavedAs | None = None,
+    ) -> SavedTensor:
+        count = self._count_of(forward)
+        key = storage_key(tensor.untyped_storage())
         memory = self._storages.get(key)
         if memory is None or not memory.is_of(tensor):
             memory = self._storages[key] = SavedStorage(tensor, self._replay.held_whole(key))

@@ -24,10 +24,10 @@ from memengine.techniques.compression.backward_needs import operation_name, prod
 from memengine.techniques.compression.recomputation import (
     Ask,
     Compute,
+    Derivation,
     FindSource,
     Recomputation,
     Source,
-    Sources,
 )
 from memengine.techniques.modules.saved_tensors import KeptAsIs, is_plain
 from memengine.techniques.modules.wrapped_forward import innermost_forward
@@ -59,14 +59,15 @@ def recomputation_of(
     producer = producer_of(node, saved_as)
     if producer is None or operation_name(producer) not in _RECOMPUTABLE:
         return None
-    result = _Result(producer, 0, find_source, Sources(), _LONGEST_CHAIN)
+    result = _Result(producer, 0, find_source, [], Derivation(), _LONGEST_CHAIN)
     metadata = result_metadata_of(producer)
     if prod(metadata.shape) * metadata.dtype.itemsize != tensor.untyped_storage().nbytes():
         return None  # part of something larger, or a copy
     compute = result.recompute()
     if compute is None:
         return None
-    return Recomputation(result.ask(operation_name), compute, result.sources, number)
+    name = result.ask(operation_name)
+    return Recomputation(name, compute, result.sources, result.derivation, number)
 
 
 @dataclass
@@ -76,7 +77,8 @@ class _Result:
     node: Any
     place: int
     find_source: FindSource
-    sources: Sources
+    sources: list[Source]
+    derivation: Derivation
     steps: int
 
     def recompute(self) -> Compute | None:
@@ -86,14 +88,14 @@ class _Result:
     def ask(self, ask: Ask) -> Any:
         """What the answer is, which has to be the same in every forward."""
         answer = ask(self.node)
-        self.sources.asked.append((self.place, ask, answer))
+        self.derivation.asked.append((self.place, ask, answer))
         return answer
 
     def use(self, source: Source, place: int | Callable[[], Source]) -> Callable[..., Tensor]:
         """What gives that source's tensor, of all sources."""
-        sources, index = self.sources, len(self.sources.tensors)
-        sources.tensors.append(source)
-        sources.places.append(place)
+        index = len(self.sources)
+        self.sources.append(source)
+        self.derivation.places.append(place)
         return lambda tensors: tensors[index].prefetch()
 
     def source(self, field: str) -> Source | None:
@@ -118,11 +120,11 @@ class _Result:
         node, output = self.node.next_functions[index]
         if node is None or output:
             return None
-        name, place = operation_name(node), self.sources.nodes
-        self.sources.asked.append((self.place, index, name))
-        self.sources.nodes += 1
+        name, place = operation_name(node), self.derivation.nodes
+        self.derivation.asked.append((self.place, index, name))
+        self.derivation.nodes += 1
         left = min(self.steps - 1, steps)
-        result = _Result(node, place, self.find_source, self.sources, left)
+        result = _Result(node, place, self.find_source, self.sources, self.derivation, left)
         if name in _KEEP_RESULT:
             return result.read('result')
         if name == 'Relu' and (source := self.find_source(node, 'result')) and source.is_whole:
@@ -201,7 +203,7 @@ def _norm(function: Callable[..., Any], *kinds: type[nn.Module]) -> Callable[[_R
         if stated is None:
             return None
         *has, eps, forward = stated
-        result.sources.are_certain &= forward.__module__.partition('.')[0] in _LIBRARIES
+        result.derivation.is_certain &= forward.__module__.partition('.')[0] in _LIBRARIES
         affine: list[Callable[..., Any]] = []
         for name, is_there in zip(('weight', 'bias'), has, strict=True):
             get = partial(_kept_parameter_of, module, name)
@@ -286,11 +288,11 @@ def _uses_cudnn(_: Any) -> bool:
 _KEEP_RESULT = frozenset(('Softmax', 'Sigmoid', 'Tanh'))
 _BATCH_NORM = _norm(_batch_norm, BatchNorm)
 _RECOMPUTABLE: dict[str, Callable[[_Result], Compute | None]] = {
-    'Gelu': _pointwise(torch.ops.aten.gelu, 'approximate'),
+    'Gelu': _pointwise(nn.functional.gelu, 'approximate'),
     'Silu': _pointwise(nn.functional.silu),
     'Mish': _pointwise(nn.functional.mish),
     'Hardswish': _pointwise(nn.functional.hardswish),
-    'Softplus': _pointwise(torch.ops.aten.softplus, 'beta', 'threshold'),
+    'Softplus': _pointwise(nn.functional.softplus, 'beta', 'threshold'),
     'Relu': _relu,
     'ToCopy': _cast,
     'Mul': _product,

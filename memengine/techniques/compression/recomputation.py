@@ -19,11 +19,11 @@ __all__ = [
     'Compute',
     'ComputedAgain',
     'ComputedMemory',
+    'Derivation',
     'FindSource',
     'Recomputation',
     'RecomputedCode',
     'Source',
-    'Sources',
 ]
 
 Ask = Callable[[Any], Any]  # what is asked of a node
@@ -56,19 +56,17 @@ Compute = Callable[[Sequence[Source]], Tensor]
 
 
 @dataclass
-class Sources:
-    """What operations are computed again from, and what has to be so for it to be right.
+class Derivation:
+    """How sources were found, and what has to be so for what is computed from them to be right.
 
     Attributes:
-        tensors: What is held of their own, and of modules.
-        are_certain: Whether all that they used is known, and not only what a module says of itself.
-        places: For each tensor, which of the nodes has saved it; or where it is to be had.
+        is_certain: Whether all that was used is known, and not only what a module says of itself.
+        places: For each source, which of the nodes has saved it; or where it is to be had.
         asked: What was asked of which node, and answered; or by which input it leads to the next.
         nodes: How many were asked. The first is the one whose result it is.
     """
 
-    tensors: list[Source] = field(default_factory=list)
-    are_certain: bool = True
+    is_certain: bool = True
     places: list[int | Callable[[], Source]] = field(default_factory=list)
     asked: list[tuple[int, Ask | int, Any]] = field(default_factory=list)
     nodes: int = 1
@@ -98,7 +96,8 @@ class Recomputation:
     Args:
         operation: What made it.
         compute: Runs that, into memory of its own that is laid out as the first result's.
-        sources: What it starts from.
+        sources: What it starts from: what is held of the operations, and of modules.
+        derivation: How they were found.
         number: Of the tensor that it is for, among those that its module saves in a forward.
         version: That the storage has if only these operations have worked in place in it; None if
             that cannot be told.
@@ -106,26 +105,31 @@ class Recomputation:
 
     operation: str
     compute: Compute
-    sources: Sources
+    sources: Sequence[Source]
+    derivation: Derivation = field(default_factory=Derivation)
     number: int = 0
     version: int | None = None
 
     @property
     def is_exact(self) -> bool:
         """Whether it gives what there was; not, when a source is in a lossy code."""
-        return all(source.is_exact for source in self.sources.tensors)
+        return all(source.is_exact for source in self.sources)
 
     @property
     def is_from_whole(self) -> bool:
         """Whether all that it starts from stays as it is."""
-        return all(source.is_whole for source in self.sources.tensors)
+        return all(source.is_whole for source in self.sources)
 
     def __call__(self) -> Tensor:
         """The result. (Meters do not look into what can be called: sources are counted already.)"""
         if not torch.is_grad_enabled():  # as in most backward passes, where to enter it costs
-            return self.compute(self.sources.tensors)
+            return self.compute(self.sources)
         with torch.no_grad():
-            return self.compute(self.sources.tensors)
+            return self.compute(self.sources)
+
+    def again_from(self, sources: Sequence[Source]) -> Recomputation:
+        """The same, of another forward."""
+        return Recomputation(self.operation, self.compute, sources, self.derivation, self.number)
 
     def code(self, view: Tensor) -> RecomputedCode:
         """A codec for views of the storage."""

@@ -128,7 +128,7 @@ class RecomputedActivations(RuleHandle):
             once = recomputation.operation in (*IN_PLACE_FORMS, 'Relu')
             version = version_of(tensor)
             is_untouched = version <= once or version == recomputation.version
-            return recomputation.sources.are_certain and is_untouched
+            return recomputation.derivation.is_certain and is_untouched
         layout = tensor.stride(), tensor.dtype, version_of(tensor)
         made = recomputation.number, name, need, recomputation.operation
         return self.still_serves(RecomputedPlace(*made, *layout), tensor, recomputation)
@@ -141,7 +141,7 @@ class RecomputedActivations(RuleHandle):
         Raises:
             RuntimeError: When it did before, and does not any more.
         """
-        if not recomputation.sources.are_certain:
+        if not recomputation.derivation.is_certain:
             return tensor.is_cpu and _is_same(tensor, recomputation)
         uses = self._uses[place] = self._uses.get(place, 0) + 1
         if place not in self._is_same:  # also if a thread has counted, and is comparing still

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -27,7 +26,6 @@ from memengine.techniques.compression.recomputation import (
     ComputedMemory,
     Recomputation,
     Source,
-    Sources,
 )
 from memengine.techniques.compression.rules import RecomputedPlace, Rule
 from memengine.techniques.compression.saved_storage import SavedAs, SavedStorage, SavedTensor
@@ -54,9 +52,9 @@ class HeldWhole(KeptAsIs):
 
     def tensor(self) -> Tensor:
         """The tensor, or what stands for it."""
-        if self.follows is not None and not self.follows.is_exact:
-            return self.follows()
-        return super().tensor()
+        if self.follows is None or self.follows.is_exact:
+            return KeptAsIs.tensor(self)  # super() takes longer
+        return self.follows()
 
     decode = prefetch = tensor
 
@@ -214,11 +212,11 @@ class Replay:
         if last is None or tensor.untyped_storage().nbytes() != again.nbytes:
             return None
         made = again.made
-        nodes = made.sources.find_again(last)
+        nodes = made.derivation.find_again(last)
         if nodes is None:
             return None
         tensors: list[Source] = []
-        for place, index in zip(made.sources.places, again.saved_at, strict=True):
+        for place, index in zip(made.derivation.places, again.saved_at, strict=True):
             if index is None:
                 assert not isinstance(place, int)
                 tensors.append(place())
@@ -230,12 +228,10 @@ class Replay:
             assert isinstance(place, int)
             if node_number(nodes[place]) - self._first_node != step.node:
                 return None
-            if type(source) is KeptAsIs and not source.content.untyped_storage().nbytes():
-                return None  # a parameter that is sharded again
+            if step.is_parameter and not source.content.untyped_storage().nbytes():
+                return None  # sharded again
             tensors.append(source)
-        return Recomputation(
-            made.operation, made.compute, Sources(tensors, made.sources.are_certain), made.number
-        )
+        return made.again_from(tensors)
 
     def held_whole(self, key: int) -> Callable[[], Any] | None:
         """What is kept as it is of a storage, as the plan has it."""
@@ -311,15 +307,14 @@ def _again(
     made, rule, need = saved.recomputation, saved.rule, saved.need
     assert made is not None and rule is not None and need is not None
     saved_at: list[int | None] = []
-    for source, place in zip(made.sources.tensors, made.sources.places, strict=True):
+    for source, place in zip(made.sources, made.derivation.places, strict=True):
         if isinstance(place, int) and id(source) not in places:
             return None
         saved_at.append(places[id(source)] if isinstance(place, int) else None)
     step = noted.step
     where = saved.number, saved.name, need, made.operation, step.stride, step.dtype
-    sources = replace(made.sources, tensors=[])
     return _Again(
-        replace(made, sources=sources),
+        made.again_from(()),
         saved_at,
         rule,
         RecomputedPlace(*where, noted.version),

@@ -27,7 +27,7 @@ from memengine.techniques.modules.saved_tensors import KeptAsIs, current_backwar
 __all__ = ['SavedAs', 'SavedStorage', 'SavedTensor', 'still_alive']
 
 _SHARE_CODED_WHOLE = 0.75  # of a storage: from here on it is coded whole, else each view of it
-_Layout = tuple[int, tuple[int, ...], tuple[int, ...]]  # offset, shape and strides, in elements
+_Layout = tuple[Any, torch.Size, tuple[int, ...]]  # offset, shape and strides, in elements
 _References: TypeAlias = 'list[weakref.ref[SavedTensor]]'
 
 
@@ -432,7 +432,7 @@ class _CodedPart:
 
 
 def _layout_of(tensor: Tensor) -> _Layout:
-    return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
+    return tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _end_of(layout: _Layout) -> int:

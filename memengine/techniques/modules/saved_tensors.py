@@ -37,8 +37,10 @@ class KeptAsIs:
 
     def tensor(self) -> Tensor:
         """The tensor."""
-        check_unmodified(self.content, self._version)
-        return self.content
+        content = self.content
+        if version_of(content) != self._version:
+            check_unmodified(content, self._version)  # which raises
+        return content
 
     decode = prefetch = tensor  # there is nothing to decode
 

@@ -12,12 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memengine.memory import saved_bytes
 from memengine.techniques import (
+    drop_activations,
     offload_activations,
     quantize_activations,
     recompute_activations,
 )
 from memengine.techniques.compression import hooks
 from memengine.techniques.compression.replay import ForwardPlans
+from memengine.techniques.modules.private_random import restart_private_generators
 from memengine.techniques.modules.wrapped_forward import wrapper_of
 
 
@@ -281,6 +283,92 @@ def test_attention_to_codes_of_fewer_bits_than_planned():
     model.zero_grad()
     model(x).square().sum().backward()
     assert model.qkv.weight.grad.norm() < 10 * plain
+
+
+def coded_gradients(model, x, seed=0):
+    """Of a model whose codes round by the seed."""
+    torch.manual_seed(seed)
+    restart_private_generators()
+    parameters = list(model.parameters())
+    return torch.autograd.grad(model(x).double().square().sum(), [*parameters, x])
+
+
+@pytest.mark.parametrize('min_numel', [1, 3000], ids=['', 'small ones stay'])
+@pytest.mark.parametrize('bits', [8, 4, {'attention': 2, 'linear': 8, 'norm': 4}], ids=str)
+@pytest.mark.parametrize('others', ['', 'recomputed', 'dropped'])
+def test_what_is_coded_is_the_same_by_plan(others, bits, min_numel, monkeypatch):
+    torch.manual_seed(0)
+    block = nn.TransformerEncoderLayer(32, 2, 64, 0.0, F.gelu, batch_first=True, norm_first=True)
+    model = nn.Sequential(block, Attention32(), nn.ReLU6(inplace=True), nn.Linear(32, 32)).train()
+    if others == 'recomputed':
+        recompute_activations(model)
+    if others == 'dropped':
+        drop_activations(model, gamma=0.5)
+    quantize_activations(model, bits, min_numel=min_numel)
+    looked_into = []
+    plain = hooks._held_in_field
+    monkeypatch.setattr(
+        hooks, '_held_in_field', lambda node, field: looked_into.append(field) or plain(node, field)
+    )
+    searched = []
+    for step in range(7):
+        x = torch.randn(8, 16, 32, requires_grad=True)
+        expected = coded_gradients(copy.deepcopy(model), x, step)  # which has no plan
+        looked_into.clear()
+        assert all(map(torch.equal, coded_gradients(model, x, step), expected))
+        searched.append(len(looked_into))
+    assert max(searched[2], *searched[4:7]) < min(searched[0], searched[1], searched[3]) / 2
+
+
+class Attention32(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x):
+        q, k, v = (self.qkv(x) * 4).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
+
+
+class OneOrTheOther(nn.Module):
+    """Two operations that save their result alike; of one alone it may be coded."""
+
+    def __init__(self):
+        super().__init__()
+        self.function = torch.tanh
+
+    def forward(self, x):
+        return self.function(x) * 2
+
+
+def test_another_operation_in_the_place_of_one_that_is_coded():
+    model, x = OneOrTheOther().train(), torch.randn(64, 64, requires_grad=True)
+    quantize_activations(model, 1)
+    for _ in range(3):
+        assert not torch.equal(gradient(model, x), 8 * x.tanh() * (1 - x.tanh().square()))
+    model.function = torch.exp
+    assert plans_of(model)
+    (found,) = torch.autograd.grad(model(x).sum(), x)
+    assert torch.equal(found, 2 * x.exp())
+
+
+def test_rules_that_change_their_mind_have_other_plans():
+    torch.manual_seed(0)
+    x = torch.randn(64, 32, requires_grad=True)
+    plain = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)).train()
+    exact = coded_gradients(plain, x)
+    model = copy.deepcopy(plain)
+    bits = quantize_activations(model, {'linear': 32, 'activation': 32})
+    for width in (32, 2, 32):
+        bits.bits_of = {(name, need): width for name in '012' for need in ('linear', 'activation')}
+        for _ in range(5):  # of one plan, the first, second and fourth would not follow it
+            assert all(map(torch.equal, coded_gradients(model, x), exact)) == (width == 32)
+    model = copy.deepcopy(plain)
+    shares = drop_activations(model, gamma=0.0)
+    for gamma in (0.0, 0.5, 0.0):
+        shares.gamma = gamma
+        for _ in range(5):
+            assert all(map(torch.equal, coded_gradients(model, x), exact)) == (gamma == 0)
 
 
 def test_plans_of_the_last_few_shapes_are_kept():
