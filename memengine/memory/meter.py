@@ -42,17 +42,19 @@ def _owned_blocks(tensor: Tensor, ledgers: Iterable[Ledger]) -> list[Block]:
 class _KeptTensor:
     """What autograd holds in place of a saved tensor.
 
-    The tensor is detached, as a saved output would otherwise hold its own graph in a cycle that
+    A tensor with a graph is detached, as a saved output would otherwise hold its own in a cycle that
     no collector sees. The version is checked because autograd leaves that to the hooks.
     """
 
     __slots__ = ('tensor', 'version')
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.version = tensor.detach(), version_of(tensor)
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.version = version_of(tensor)
 
     def unpack(self) -> Tensor:
-        check_unmodified(self.tensor, self.version)
+        if version_of(self.tensor) != self.version:
+            check_unmodified(self.tensor, self.version)  # which raises
         return self.tensor
 
 

@@ -77,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--out', type=Path, required=True, help='folder for JSON')
     parser.add_argument('--page', type=Path, help='page whose table is to be filled in')
-    parser.add_argument('--rounds', type=int, default=15)
+    parser.add_argument('--rounds', type=int, default=60)
     parser.add_argument('--device', default='cpu')
     parser.add_argument('--quick', action='store_true', help='the smallest model, twice')
     args = parser.parse_args()
