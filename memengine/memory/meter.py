@@ -42,8 +42,8 @@ def _owned_blocks(tensor: Tensor, ledgers: Iterable[Ledger]) -> list[Block]:
 class _KeptTensor:
     """What autograd holds in place of a saved tensor.
 
-    A tensor with a graph is detached, as a saved output would otherwise hold its own in a cycle that
-    no collector sees. The version is checked because autograd leaves that to the hooks.
+    A tensor with a graph is detached, as a saved output would otherwise hold its own in a cycle
+    that no collector sees. The version is checked because autograd leaves that to the hooks.
     """
 
     __slots__ = ('tensor', 'version')
