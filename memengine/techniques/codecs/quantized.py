@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from memengine._torch_private.compiled_kernels import proven_kernels
+from memengine._torch_private.fake import is_fake, without_modes
 from memengine.techniques.codecs.bit_packing import (
     PACKED_BITS,
     pack_bits,
@@ -98,10 +99,18 @@ def _gpu_kernels(like: Tensor, bits: int, group_size: int) -> Any | None:
 
 
 def _cpu_kernels(like: Tensor, bits: int, group_size: int) -> Any | None:
-    """What computes the same as :func:`quantize` and back, where there is a compiler."""
+    """What computes the same as :func:`quantize` and back, where there is a compiler.
+
+    Predictions count what would be used: of a fake tensor it is asked about a real one.
+    """
     if group_size > _LARGEST_GROUP_OF_KERNELS or like.dtype not in _DTYPES_ON_CPU:
         return None
-    return proven_kernels(f'{_KERNELS}.quantizing_on_cpu', like, bits, group_size, on='cpu')
+    how = bits, group_size
+    if is_fake(like) and like.device.type == 'cpu':
+        with without_modes():
+            real = torch.empty(0, dtype=like.dtype, device='cpu')
+            return proven_kernels(f'{_KERNELS}.quantizing_on_cpu', real, *how, on='cpu')
+    return proven_kernels(f'{_KERNELS}.quantizing_on_cpu', like, *how, on='cpu')
 
 
 def quantize(

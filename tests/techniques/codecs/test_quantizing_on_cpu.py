@@ -8,6 +8,7 @@ import torch
 
 from memengine._torch_private import compiled_kernels
 from memengine._torch_private.compiled_kernels import given_up_on, without_kernels
+from memengine.memory.prediction import on_fake_tensors
 from memengine.techniques.codecs.kernels import compile_c, quantizing_on_cpu
 from memengine.techniques.codecs.quantized import Quantizer
 from memengine.techniques.modules.private_random import restart_private_generators
@@ -119,6 +120,22 @@ def refused(reason):
     for our_code, our_decoded in ours:
         assert torch.equal(our_code.packed, code.packed)
         assert torch.equal(our_decoded, decoded)
+
+
+@NEEDS_A_COMPILER
+@pytest.mark.parametrize('bits', [8, 2])
+def test_predictions_count_the_kernel(nothing_compiled, bits):
+    def counted():
+        with on_fake_tensors() as memory:
+            Quantizer(bits)(torch.randn(2**20)).decode()
+        return memory.operators, memory.moved_bytes
+
+    operators, moved_bytes = first = counted()  # in which it is compiled and compared
+    assert counted() == first
+    with without_kernels():
+        others, more_bytes = counted()
+    assert operators < others / 2
+    assert 2 * 4 * 2**20 < moved_bytes < more_bytes / 2
 
 
 def test_without_a_compiler_torch_computes_it(nothing_compiled, monkeypatch):
