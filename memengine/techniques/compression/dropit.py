@@ -21,11 +21,14 @@ from memengine.techniques.compression.backward_needs import Need
 from memengine.techniques.compression.hooks import (
     RuleHandle,
     add_rule,
-    chosen_modules,
     remove_rule,
     rules_of,
 )
-from memengine.techniques.compression.rules import COMPILE_CONFLICTS, FindRecomputation
+from memengine.techniques.compression.rules import (
+    COMPILE_CONFLICTS,
+    FindRecomputation,
+    chosen_modules,
+)
 from memengine.techniques.modules.blocks import Selector
 from memengine.techniques.modules.wrapped_forward import THE_MODEL
 

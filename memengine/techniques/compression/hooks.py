@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -53,7 +53,6 @@ from memengine.techniques.compression.saved_storage import (
     SavedTensor,
     still_alive,
 )
-from memengine.techniques.modules.blocks import Selector, select_modules
 from memengine.techniques.modules.saved_tensors import (
     KeptAsIs,
     is_in_backward,
@@ -67,7 +66,7 @@ from memengine.techniques.modules.wrapped_forward import (
     wrapper_of,
 )
 
-__all__ = ['RuleHandle', 'add_rule', 'chosen_modules', 'remove_rule', 'rules_of']
+__all__ = ['RuleHandle', 'add_rule', 'remove_rule', 'rules_of']
 
 AnyHandle = TypeVar('AnyHandle', bound='RuleHandle')
 
@@ -134,32 +133,6 @@ def add_rule(model: nn.Module, rule: Rule, modules: Container[nn.Module]) -> Non
 def _order(pair: tuple[Rule, str]) -> tuple[bool, int]:
     """Exact rules first, then those for the fewest tensors."""
     return pair[0].fidelity != EXACT, pair[0].fidelity
-
-
-def chosen_modules(
-    model: nn.Module,
-    modules: Selector | Sequence[Selector] | None,
-    exclude: Selector | Sequence[Selector],
-    setting: str,
-) -> set[nn.Module]:
-    """The modules for which a rule holds: the selected ones with all that is in them.
-
-    Args:
-        model: Where to look.
-        modules: As :func:`select_modules` takes them; None for all.
-        exclude: As well; those that are left out.
-        setting: What to call the setting in errors.
-
-    Raises:
-        ValueError: When a name matches nothing.
-    """
-
-    def within(selectors: Selector | Sequence[Selector]) -> set[nn.Module]:
-        selected = select_modules(model, selectors, setting=setting)
-        return {part for module in selected.values() for part in module.modules()}
-
-    chosen = set(model.modules()) if modules is None else within(modules)
-    return chosen - within(exclude) if exclude else chosen
 
 
 def remove_rule(model: nn.Module, rule: Rule) -> None:

@@ -20,8 +20,13 @@ from memengine.techniques.codecs.quantized import Quantizer
 from memengine.techniques.codecs.running_range import RunningRangeQuantizer
 from memengine.techniques.compression.backward_needs import Need
 from memengine.techniques.compression.bit_allocation import allot_bits
-from memengine.techniques.compression.hooks import RuleHandle, add_rule, chosen_modules
-from memengine.techniques.compression.rules import COMPILE_CONFLICTS, FindRecomputation, KeptBytes
+from memengine.techniques.compression.hooks import RuleHandle, add_rule
+from memengine.techniques.compression.rules import (
+    COMPILE_CONFLICTS,
+    FindRecomputation,
+    KeptBytes,
+    chosen_modules,
+)
 from memengine.techniques.modules.blocks import Selector
 from memengine.techniques.modules.forward_state import RandomState
 from memengine.techniques.modules.running_statistics import frozen_statistics

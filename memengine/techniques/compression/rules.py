@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.compression.backward_needs import Need
 from memengine.techniques.compression.recomputation import Recomputation
+from memengine.techniques.modules.blocks import Selector, select_modules
 
 __all__ = [
     'COMPILE_CONFLICTS',
@@ -19,6 +20,7 @@ __all__ = [
     'KeptBytes',
     'RecomputedPlace',
     'Rule',
+    'chosen_modules',
 ]
 
 EXACT = 100  # a fidelity
@@ -109,3 +111,29 @@ class Rule(Protocol):
 
         Of a rule that only recomputes; the recomputation is exact.
         """
+
+
+def chosen_modules(
+    model: nn.Module,
+    modules: Selector | Sequence[Selector] | None,
+    exclude: Selector | Sequence[Selector],
+    setting: str,
+) -> set[nn.Module]:
+    """The modules for which a rule holds: the selected ones with all that is in them.
+
+    Args:
+        model: Where to look.
+        modules: As :func:`select_modules` takes them; None for all.
+        exclude: As well; those that are left out.
+        setting: What to call the setting in errors.
+
+    Raises:
+        ValueError: When a name matches nothing.
+    """
+
+    def within(selectors: Selector | Sequence[Selector]) -> set[nn.Module]:
+        selected = select_modules(model, selectors, setting=setting)
+        return {part for module in selected.values() for part in module.modules()}
+
+    chosen = set(model.modules()) if modules is None else within(modules)
+    return chosen - within(exclude) if exclude else chosen

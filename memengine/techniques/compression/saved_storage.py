@@ -60,10 +60,10 @@ class SavedTensor:
     """
 
     __slots__ = (
-        '__weakref__', '_counted_bytes', '_dtype', '_is_metered', '_kept', '_layout',
-        '_offloaded', '_part', '_prefetched', 'codec', 'follows', 'is_examined', 'is_for_no_rule',
+        '__weakref__', '_counted_bytes', '_dtype', '_is_metered', '_kept', '_layout', '_offloaded',
+        '_part', '_prefetched', '_rules', 'codec', 'follows', 'is_examined', 'is_for_no_rule',
         'is_recomputable', 'is_whole', 'memory', 'module', 'name', 'need', 'number', 'rule',
-        'rules', 'saved_as',
+        'saved_as',
     )  # fmt: skip
 
     def __init__(
@@ -80,7 +80,7 @@ class SavedTensor:
         self.rule: Rule | None = None
         self.codec: Codec | None = None
         self.is_examined = self.is_whole = self.is_for_no_rule = self._is_metered = False
-        self.rules, self.name = rules, ''  # of the module that saves it
+        self._rules, self.name = rules, ''  # of the module that saves it
         self.saved_as, self.is_recomputable = saved_as, False
         self._counted_bytes = (0, 0)
         self._part: _CodedPart | None = None
@@ -155,7 +155,7 @@ class SavedTensor:
     @property
     def only_recomputes(self) -> bool:
         """Whether no rule of its module codes anything but what can be computed again."""
-        return all(rule.only_recomputes for rule, _ in self.rules)
+        return all(rule.only_recomputes for rule, _ in self._rules)
 
     def is_saved_by(self, kind: type) -> bool:
         """Whether its field is known, and nodes of that class have it."""
@@ -166,7 +166,7 @@ class SavedTensor:
         if not need.is_of_values or need is Need.PRODUCT:  # whose factor may have two values
             return True
         if self.only_recomputes:
-            return bool(self.rules) and is_recomputable(node, field)
+            return bool(self._rules) and is_recomputable(node, field)
         return True
 
     def choose_codec(self, need: Need, node: Any, find: FindRecomputation) -> None:
@@ -183,7 +183,7 @@ class SavedTensor:
         self.need = need
         self.codec = lossless_codec_for(need, self.content, node)
         if self.codec is None and need.is_of_values and self.content.is_floating_point():
-            for rule, name in self.rules:
+            for rule, name in self._rules:
                 if (codec := rule.codec(name, need, self.content, find)) is not None:
                     self.rule, self.codec, self.name = rule, codec, name
                     return
