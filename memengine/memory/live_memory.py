@@ -144,6 +144,7 @@ class LiveMemory(OperatorMode):
         begun: Where among them a part of the model (its child) began a forward pass, and its name.
         flops: Of products of matrices and convolutions.
         moved_bytes: Read and written by operators that are no views.
+        offloaded_bytes: Written to files, and read from there.
         operators: How many of these there were.
         guessed: How many numbers were read that follow from no constant; each was taken for 1, what
             asks whether any of many is so for no.
@@ -155,7 +156,7 @@ class LiveMemory(OperatorMode):
         self._line = _innermost_line if lines else _no_line
         self.events: list[tuple[int, Allocation]] = []
         self.begun: list[tuple[int, str]] = []
-        self.flops = self.moved_bytes = self.operators = self.guessed = 0
+        self.flops = self.moved_bytes = self.offloaded_bytes = self.operators = self.guessed = 0
         self.begin, self._is_over = 0, False
         self._allocations: dict[int, Allocation] = {}
         self._kept: list[Allocation] = []  # by libraries
@@ -197,7 +198,7 @@ class LiveMemory(OperatorMode):
         self.begin = len(self.events)
         self.begun.clear()
         self._modules.clear()
-        self.flops = self.moved_bytes = self.operators = self.guessed = 0
+        self.flops = self.moved_bytes = self.offloaded_bytes = self.operators = self.guessed = 0
         self._origins.clear()
 
     def end(self) -> None:
@@ -260,7 +261,9 @@ class LiveMemory(OperatorMode):
         if func is COMPARES:
             return self._compare(*args)
         if func is MAPS_A_FILE:  # into memory that is the file's
-            return torch.empty(args[2], dtype=kwargs['dtype'])
+            mapped = torch.empty(args[2], dtype=kwargs['dtype'])
+            self.offloaded_bytes += mapped.nbytes
+            return mapped
         origin = self._find_origin()
         if self._sent and origin.in_backward != self._origin.in_backward:
             self._free_sent()

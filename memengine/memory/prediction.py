@@ -74,6 +74,7 @@ class Prediction:
         at: The operator that made the last of the peak.
         flops: Of products of matrices and convolutions in a step, all passes together.
         moved_bytes: Read and written by a step's operators.
+        offloaded_bytes: Moved out of the device's memory, and back.
         operators: How many of them, but for views.
         guessed: Numbers that the step read and that no fake tensor has; they were taken for 1, what
             asks whether any of many is so for no.
@@ -86,6 +87,7 @@ class Prediction:
     at: str
     flops: int
     moved_bytes: int
+    offloaded_bytes: int
     operators: int
     guessed: int
 
@@ -258,6 +260,7 @@ def prediction_of(memory: LiveMemory) -> Prediction:
         at=memory.events[last][1].op,
         flops=memory.flops,
         moved_bytes=memory.moved_bytes,
+        offloaded_bytes=memory.offloaded_bytes,
         operators=memory.operators,
         guessed=memory.guessed,
     )

@@ -1,5 +1,6 @@
 """The search for a plan, on costs that follow from a formula."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from memengine.memory.planning import (
     search,
 )
 
-RATES = Rates('a machine', flops_per_s=60e9, bytes_per_s=8e9, operator_s=10e-6)
+RATES = Rates('a machine', 60e9, 8e9, offloaded_bytes_per_s=1e9, operator_s=10e-6)
 SLICES = Knob('slices', (2, 3, 4, 5, 6, 8, 12, 16))
 KEPT = Knob('kept', (1.0, 0.75, 0.5, 0.25, 0.0), of='slices')
 DEPTH = Knob('checkpointing', (0.8, 0.6, 0.4, 0.2, 0.0))
@@ -70,6 +71,37 @@ def test_as_many_graphs_are_kept_as_there_is_room_for():
 def test_what_is_cheaper_is_preferred():
     assert find(600, SLICES, DEPTH, second_forward=False).chosen.plan == {'slices': 3}
     assert 'slices' not in find(1400, SLICES, KEPT, DEPTH).chosen.plan  # 0.8 costs a fifteenth
+
+
+def offloading(**at_once):
+    """What one knob more leaves a quarter of, in little time."""
+    step = Step(second_forward=False)
+
+    def cost_of(plan):
+        rest = {name: level for name, level in plan.items() if name != 'offload'}
+        step.asked = []
+        cost = step(rest)
+        if 'offload' not in plan:
+            return cost
+        if cost.peak_bytes > at_once.get('most', math.inf):
+            return None
+        return replace(cost, peak_bytes=cost.peak_bytes // 4, offloaded_bytes=1000)
+
+    return cost_of
+
+
+OFFLOAD = Knob('offload', (True,), least=Cost.without_activations, is_last_resort=True)
+
+
+def test_the_last_resort_is_tried_where_nothing_else_fits():
+    with_others = search([SLICES, OFFLOAD], offloading(), 500, RATES)
+    assert with_others.chosen.plan == {'slices': 4}
+    assert not any('offload' in one.plan for one in with_others.tried)
+    little = replace(DEPTH, levels=(0.8,))
+    alone = search([little, OFFLOAD], offloading(), 500, RATES)
+    assert alone.chosen.plan == {'offload': True}
+    beside_others = search([DEPTH, OFFLOAD], offloading(most=1000), 150, RATES)
+    assert beside_others.chosen.plan.keys() == {'checkpointing', 'offload'}
 
 
 def test_several_are_combined_where_one_does_not_do_it():

@@ -17,7 +17,7 @@ from memengine._torch_private.ops import cpu_multiplies_bfloat16
 from memengine.memory import TrainingStep, UnpredictableError, measure, predict, timeline
 from memengine.memory.live_memory import KnownOperators, LiveMemory
 from memengine.memory.prediction import carried_out, prediction_of
-from memengine.techniques import recompute_activations
+from memengine.techniques import offload_activations, recompute_activations
 from memengine.techniques.activation_checkpointing.checkpoint_activations import (
     checkpoint_activations,
 )
@@ -54,6 +54,21 @@ def test_categories():
     assert predicted.flops == 5 * 2 * 2048 * 1024 * 1024  # no gradient of the batch
     assert predicted.by_module['1'] == 8 * MIB
     assert not predicted.guessed
+
+
+@pytest.mark.parametrize('store', ['disk', 'host'])
+def test_bytes_that_are_offloaded(store):
+    handles = []
+
+    def build():
+        model = nn.Sequential(nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 512))
+        handles.append(offload_activations(model, store))
+        optimizer, batch = torch.optim.SGD(model.parameters()), torch.randn(512, 1024)
+        return TrainingStep(lambda: model(batch).sum().backward(), model, optimizer, batch)
+
+    predicted = predict(build)
+    assert handles[0].moved_bytes == (4 * MIB, 4 * MIB)  # of two steps, what tanh gave
+    assert predicted.offloaded_bytes == (4 * MIB if store == 'disk' else 0)  # no host beside a CPU
 
 
 def test_the_peak_of_the_course_is_the_predicted_one_and_explained():

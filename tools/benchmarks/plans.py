@@ -89,7 +89,7 @@ STEPS: dict[str, Step] = {
         16,
         "type='TorchvisionBackbone',model_name='mnasnet1_0'",
         f'train_dataloader.dataset.pipeline={RGB}',
-        shares=(0.9, 0.75, 0.6),
+        shares=(0.9, 0.75, 0.6, 0.5),
     ),
     'classifier, of timm': _step(
         'classify_vit',
@@ -102,7 +102,7 @@ STEPS: dict[str, Step] = {
     'SigLIP, ConvNet and text': _step(
         'siglip_vit', 64, 64, CONVNEXT, *TEXT, shares=(0.9, 0.6, 0.45)
     ),
-    'DINO, ViT and BatchNorm': _step('dino_vit', 112, 32, DEIT, shares=(0.9, 0.6, 0.5)),
+    'DINO, ViT and BatchNorm': _step('dino_vit', 112, 32, DEIT, shares=(0.9, 0.6, 0.5, 0.4)),
     'CLIP over two ranks, DDP': _step(
         'clip_vit',
         112,

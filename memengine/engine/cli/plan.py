@@ -24,7 +24,7 @@ from memengine.engine.config.check import ConfigError
 from memengine.engine.config.file import merge_options
 from memengine.engine.config.planning import Planner, budget_for, usable_bytes
 from memengine.memory import UnpredictableError
-from memengine.memory.planning import Found, Tried, rates_of
+from memengine.memory.planning import Cost, Found, Tried, rates_of
 
 __all__ = ['plan_step']
 
@@ -189,6 +189,7 @@ def _report(
         yield (
             f'{_more(cost.flops, plain.cost.flops)} FLOPs, '
             f'{_more(cost.moved_bytes, plain.cost.moved_bytes)} bytes moved, '
+            f'{_offloaded(cost)}'
             f'{_more(cost.operators, plain.cost.operators)} operators; expected time '
             f'{_times(chosen, plain)} that of the step as it is: counted, and weighed by round '
             f'figures of {rates.name}, not measured'
@@ -246,6 +247,12 @@ def _mib(nbytes: int) -> str:
 
 def _more(now: int, before: int) -> str:
     return f'{now / before - 1:+.1%}'
+
+
+def _offloaded(cost: Cost) -> str:
+    if not cost.offloaded_bytes:
+        return ''
+    return f'{_mib(cost.offloaded_bytes).strip()} to the host or to files and back, '
 
 
 def _times(one: Tried, plain: Tried) -> str:

@@ -26,17 +26,31 @@ class Rates:
         name: Of which machine.
         flops_per_s: Of products of matrices and convolutions.
         bytes_per_s: Read and written.
+        offloaded_bytes_per_s: Moved out of the device's memory, and back.
         operator_s: Seconds of an operator beside its work: Python, autograd, the launch.
     """
 
     name: str
     flops_per_s: float
     bytes_per_s: float
+    offloaded_bytes_per_s: float
     operator_s: float
 
 
-_CPU = Rates('one core of a CPU', flops_per_s=180e9, bytes_per_s=6e9, operator_s=15e-6)
-_GPU = Rates('a GPU', flops_per_s=60e12, bytes_per_s=1e12, operator_s=8e-6)
+_CPU = Rates(
+    'one core of a CPU',
+    flops_per_s=180e9,
+    bytes_per_s=6e9,
+    offloaded_bytes_per_s=2e9,  # to files, which the system holds for a while
+    operator_s=15e-6,
+)
+_GPU = Rates(
+    'a GPU',
+    flops_per_s=60e12,
+    bytes_per_s=1e12,
+    offloaded_bytes_per_s=12e9,  # over 16 lanes of PCI Express 3
+    operator_s=8e-6,
+)
 
 
 def rates_of(device_type: str) -> Rates:
@@ -57,6 +71,7 @@ class Cost:
         before_loss_bytes: What is there when the model's ``loss`` begins.
         in_loss_bytes: The most from then until another of its parts begins.
         elsewhere_bytes: The most at any other time.
+        offloaded_bytes: Moved out of the device's memory, and back.
         how: Where it is known from: ``'predicted'`` or ``'measured'``.
     """
 
@@ -69,6 +84,7 @@ class Cost:
     before_loss_bytes: int = 0
     in_loss_bytes: int = 0
     elsewhere_bytes: int = 0
+    offloaded_bytes: int = 0
     phases: Mapping[Phase, int] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -86,6 +102,7 @@ class Cost:
             elsewhere_bytes=max(
                 (peak for name, (_, peak) in predicted.by_part.items() if name != 'loss'), default=0
             ),
+            offloaded_bytes=predicted.offloaded_bytes,
             phases=phases or {},
         )
 
@@ -109,6 +126,7 @@ class Cost:
             before_loss_bytes=total(cost.before_loss_bytes for cost in costs),
             in_loss_bytes=total(cost.in_loss_bytes for cost in costs),
             elsewhere_bytes=total(cost.elsewhere_bytes for cost in costs),
+            offloaded_bytes=total(cost.offloaded_bytes for cost in costs),
         )
 
     @classmethod
@@ -127,6 +145,16 @@ class Cost:
         total = cls.sum(parts)
         peak = max(phases.values(), default=total.peak_bytes)
         return replace(total, peak_bytes=peak, phases=phases)
+
+    def with_work_of(self, other: Cost, share: float = 1.0) -> Cost:
+        """The same bytes at once, and what another one computes and moves, or a share of that."""
+        return replace(
+            self,
+            flops=int(share * other.flops),
+            moved_bytes=int(share * other.moved_bytes),
+            offloaded_bytes=int(share * other.offloaded_bytes),
+            operators=other.operators,
+        )
 
     @property
     def at_update_bytes(self) -> int:
@@ -164,5 +192,6 @@ class Cost:
         return (
             self.flops / rates.flops_per_s
             + self.moved_bytes / rates.bytes_per_s
+            + self.offloaded_bytes / rates.offloaded_bytes_per_s
             + self.operators * rates.operator_s
         )

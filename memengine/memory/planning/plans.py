@@ -28,6 +28,8 @@ class Knob:
             this one is left out if that one, half way, is as fast in no more bytes.
         between: Levels between one and the next faster, from the fastest, to use up a budget by;
             None is given for what is faster than the first.
+        is_last_resort: Whether it is tried only where nothing fits without it. It may be refused by
+            itself, and not beside others.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Knob:
     least: Callable[[Cost], Cost] | None = None
     instead_of: str = ''
     between: Callable[[Any, Any], Sequence[Any]] | None = None
+    is_last_resort: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 Techniques are *knobs* with levels, from the fastest to the leanest. Along a knob bytes fall and
 time rises, so that the fastest level that fits is found by doubling and halving, in as many
 predictions as the number of levels has digits in base two. As few techniques as do it are
-searched, and one more, which is taken if it makes the step faster. What cannot fit, or cannot be
-faster, for all that is known of plans with fewer techniques or less of them, is not predicted.
+searched, and one more, which is taken if it makes the step faster; what is the last resort only
+where nothing fits without it. What cannot fit, or cannot be faster, for all that is known of plans
+with fewer techniques or less of them, is not predicted.
 """
 
 from __future__ import annotations
@@ -92,7 +93,18 @@ class _Search:
         best = self.plain if self.fits(self.plain) else None
         if not best:
             self.knobs = [knob for knob in self.knobs if not self.is_beaten(knob)]
-        for some in () if best else self.combinations():
+        best = (
+            best or self.best_of(self.combinations(False)) or self.best_of(self.combinations(True))
+        )
+        if best is None:  # with what else would fit
+            leanest(self.all_knobs, self.cost)
+        self.use_what_is_left()
+        return Found(self.limit_bytes, self.fastest, tuple(self.by_time()))
+
+    def best_of(self, combinations: Iterator[tuple[Knob, ...]]) -> Tried | None:
+        """The fastest plan that fits, of as few knobs as do it and one more."""
+        best: Tried | None = None
+        for some in combinations:
             if best and len(some) > self.count(best) + 1:
                 break
             if any(map(self.is_refused, some)) or not self.may_fit(some):
@@ -102,10 +114,7 @@ class _Search:
             for found in self.relaxed_in_turn(some, best):
                 if best is None or found.seconds < best.seconds:
                     best = found
-        if best is None:  # with what else would fit
-            leanest(self.all_knobs, self.cost)
-        self.use_what_is_left()
-        return Found(self.limit_bytes, self.fastest, tuple(self.by_time()))
+        return best
 
     @cached_property
     def plain(self) -> Tried:
@@ -122,10 +131,13 @@ class _Search:
     def by_time(self) -> list[Tried]:
         return sorted(filter(None, self.known.values()), key=lambda one: one.seconds)
 
-    def combinations(self) -> Iterator[tuple[Knob, ...]]:
+    def combinations(self, with_last_resort: bool) -> Iterator[tuple[Knob, ...]]:
         for count in range(1, len(self.knobs) + 1):
             for some in combinations(self.knobs, count):
-                if not has_both(some, {knob.name for knob in some}):
+                has_resort = any(knob.is_last_resort for knob in some)
+                if has_resort == with_last_resort and not has_both(
+                    some, {one.name for one in some}
+                ):
                     yield some
 
     def is_beaten(self, knob: Knob) -> bool:
@@ -147,7 +159,7 @@ class _Search:
     def is_refused(self, knob: Knob) -> bool:
         """Whether it has been found that it cannot be switched on."""
         alone = _key(self.at_leanest([knob]))
-        return alone in self.known and self.known[alone] is None
+        return not knob.is_last_resort and alone in self.known and self.known[alone] is None
 
     def count(self, tried: Tried) -> int:
         """How many techniques are on."""

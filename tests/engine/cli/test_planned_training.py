@@ -50,6 +50,15 @@ ROWS = {
             *(f'{pipeline}={RGB}' for pipeline in PIPELINES),
         ],
     ),
+    # Its BatchNorm forbids slices, and checkpointing leaves more than half.
+    'of torchvision, offloaded': (
+        'configs/classify_vit.py',
+        0.45,
+        [
+            "model.backbone=dict(_delete_=True,type='TorchvisionBackbone',model_name='mnasnet1_0')",
+            *(f'{pipeline}={RGB}' for pipeline in PIPELINES),
+        ],
+    ),
     'of transformers': ('configs/classify_vit.py', 0.7, [MSN]),
     'of timm': ('configs/classify_vit.py', 0.8, [CAIT]),
     'DINO': ('configs/dino_vit.py', 0.9, []),
@@ -94,5 +103,7 @@ def test_a_plan_trains_within_its_budget(name, device, tmp_path, monkeypatch):
     planned = json.loads(ran.stdout.splitlines()[-1])
     assert planned['trained'] and 0 < planned['peak'] <= planned['budget'], planned
     tried = ('optim_wrapper.type', 'activation_checkpointing', 'recomputed_activations')
+    tried = *tried, 'activation_offload'
     is_planned = any(option in planned['line'] for option in tried)
     assert is_planned == (share < 1), planned
+    assert ('activation_offload' in planned['line']) == ('offloaded' in name), planned

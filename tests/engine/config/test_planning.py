@@ -1,6 +1,7 @@
 """Plans of configs: what they leave open, and that what is printed is what is predicted."""
 
 import json
+import sys
 from itertools import pairwise
 
 import pytest
@@ -14,6 +15,7 @@ from memengine.engine.config.file import load_config
 from memengine.engine.config.planning import Planner, budget_for
 from memengine.engine.config.planning.predictions import Predictions
 from memengine.engine.step import run_step
+from memengine.memory.planning import rates_of
 from tests.marks import NEEDS_SHARDING
 
 SMALL = {'model.backbone.embed_dim': 32, 'model.backbone.num_heads': 2}
@@ -105,7 +107,7 @@ def test_what_the_config_sets_stays():
         'optim_wrapper.type': 'GradCacheOptimWrapper',
     }
     some = planner(SIMCLR, **options, **{'optim_wrapper.chunk_size': 16})
-    assert names(some) == ['tiled_loss']
+    assert names(some) == ['activation_offload', 'tiled_loss']
     assert set(some.left_out) == {'slices', 'activation_checkpointing', 'recomputed_activations'}
 
 
@@ -113,7 +115,7 @@ def test_what_is_tried_is_what_is_allowed():
     exact, rounding, lossy = (
         set(names(planner(CLASSIFIER, allow=allow))) for allow in ('exact', 'rounding', 'lossy')
     )
-    assert 'recomputed_activations' in exact
+    assert {'recomputed_activations', 'activation_offload'} < exact
     assert rounding - exact == {'adamw_bf16', 'mixed_precision'}
     assert lossy - rounding == {'quantized_activations'}
 
@@ -125,6 +127,29 @@ def test_lossy_activations_are_predicted():
     assert some.plain().peak_bytes > peaks[0] > peaks[1]
     assert some.plain().peak_bytes > recomputed.peak_bytes > peaks[1]
     assert some.plain().moved_bytes < recomputed.moved_bytes
+
+
+def test_what_is_offloaded_takes_time_and_leaves_batch_statistics_alone():
+    some = planner(SIMCLR, batch_size=512, **{'model.head.use_bn': True})
+    assert 'slices' in some.left_out
+    plain = some.plain()
+    checkpointed, offloaded = (
+        some.cost({name: level})
+        for name, level in {'checkpointed_blocks': 1, 'activation_offload': True}.items()
+    )
+    assert offloaded.peak_bytes < checkpointed.peak_bytes < plain.peak_bytes
+    assert plain.offloaded_bytes == checkpointed.offloaded_bytes == 0
+    saved = plain.by_category['saved activations']
+    assert saved < offloaded.offloaded_bytes < 2 * saved  # most of it, out and back
+    times = [one.seconds(rates_of('cpu')) for one in (plain, checkpointed, offloaded)]
+    assert times == sorted(times)
+
+
+def test_what_has_no_room_beside_the_device_is_not_offloaded(monkeypatch):
+    some = planner(SIMCLR, batch_size=512, **{'model.head.use_bn': True})
+    monkeypatch.setattr(sys.modules[Planner.__module__], 'room_beside', lambda device: 2**20)
+    assert some.cost({'activation_offload': True}) is None
+    assert 'GiB would wait outside' in some.left_out['activation_offload']
 
 
 def test_each_slice_of_a_recomputed_step_takes_as_much():

@@ -52,6 +52,7 @@ _OPTION_OF_KNOB = dict(
     mixed_precision='optim_wrapper.precision',
     recomputed_activations='recomputed_activations',
     quantized_activations='quantized_activations',
+    activation_offload='activation_offload',
 )
 _LOCAL_LOSSES = 'MMDistributedDataParallel'  # where samples meet, those of one rank only
 _PLAIN_WRAPPERS = ('OptimWrapper', 'AmpOptimWrapper')
@@ -229,11 +230,14 @@ class OpenKnobs:
         some: dict[str, tuple[Any, ...]] = {'recomputed_activations': (True,)}
         if allow == 'lossy':
             some['quantized_activations'] = _BITS
+        some['activation_offload'] = (True,)
         for key, levels in some.items():
             if self._cfg.get(key):
                 self._left_out[key] = 'it is set by the config'
             else:
-                yield Knob(key, levels, least=Cost.without_activations)
+                is_last = key == 'activation_offload'  # it takes the host's memory, or files
+                least = Cost.without_activations
+                yield Knob(key, levels, least=least, is_last_resort=is_last)
 
     def _tiles(self) -> Iterator[Knob]:
         loss = self._cfg.model.get('loss')

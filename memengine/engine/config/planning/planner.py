@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -25,6 +28,7 @@ from memengine.engine.config.step_of_config import step_of
 from memengine.memory.planning import (
     Cost,
     Found,
+    Knob,
     Plan,
     has_both,
     largest,
@@ -54,7 +58,7 @@ def _of_four(
     work = sum_of([(2, large_2), (1, small_4), (-2, small_2)])
     if peaks is None or work is None:
         return None
-    return replace(peaks, flops=work.flops, moved_bytes=work.moved_bytes, operators=work.operators)
+    return peaks.with_work_of(work)
 
 
 def usable_bytes(budget_bytes: int) -> int:
@@ -67,6 +71,13 @@ def usable_bytes(budget_bytes: int) -> int:
     """
     share, nbytes = _KEPT_FREE[get_device()]
     return int(budget_bytes * (1 - share)) - nbytes
+
+
+def room_beside(device: str) -> int:
+    """Bytes for each process where offload moves to: free on the disk, or half of a GPU's host."""
+    if device == 'cpu':
+        return shutil.disk_usage(tempfile.gettempdir()).free // get_world_size()
+    return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') // 2 // get_world_size()
 
 
 def budget_for(peak_bytes: int) -> int:
@@ -120,7 +131,7 @@ class Planner:
         Args:
             fit: The share of the bytes between these two that a plan may take.
         """
-        least = self._whole(leanest(self.knobs, self.cost)).peak_bytes
+        least = self._whole(leanest(self._usual_knobs, self.cost)).peak_bytes
         return self._within(least + int(fit * (self.plain().peak_bytes - least)))
 
     def _within(self, limit_bytes: int) -> Found:
@@ -156,7 +167,7 @@ class Planner:
 
         The techniques are those that make the step of the batch that the config states smallest.
         """
-        names = leanest(self.knobs, self.cost)
+        names = leanest(self._usual_knobs, self.cost)
         planners: dict[int, Planner] = {}
 
         def peak_of(size: int) -> int:
@@ -168,6 +179,10 @@ class Planner:
         start = self.cfg.train_dataloader.batch_size
         size = largest(peak_of, usable_bytes(budget_bytes), start, most)
         return planners.get(size, self)
+
+    @property
+    def _usual_knobs(self) -> list[Knob]:
+        return [knob for knob in self.knobs if not knob.is_last_resort]
 
     def plain(self) -> Cost:
         """What the step takes as it is."""
@@ -185,7 +200,15 @@ class Planner:
         A step of many slices follows from shorter ones: what a slice takes, and each that is kept,
         is the same for all.
         """
-        return self._steps.asked_first(self._cost, plan)
+        cost = self._steps.asked_first(self._cost, plan)
+        at_once = cost.offloaded_bytes // 2 if cost else 0  # or less: all that goes out in a step
+        if at_once > (room := room_beside(get_device())):
+            self.left_out['activation_offload'] = (
+                f'{at_once / 2**30:.1f} GiB would wait outside of the memory that is planned for, '
+                f'where each process has {room / 2**30:.1f} GiB'
+            )
+            return None
+        return cost
 
     def _cost(self, plan: Plan) -> Cost | None:
         if {'slices', 'optimizer_in_backward'} <= plan.keys():
@@ -224,8 +247,7 @@ class Planner:
             none_kept.peak_bytes,
         )
         share = self._open.rows / (slices * size)  # the last slice may be smaller
-        flops, moved_bytes = (int(share * work) for work in (cost.flops, cost.moved_bytes))
-        return replace(cost, peak_bytes=peak, flops=flops, moved_bytes=moved_bytes)
+        return replace(cost, peak_bytes=peak).with_work_of(cost, share)
 
     def _loss_of_all(self, options: Mapping[str, Any]) -> Cost | None:
         """A step in whose loss all samples meet, in few slices: the loss takes what it takes."""
