@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Hashable
+from collections.abc import Callable, Container, Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -79,7 +80,7 @@ class _State(threading.local):
 
 
 _state = _State()
-_MOST_UNEXAMINED = 8  # operations whose saved tensors are held raw
+_MOST_UNEXAMINED = 8  # operations whose saved tensors are held raw, if they are known by then
 _LONGEST_IN_PLACE = 3  # operations after a norm: a sum and an activation, and the norm itself
 _MAY_BE_IN_PLACE = IN_PLACE_FORMS | {'Relu', 'Add'}
 _NORMS = (BatchOrInstanceNorm, nn.GroupNorm)
@@ -258,6 +259,7 @@ class CompressedForward(WrappedForward):
         # Only beside a second rule is anything computed again from codes.
         if self._is_norm and len(self.model_rules) > 1 and is_plain(outputs):
             hooks.note_result_of_norm(outputs)
+        hooks.saving_since = 0
         if hooks.unexamined:
             hooks.examine_operations(outputs, (args, kwargs))
         return outputs
@@ -273,7 +275,7 @@ class CompressedForward(WrappedForward):
             rule.begin_forward()  # which may raise
         first_node = next_node_number()
         replay = self._plans.begin((*args, *kwargs.values()), self.model_rules, first_node)
-        hooks = _state.hooks = _ForwardHooks(self.module, replay, first_node)
+        hooks = _state.hooks = _ForwardHooks(self.module, replay, first_node, args)
         try:
             with hooks:
                 outputs = self(*args, **kwargs)
@@ -287,13 +289,20 @@ class CompressedForward(WrappedForward):
 class _ForwardHooks(saved_tensors_hooks):
     """The saved-tensor hooks of one forward."""
 
-    def __init__(self, module: nn.Module, replay: Replay, first_node: int) -> None:
+    def __init__(
+        self, module: nn.Module, replay: Replay, first_node: int, given: Sequence[Any]
+    ) -> None:
         self.forward: CompressedForward | None = None  # the innermost module that runs
         # What is saved whose operation has not been looked at, by the saving node.
         self.unexamined: dict[int, list[weakref.ref[SavedTensor]]] = {}
         self._module, self._replay, self._first_node = module, replay, first_node
         self._seen_nodes: set[int] = set()  # by number, as are the others
-        self._most_unexamined = _MOST_UNEXAMINED
+        self.saving_since = 0  # operations that have saved since the last look at some
+        self._last_counted: int | None = -1
+        self._given = {
+            storage_key(x.untyped_storage()) for x in given if type(x) is Tensor and is_plain(x)
+        }
+        self._held = 0  # tensors so far
         self._storages: dict[int, SavedStorage] = {}
         self._counts: dict[CompressedForward, int] = {}  # of what each has saved so far
         self._saving_nodes: set[int] = set()  # that have saved something here
@@ -328,11 +337,20 @@ class _ForwardHooks(saved_tensors_hooks):
         packed = replay.pack(tensor, number, forward, self._memory_of)
         if packed is None:
             return self._look_at(tensor, number, forward)
-        if type(packed) is SavedAs:  # what it is not looked at for, it was not when that was noted
-            return self._hold(tensor, number, forward, packed)
+        if type(packed) is SavedAs:
+            if not self._is_result_or_given(tensor):
+                return self._look_at(tensor, number, forward)
+            count = self._count_of(tensor, number, forward)
+            return self._hold(tensor, number, forward, count, packed)
         if type(packed) is not KeptAsIs:  # a parameter
-            self._count_of(forward)
+            self._count_of(tensor, number, forward)
         return packed
+
+    def _is_result_or_given(self, tensor: Tensor) -> bool:
+        """Whether it is surely none of the model's own."""
+        if not is_plain(tensor) or is_parameter(tensor):
+            return False
+        return tensor.grad_fn is not None or storage_key(tensor.untyped_storage()) in self._given
 
     def _look_at(self, tensor: Tensor, number: int | None, forward: CompressedForward) -> Any:
         """Hold a tensor until it is known what it is for, if that is to be found out."""
@@ -340,13 +358,22 @@ class _ForwardHooks(saved_tensors_hooks):
             return tensor
         if is_parameter(tensor):
             return KeptAsIs(tensor)
+        count = self._count_of(tensor, number, forward)
         if storage_key(tensor.untyped_storage()) in self._owned or not tensor.numel():
-            self._count_of(forward)
             return KeptAsIs(tensor)
-        return self._hold(tensor, number, forward)
+        return self._hold(tensor, number, forward, count)
 
-    def _count_of(self, forward: CompressedForward) -> int:
-        """One more of what a module saves."""
+    def _count_of(self, tensor: Tensor, number: int | None, forward: CompressedForward) -> int:
+        """One more of what a module saves.
+
+        What came before may be looked at: after as many operations with a plan as without one, so
+        that tensors are coded in the same order, and draw the same random numbers.
+        """
+        if number is not None and number != self._last_counted:
+            self._last_counted = number
+            self.saving_since += 1
+            if self.saving_since > _MOST_UNEXAMINED:
+                self._examine_before(tensor, number)
         count = self._counts[forward] = self._counts.get(forward, 0) + 1
         return count
 
@@ -355,20 +382,20 @@ class _ForwardHooks(saved_tensors_hooks):
         tensor: Tensor,
         number: int | None,
         forward: CompressedForward,
+        count: int,
         saved_as: SavedAs | None = None,
     ) -> SavedTensor:
-        count = self._count_of(forward)
         key = storage_key(tensor.untyped_storage())
         memory = self._storages.get(key)
         if memory is None or not memory.is_of(tensor):
             memory = self._storages[key] = SavedStorage(tensor, self._replay.held_whole(key))
-        saved = SavedTensor(tensor, memory, forward.module, forward.rules, count, saved_as)
+        self._held += 1
+        of = forward.module, forward.rules, count, self._held
+        saved = SavedTensor(tensor, memory, *of, saved_as)
         if number is None:
             saved.is_examined = True
         else:
             self.unexamined.setdefault(number, []).append(weakref.ref(saved))
-            if len(self.unexamined) > self._most_unexamined:
-                self._examine_before(tensor, number)
         return saved
 
     def _memory_of(self, tensor: Tensor) -> SavedStorage | None:
@@ -382,8 +409,9 @@ class _ForwardHooks(saved_tensors_hooks):
         """Do not wait for the end of a module that runs many operations itself."""
         node = tensor.grad_fn
         if node is not None and node_number(node) < number:  # it has saved all that it saves
-            self.examine_operations(tensor, None)
-        self._most_unexamined = max(_MOST_UNEXAMINED, 2 * len(self.unexamined))
+            self.saving_since = 0
+            if self.unexamined:
+                self.examine_operations(tensor, None)
 
     def examine_operations(self, outputs: Any, inputs: Any) -> None:
         """Decide how to keep what the operations behind a module's outputs have saved.
@@ -393,18 +421,18 @@ class _ForwardHooks(saved_tensors_hooks):
             inputs: Of the module; None while it runs, and holds nobody knows what.
         """
         unexamined = self.unexamined
-        touched: dict[SavedStorage, None] = {}
+        found: list[SavedTensor] = []
         for number, node in self._unseen_nodes(outputs):
             if number in unexamined or number + 1 in unexamined:  # or a copy's
-                for saved in self._examine_node(node):
-                    touched[saved.memory] = None
-        if not touched:
+                found += self._examine_node(node)
+        if not found:
             return
+        found.sort(key=attrgetter('order'), reverse=True)  # what is computed again is let go first
         alive: set[int] | None = None
         if inputs is not None and is_counting():
             given = filter(is_plain, tensors_in((inputs, outputs)))
             alive = {storage_key(tensor.untyped_storage()) for tensor in given}
-        for memory in touched:
+        for memory in dict.fromkeys(saved.memory for saved in found):
             memory.code_or_keep(alive)
 
     def _examine_node(self, node: Any) -> list[SavedTensor]:
@@ -412,7 +440,8 @@ class _ForwardHooks(saved_tensors_hooks):
         numbers = self._saving_numbers(node)
         kept = still_alive(self.unexamined.pop(numbers[0], []))  # all of it is this node's
         has_copy = any(number in self.unexamined for number in numbers[1:])
-        if kept and not has_copy and all(saved.is_saved_by(type(node)) for saved in kept):
+        this = SavedAs.of(node)
+        if kept and not has_copy and all(saved.is_saved_by(this) for saved in kept):
             found = kept
             self._recall_needs(node, kept)
         else:
@@ -443,12 +472,12 @@ class _ForwardHooks(saved_tensors_hooks):
             if isinstance(saved, SavedTensor) and not saved.is_examined:
                 find = partial(self._recomputation, node, field, saved)
                 saved.choose_codec(need, node, find)
-                saved.saved_as = None if has_copy else SavedAs(type(node), field)
+                saved.saved_as = None if has_copy else SavedAs.of(node, field)
                 found.append(saved)
         for saved in kept:
             if saved not in found:
                 saved.is_for_no_rule = True
-                saved.saved_as = None if has_copy else SavedAs(type(node), '')
+                saved.saved_as = None if has_copy else SavedAs.of(node)
                 found.append(saved)
         return found
 

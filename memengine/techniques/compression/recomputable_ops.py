@@ -63,10 +63,10 @@ def recomputation_of(
     metadata = result_metadata_of(producer)
     if prod(metadata.shape) * metadata.dtype.itemsize != tensor.untyped_storage().nbytes():
         return None  # part of something larger, or a copy
+    name = result.ask(operation_name)  # first: others lack the fields that are asked for then
     compute = result.recompute()
     if compute is None:
         return None
-    name = result.ask(operation_name)
     return Recomputation(name, compute, result.sources, result.derivation, number)
 
 

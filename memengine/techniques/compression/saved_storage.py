@@ -32,10 +32,22 @@ _References: TypeAlias = 'list[weakref.ref[SavedTensor]]'
 
 
 class SavedAs(NamedTuple):
-    """The class of a saved tensor's node, and the field that holds it: '' for any of no need."""
+    """By which node a tensor was saved, and as what.
+
+    Attributes:
+        kind: The node's class.
+        has_gradient: Of its inputs, which have one. With the class, that says what it saves.
+        field: The field that holds it: '' for any of no need.
+    """
 
     kind: type
+    has_gradient: tuple[bool, ...]
     field: str
+
+    @classmethod
+    def of(cls, node: Any, field: str = '') -> SavedAs:
+        """What a node has saved in a field."""
+        return cls(type(node), tuple([one is not None for one, _ in node.next_functions]), field)
 
 
 class SavedTensor:
@@ -55,6 +67,7 @@ class SavedTensor:
         number: Among those that the module saves in this forward.
         need: What a derivative needs of it, if that is known.
         saved_as: By what, if it is known.
+        order: Among all that are saved in this forward.
         is_recomputable: Whether a way was found to compute it again.
         follows: Gives what stands for it where others are coded, with which it has to agree.
     """
@@ -62,8 +75,8 @@ class SavedTensor:
     __slots__ = (
         '__weakref__', '_counted_bytes', '_dtype', '_is_metered', '_kept', '_layout', '_offloaded',
         '_part', '_prefetched', '_rules', 'codec', 'follows', 'is_examined', 'is_for_no_rule',
-        'is_recomputable', 'is_whole', 'memory', 'module', 'name', 'need', 'number', 'rule',
-        'saved_as',
+        'is_recomputable', 'is_whole', 'memory', 'module', 'name', 'need', 'number', 'order',
+        'rule', 'saved_as',
     )  # fmt: skip
 
     def __init__(
@@ -73,6 +86,7 @@ class SavedTensor:
         module: nn.Module,
         rules: Sequence[tuple[Rule, str]],
         number: int,
+        order: int,
         saved_as: SavedAs | None = None,
     ) -> None:
         self._kept: KeptAsIs | None = KeptAsIs(tensor)
@@ -81,7 +95,7 @@ class SavedTensor:
         self.codec: Codec | None = None
         self.is_examined = self.is_whole = self.is_for_no_rule = self._is_metered = False
         self._rules, self.name = rules, ''  # of the module that saves it
-        self.saved_as, self.is_recomputable = saved_as, False
+        self.saved_as, self.order, self.is_recomputable = saved_as, order, False
         self._counted_bytes = (0, 0)
         self._part: _CodedPart | None = None
         self._prefetched: Tensor | None = None
@@ -157,9 +171,9 @@ class SavedTensor:
         """Whether no rule of its module codes anything but what can be computed again."""
         return all(rule.only_recomputes for rule, _ in self._rules)
 
-    def is_saved_by(self, kind: type) -> bool:
-        """Whether its field is known, and nodes of that class have it."""
-        return self.saved_as is not None and self.saved_as.kind is kind
+    def is_saved_by(self, node: SavedAs) -> bool:
+        """Whether its field is known, if it is such a node's."""
+        return self.saved_as is not None and self.saved_as[:2] == node[:2]
 
     def may_be_coded(self, need: Need, node: Any, field: str) -> bool:
         """Whether a codec may be found for what this tensor's node has saved in a field."""

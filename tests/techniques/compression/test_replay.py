@@ -289,7 +289,7 @@ def coded_gradients(model, x, seed=0):
     """Of a model whose codes round by the seed."""
     torch.manual_seed(seed)
     restart_private_generators()
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     return torch.autograd.grad(model(x).double().square().sum(), [*parameters, x])
 
 
@@ -350,6 +350,107 @@ def test_another_operation_in_the_place_of_one_that_is_coded():
     assert plans_of(model)
     (found,) = torch.autograd.grad(model(x).sum(), x)
     assert torch.equal(found, 2 * x.exp())
+
+
+class Layers(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.layers, self.function = nn.ModuleList(nn.Linear(32, 32) for _ in range(3)), function
+
+    def forward(self, x):
+        return self.function(x, *self.layers)
+
+
+def branches(x, a, b, c):
+    return a(x).sin() * b(x).cos()
+
+
+def attended(x, a, b, c):
+    scores = torch.bmm(a(x), b(x).transpose(1, 2))
+    return torch.bmm(scores.softmax(-1), c(x))
+
+
+def many_of_which_half_stay(x, a, b, c):
+    for _ in range(8):
+        x = F.gelu(x.exp().sin())
+    return x
+
+
+@pytest.mark.parametrize('function', [branches, attended, many_of_which_half_stay])
+@pytest.mark.parametrize('ranges', ['group', 'running'])
+def test_codes_draw_the_same_noise_by_plan(function, ranges):
+    """So that a run that is resumed, which has no plan at first, goes on as it would have."""
+    torch.manual_seed(0)
+    model = Layers(function).train()
+    quantize_activations(model, 8, ranges=ranges, min_numel=1)
+    for step in range(8):
+        x = torch.randn(4, 16, 32, requires_grad=True)
+        found = []
+        for one in (copy.deepcopy(model), model):
+            torch.manual_seed(step)
+            restart_private_generators()
+            used = [x, *(p for p in one.parameters())]
+            found.append(torch.autograd.grad(one(x).square().sum(), used, allow_unused=True))
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class Swap(nn.Module):
+    """A constant stands where a result was, or the other factor, or one whose sign is lazy."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what, self.is_swapped = what, False
+        self.register_buffer('table', torch.rand(8, 64, 64))
+        self.frozen = nn.Parameter(torch.rand(8, 64, 64), requires_grad=False)
+
+    def forward(self, x):
+        result = x.detach().cos()[:4]
+        if self.what == 'factor':
+            one, other = x[0].sin(), x.detach().cos()[0]
+            return torch.mm(one, other) if self.is_swapped else torch.mm(other, one)
+        if self.what == 'sign':
+            z, shape = torch.fft.fft(x), x.shape
+            real = F.gelu(z.real)
+            lazy = z.conj().imag if self.is_swapped else z.view(shape).view(shape).imag.view(shape)
+            return real + F.gelu(lazy)
+        own = self.table if self.what == 'buffer' else self.frozen
+        return x.sin() * (own[:4] if self.is_swapped else result)
+
+
+@pytest.mark.parametrize('what', ['buffer', 'frozen', 'factor', 'sign'])
+def test_what_stands_in_the_place_of_what_is_coded_is_kept_as_without_a_plan(what):
+    torch.manual_seed(0)
+    model, x = Swap(what).train(), torch.randn(4, 64, 64, requires_grad=True)
+    quantize_activations(model, 4)
+    for _ in range(2):
+        coded_gradients(model, x)
+    model.is_swapped = True
+    found = []
+    for one in (model, copy.deepcopy(model)):
+        torch.manual_seed(0)
+        restart_private_generators()
+        found.append(torch.autograd.grad(one(x).sum(), x)[0])
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ('norm', 'activation'),
+    [
+        (nn.LayerNorm(8, elementwise_affine=False), nn.SiLU(inplace=True)),
+        (nn.BatchNorm2d(4).requires_grad_(False), nn.SiLU(inplace=True)),
+        (nn.GroupNorm(2, 4).requires_grad_(False), nn.Hardswish(inplace=True)),
+    ],
+    ids=['layer', 'batch', 'group'],
+)
+def test_a_frozen_norm_before_what_acts_in_place(norm, activation):
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 4, 1), norm, activation, nn.Conv2d(4, 4, 1)
+    plain = nn.Sequential(*layers).train()
+    model = copy.deepcopy(plain)
+    recompute_activations(model)
+    for _ in range(5):
+        x = torch.randn(2, 3, 8, 8, requires_grad=True)
+        assert torch.equal(gradient(model, x), gradient(plain, x))
 
 
 def test_rules_that_change_their_mind_have_other_plans():
