@@ -457,9 +457,10 @@ class _ForwardHooks(saved_tensors_hooks):
         needs = needs_of(node)
         for saved in kept:
             assert saved.saved_as is not None
-            need = needs.get(saved.saved_as.field)
-            if need is not None:
-                saved.choose_codec(need, node, _nothing)
+            field = saved.saved_as.field
+            if (need := needs.get(field)) is not None:
+                find = partial(self._recomputation, node, field, saved)
+                saved.choose_codec(need, node, find)
 
     def _find_saved(self, node: Any, kept: list[SavedTensor], has_copy: bool) -> list[SavedTensor]:
         """What a node has saved, with what each is for, as it is found in its fields."""
