@@ -37,10 +37,8 @@ class Block:
 
 def blocks_of(tensor: Tensor) -> Iterator[Block]:
     """The memory behind a tensor: one storage, or those of the parts of a composite tensor."""
-    if type(tensor) in _OF_ONE_STORAGE and tensor.layout is torch.strided:  # as most are
-        storage = tensor.untyped_storage()
-        yield Block(storage_key(storage), storage.nbytes(), storage)
-    elif hasattr(tensor, '__tensor_flatten__'):  # a wrapper such as DTensor
+    # Most are none of these, which takes longer to find out than of what class they are.
+    if type(tensor) not in _OF_ONE_STORAGE and hasattr(tensor, '__tensor_flatten__'):  # a DTensor
         for name in tensor.__tensor_flatten__()[0]:
             part = getattr(tensor, name)
             if isinstance(part, Tensor):  # of a DTensor also its mesh is named
@@ -173,8 +171,7 @@ class Ledger:
                     self._nbytes[key] = block.nbytes
                     self._live += block.nbytes
                     self._total += block.nbytes
-                    if self._live > self._peak:  # max() takes four times as long
-                        self._peak = self._live
+                    self._peak = max(self._peak, self._live)
                 self._holders[key] = holders + 1
                 held.append(key)
             return tuple(held)

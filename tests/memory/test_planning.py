@@ -73,17 +73,17 @@ def test_what_is_cheaper_is_preferred():
     assert 'slices' not in find(1400, SLICES, KEPT, DEPTH).chosen.plan  # 0.8 costs a fifteenth
 
 
-def offloading(**at_once):
+def offloading(most=math.inf):
     """What one knob more leaves a quarter of, in little time."""
     step = Step(second_forward=False)
 
     def cost_of(plan):
         rest = {name: level for name, level in plan.items() if name != 'offload'}
-        step.asked = []
+        step.asked.clear()  # as it is asked again
         cost = step(rest)
         if 'offload' not in plan:
             return cost
-        if cost.peak_bytes > at_once.get('most', math.inf):
+        if cost.peak_bytes > most:
             return None
         return replace(cost, peak_bytes=cost.peak_bytes // 4, offloaded_bytes=1000)
 

@@ -93,9 +93,7 @@ class _Search:
         best = self.plain if self.fits(self.plain) else None
         if not best:
             self.knobs = [knob for knob in self.knobs if not self.is_beaten(knob)]
-        best = (
-            best or self.best_of(self.combinations(False)) or self.best_of(self.combinations(True))
-        )
+            best = self.best_of(self.combinations(False)) or self.best_of(self.combinations(True))
         if best is None:  # with what else would fit
             leanest(self.all_knobs, self.cost)
         self.use_what_is_left()
@@ -134,10 +132,9 @@ class _Search:
     def combinations(self, with_last_resort: bool) -> Iterator[tuple[Knob, ...]]:
         for count in range(1, len(self.knobs) + 1):
             for some in combinations(self.knobs, count):
-                has_resort = any(knob.is_last_resort for knob in some)
-                if has_resort == with_last_resort and not has_both(
-                    some, {one.name for one in some}
-                ):
+                has_last_resort = any(knob.is_last_resort for knob in some)
+                names = {knob.name for knob in some}
+                if has_last_resort == with_last_resort and not has_both(some, names):
                     yield some
 
     def is_beaten(self, knob: Knob) -> bool:

@@ -105,12 +105,10 @@ def _cpu_kernels(like: Tensor, bits: int, group_size: int) -> Any | None:
     """
     if group_size > _LARGEST_GROUP_OF_KERNELS or like.dtype not in _DTYPES_ON_CPU:
         return None
-    how = bits, group_size
     if is_fake(like) and like.device.type == 'cpu':
         with without_modes():
-            real = torch.empty(0, dtype=like.dtype, device='cpu')
-            return proven_kernels(f'{_KERNELS}.quantizing_on_cpu', real, *how, on='cpu')
-    return proven_kernels(f'{_KERNELS}.quantizing_on_cpu', like, *how, on='cpu')
+            return _cpu_kernels(torch.empty(0, dtype=like.dtype, device='cpu'), bits, group_size)
+    return proven_kernels(f'{_KERNELS}.quantizing_on_cpu', like, bits, group_size, on='cpu')
 
 
 def quantize(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable
 from dataclasses import replace
 from functools import cached_property, partial
 from operator import attrgetter
@@ -40,6 +40,7 @@ from memengine.techniques.activation_offload import ActivationOffload
 from memengine.techniques.compression.attention import attend_to_codes, is_coarse
 from memengine.techniques.compression.backward_needs import (
     IN_PLACE_FORMS,
+    Need,
     needs_of,
     operation_name,
     producer_of,
@@ -80,7 +81,7 @@ class _State(threading.local):
 
 
 _state = _State()
-_MOST_UNEXAMINED = 8  # operations whose saved tensors are held raw, if they are known by then
+_MOST_UNEXAMINED = 8  # operations that save before those so far are looked at
 _LONGEST_IN_PLACE = 3  # operations after a norm: a sum and an activation, and the norm itself
 _MAY_BE_IN_PLACE = IN_PLACE_FORMS | {'Relu', 'Add'}
 _NORMS = (BatchOrInstanceNorm, nn.GroupNorm)
@@ -275,7 +276,7 @@ class CompressedForward(WrappedForward):
             rule.begin_forward()  # which may raise
         first_node = next_node_number()
         replay = self._plans.begin((*args, *kwargs.values()), self.model_rules, first_node)
-        hooks = _state.hooks = _ForwardHooks(self.module, replay, first_node, args)
+        hooks = _state.hooks = _ForwardHooks(self.module, replay, first_node)
         try:
             with hooks:
                 outputs = self(*args, **kwargs)
@@ -289,19 +290,14 @@ class CompressedForward(WrappedForward):
 class _ForwardHooks(saved_tensors_hooks):
     """The saved-tensor hooks of one forward."""
 
-    def __init__(
-        self, module: nn.Module, replay: Replay, first_node: int, given: Sequence[Any]
-    ) -> None:
+    def __init__(self, module: nn.Module, replay: Replay, first_node: int) -> None:
         self.forward: CompressedForward | None = None  # the innermost module that runs
         # What is saved whose operation has not been looked at, by the saving node.
         self.unexamined: dict[int, list[weakref.ref[SavedTensor]]] = {}
         self._module, self._replay, self._first_node = module, replay, first_node
         self._seen_nodes: set[int] = set()  # by number, as are the others
         self.saving_since = 0  # operations that have saved since the last look at some
-        self._last_counted: int | None = -1
-        self._given = {
-            storage_key(x.untyped_storage()) for x in given if type(x) is Tensor and is_plain(x)
-        }
+        self._last_counted = -1
         self._held = 0  # tensors so far
         self._storages: dict[int, SavedStorage] = {}
         self._counts: dict[CompressedForward, int] = {}  # of what each has saved so far
@@ -313,7 +309,7 @@ class _ForwardHooks(saved_tensors_hooks):
 
     @cached_property
     def _owned(self) -> dict[int, Any]:
-        """Storages that are the model's; nobody asks in a forward that agrees with its plan."""
+        """Storages that are the model's; by plan only constants that were coded are looked for."""
         return owned_by([self._module])
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -335,57 +331,30 @@ class _ForwardHooks(saved_tensors_hooks):
             replay.note(tensor, packed, number, forward.rules)
             return packed
         packed = replay.pack(tensor, number, forward, self._memory_of)
-        if packed is None:
-            return self._look_at(tensor, number, forward)
-        if type(packed) is SavedAs:
-            if not self._is_result_or_given(tensor):
-                return self._look_at(tensor, number, forward)
-            count = self._count_of(tensor, number, forward)
-            return self._hold(tensor, number, forward, count, packed)
+        if packed is None or type(packed) is SavedAs:
+            return self._look_at(tensor, number, forward, packed)
         if type(packed) is not KeptAsIs:  # a parameter
-            self._count_of(tensor, number, forward)
+            self._count(tensor, number, forward)
         return packed
 
-    def _is_result_or_given(self, tensor: Tensor) -> bool:
-        """Whether it is surely none of the model's own."""
-        if not is_plain(tensor) or is_parameter(tensor):
-            return False
-        return tensor.grad_fn is not None or storage_key(tensor.untyped_storage()) in self._given
-
-    def _look_at(self, tensor: Tensor, number: int | None, forward: CompressedForward) -> Any:
+    def _look_at(
+        self,
+        tensor: Tensor,
+        number: int | None,
+        forward: CompressedForward,
+        saved_as: SavedAs | None = None,
+    ) -> Any:
         """Hold a tensor until it is known what it is for, if that is to be found out."""
         if not is_plain(tensor):
             return tensor
         if is_parameter(tensor):
             return KeptAsIs(tensor)
-        count = self._count_of(tensor, number, forward)
-        if storage_key(tensor.untyped_storage()) in self._owned or not tensor.numel():
-            return KeptAsIs(tensor)
-        return self._hold(tensor, number, forward, count)
-
-    def _count_of(self, tensor: Tensor, number: int | None, forward: CompressedForward) -> int:
-        """One more of what a module saves.
-
-        What came before may be looked at: after as many operations with a plan as without one, so
-        that tensors are coded in the same order, and draw the same random numbers.
-        """
-        if number is not None and number != self._last_counted:
-            self._last_counted = number
-            self.saving_since += 1
-            if self.saving_since > _MOST_UNEXAMINED:
-                self._examine_before(tensor, number)
-        count = self._counts[forward] = self._counts.get(forward, 0) + 1
-        return count
-
-    def _hold(
-        self,
-        tensor: Tensor,
-        number: int | None,
-        forward: CompressedForward,
-        count: int,
-        saved_as: SavedAs | None = None,
-    ) -> SavedTensor:
+        count = self._count(tensor, number, forward)
         key = storage_key(tensor.untyped_storage())
+        # What a plan has seen coded was none of the model's own; a result is none now either.
+        may_be_owned = saved_as is None or tensor.grad_fn is None
+        if not tensor.numel() or (may_be_owned and key in self._owned):
+            return KeptAsIs(tensor)
         memory = self._storages.get(key)
         if memory is None or not memory.is_of(tensor):
             memory = self._storages[key] = SavedStorage(tensor, self._replay.held_whole(key))
@@ -397,6 +366,20 @@ class _ForwardHooks(saved_tensors_hooks):
         else:
             self.unexamined.setdefault(number, []).append(weakref.ref(saved))
         return saved
+
+    def _count(self, tensor: Tensor, number: int | None, forward: CompressedForward) -> int:
+        """Which it is of those that a module saves.
+
+        What came before may be looked at: after as many operations with a plan as without one, so
+        that tensors are coded in the same order, and draw the same random numbers.
+        """
+        if number is not None and number != self._last_counted:
+            self._last_counted = number
+            self.saving_since += 1
+            if self.saving_since > _MOST_UNEXAMINED:
+                self._examine_before(tensor, number)
+        count = self._counts[forward] = self._counts.get(forward, 0) + 1
+        return count
 
     def _memory_of(self, tensor: Tensor) -> SavedStorage | None:
         """The memory of a tensor, if something that is saved of it was looked at."""
@@ -445,7 +428,7 @@ class _ForwardHooks(saved_tensors_hooks):
             found = kept
             self._recall_needs(node, kept)
         else:
-            found = self._find_saved(node, kept, has_copy)
+            found = self._find_saved(node, kept, None if has_copy else this)
         if any(map(is_coarse, found)):
             attend_to_codes(node, self._find_source)
         for saved in found:
@@ -459,28 +442,38 @@ class _ForwardHooks(saved_tensors_hooks):
             assert saved.saved_as is not None
             field = saved.saved_as.field
             if (need := needs.get(field)) is not None:
-                find = partial(self._recomputation, node, field, saved)
-                saved.choose_codec(need, node, find)
+                self._choose_codec(saved, need, node, field)
 
-    def _find_saved(self, node: Any, kept: list[SavedTensor], has_copy: bool) -> list[SavedTensor]:
-        """What a node has saved, with what each is for, as it is found in its fields."""
+    def _find_saved(
+        self, node: Any, kept: list[SavedTensor], this: SavedAs | None
+    ) -> list[SavedTensor]:
+        """What a node has saved, with what each is for, as it is found in its fields.
+
+        Args:
+            node: Of the graph.
+            kept: What it has saved itself.
+            this: As what it saves; None where a copy has saved something for it.
+        """
         found: list[SavedTensor] = []
-        for field, need in needs_of(node).items() if kept or has_copy else ():
-            if not has_copy and not kept[0].may_be_coded(need, node, field):
+        for field, need in needs_of(node).items() if kept or this is None else ():
+            if this is not None and not kept[0].may_be_coded(need, node, field):
                 continue  # to unpack it would tell nothing
             saved = _held_in_field(node, field)
             # What its plan has let go of is decided, though other fields of its node are not.
             if isinstance(saved, SavedTensor) and not saved.is_examined:
-                find = partial(self._recomputation, node, field, saved)
-                saved.choose_codec(need, node, find)
-                saved.saved_as = None if has_copy else SavedAs.of(node, field)
+                self._choose_codec(saved, need, node, field)
+                saved.saved_as = this and this._replace(field=field)
                 found.append(saved)
         for saved in kept:
             if saved not in found:
                 saved.is_for_no_rule = True
-                saved.saved_as = None if has_copy else SavedAs.of(node)
+                saved.saved_as = this
                 found.append(saved)
         return found
+
+    def _choose_codec(self, saved: SavedTensor, need: Need, node: Any, field: str) -> None:
+        find = partial(self._recomputation, node, field, saved)
+        saved.choose_codec(need, node, find)
 
     def _recomputation(self, node: Any, field: str, saved: SavedTensor) -> Recomputation | None:
         """How to compute what a node has saved again, with the version that it is to have."""

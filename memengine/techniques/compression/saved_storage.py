@@ -45,9 +45,9 @@ class SavedAs(NamedTuple):
     field: str
 
     @classmethod
-    def of(cls, node: Any, field: str = '') -> SavedAs:
-        """What a node has saved in a field."""
-        return cls(type(node), tuple([one is not None for one, _ in node.next_functions]), field)
+    def of(cls, node: Any) -> SavedAs:
+        """What a node has saved, whatever it is for."""
+        return cls(type(node), tuple([one is not None for one, _ in node.next_functions]), '')
 
 
 class SavedTensor:

@@ -21,6 +21,10 @@ PIPELINES = [
     'val_dataloader.dataset.bank.pipeline',
     'val_dataloader.dataset.queries.pipeline',
 ]
+MNASNET = [
+    "model.backbone=dict(_delete_=True,type='TorchvisionBackbone',model_name='mnasnet1_0')",
+    *(f'{pipeline}={RGB}' for pipeline in PIPELINES),
+]
 MSN = (
     "model.backbone=dict(_delete_=True,type='TransformersImage',model_name='vit_msn',"
     'pretrained=False,config=dict(num_channels=1,image_size=16,patch_size=4,hidden_size=64,'
@@ -42,23 +46,9 @@ DETECTOR = [
 ROWS = {
     'classifier': ('configs/classify_vit.py', 0.7, []),
     'detector': (recipes.FASTER_RCNN, 1.2, ['dropit=None', *DETECTOR]),  # nothing is tried
-    'of torchvision': (
-        'configs/classify_vit.py',
-        0.9,
-        [
-            "model.backbone=dict(_delete_=True,type='TorchvisionBackbone',model_name='mnasnet1_0')",
-            *(f'{pipeline}={RGB}' for pipeline in PIPELINES),
-        ],
-    ),
+    'of torchvision': ('configs/classify_vit.py', 0.9, MNASNET),
     # Its BatchNorm forbids slices, and checkpointing leaves more than half.
-    'of torchvision, offloaded': (
-        'configs/classify_vit.py',
-        0.45,
-        [
-            "model.backbone=dict(_delete_=True,type='TorchvisionBackbone',model_name='mnasnet1_0')",
-            *(f'{pipeline}={RGB}' for pipeline in PIPELINES),
-        ],
-    ),
+    'of torchvision, offloaded': ('configs/classify_vit.py', 0.45, MNASNET),
     'of transformers': ('configs/classify_vit.py', 0.7, [MSN]),
     'of timm': ('configs/classify_vit.py', 0.8, [CAIT]),
     'DINO': ('configs/dino_vit.py', 0.9, []),
@@ -102,8 +92,12 @@ def test_a_plan_trains_within_its_budget(name, device, tmp_path, monkeypatch):
     assert not ran.returncode, ran.stderr
     planned = json.loads(ran.stdout.splitlines()[-1])
     assert planned['trained'] and 0 < planned['peak'] <= planned['budget'], planned
-    tried = ('optim_wrapper.type', 'activation_checkpointing', 'recomputed_activations')
-    tried = *tried, 'activation_offload'
+    tried = (
+        'optim_wrapper.type',
+        'activation_checkpointing',
+        'recomputed_activations',
+        'activation_offload',
+    )
     is_planned = any(option in planned['line'] for option in tried)
     assert is_planned == (share < 1), planned
     assert ('activation_offload' in planned['line']) == ('offloaded' in name), planned

@@ -147,7 +147,7 @@ def test_what_is_offloaded_takes_time_and_leaves_batch_statistics_alone():
 
 def test_what_has_no_room_beside_the_device_is_not_offloaded(monkeypatch):
     some = planner(SIMCLR, batch_size=512, **{'model.head.use_bn': True})
-    monkeypatch.setattr(sys.modules[Planner.__module__], 'room_beside', lambda device: 2**20)
+    monkeypatch.setattr(sys.modules[Planner.__module__], 'room_beside', lambda: 2**20)
     assert some.cost({'activation_offload': True}) is None
     assert 'GiB would wait outside' in some.left_out['activation_offload']
 

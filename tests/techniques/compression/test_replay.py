@@ -386,12 +386,7 @@ def test_codes_draw_the_same_noise_by_plan(function, ranges):
     quantize_activations(model, 8, ranges=ranges, min_numel=1)
     for step in range(8):
         x = torch.randn(4, 16, 32, requires_grad=True)
-        found = []
-        for one in (copy.deepcopy(model), model):
-            torch.manual_seed(step)
-            restart_private_generators()
-            used = [x, *(p for p in one.parameters())]
-            found.append(torch.autograd.grad(one(x).square().sum(), used, allow_unused=True))
+        found = [coded_gradients(one, x, step) for one in (copy.deepcopy(model), model)]
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -426,12 +421,19 @@ def test_what_stands_in_the_place_of_what_is_coded_is_kept_as_without_a_plan(wha
     for _ in range(2):
         coded_gradients(model, x)
     model.is_swapped = True
-    found = []
-    for one in (model, copy.deepcopy(model)):
-        torch.manual_seed(0)
-        restart_private_generators()
-        found.append(torch.autograd.grad(one(x).sum(), x)[0])
+    found = [coded_gradients(one, x)[-1] for one in (model, copy.deepcopy(model))]
     assert torch.equal(*found)
+
+
+def test_a_buffer_of_the_models_own_that_it_is_given_is_kept():
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64).train()
+    model.register_buffer('table', torch.randn(64, 64))
+    quantize_activations(model, 4, min_numel=1)
+    for _ in range(2):
+        model(torch.randn(64, 64)).sum().backward()
+    for one in (copy.deepcopy(model), model):
+        assert not saved_bytes(lambda one=one: one(one.table), one)
 
 
 def test_what_may_be_computed_again_now_is_not_dropped_by_plan():

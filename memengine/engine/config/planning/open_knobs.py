@@ -227,17 +227,20 @@ class OpenKnobs:
             )
 
     def _compression(self, allow: str) -> Iterator[Knob]:
-        some: dict[str, tuple[Any, ...]] = {'recomputed_activations': (True,)}
+        yield from self._of_activations('recomputed_activations', (True,))
         if allow == 'lossy':
-            some['quantized_activations'] = _BITS
-        some['activation_offload'] = (True,)
-        for key, levels in some.items():
-            if self._cfg.get(key):
-                self._left_out[key] = 'it is set by the config'
-            else:
-                is_last = key == 'activation_offload'  # it takes the host's memory, or files
-                least = Cost.without_activations
-                yield Knob(key, levels, least=least, is_last_resort=is_last)
+            yield from self._of_activations('quantized_activations', _BITS)
+        # It takes the host's memory, or files.
+        yield from self._of_activations('activation_offload', (True,), is_last_resort=True)
+
+    def _of_activations(
+        self, key: str, levels: tuple[Any, ...], is_last_resort: bool = False
+    ) -> Iterator[Knob]:
+        if self._cfg.get(key):
+            self._left_out[key] = 'it is set by the config'
+        else:
+            least = Cost.without_activations
+            yield Knob(key, levels, least=least, is_last_resort=is_last_resort)
 
     def _tiles(self) -> Iterator[Knob]:
         loss = self._cfg.model.get('loss')

@@ -73,9 +73,9 @@ def usable_bytes(budget_bytes: int) -> int:
     return int(budget_bytes * (1 - share)) - nbytes
 
 
-def room_beside(device: str) -> int:
+def room_beside() -> int:
     """Bytes for each process where offload moves to: free on the disk, or half of a GPU's host."""
-    if device == 'cpu':
+    if get_device() == 'cpu':
         return shutil.disk_usage(tempfile.gettempdir()).free // get_world_size()
     return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') // 2 // get_world_size()
 
@@ -202,7 +202,7 @@ class Planner:
         """
         cost = self._steps.asked_first(self._cost, plan)
         at_once = cost.offloaded_bytes // 2 if cost else 0  # or less: all that goes out in a step
-        if at_once > (room := room_beside(get_device())):
+        if at_once and at_once > (room := room_beside()):
             self.left_out['activation_offload'] = (
                 f'{at_once / 2**30:.1f} GiB would wait outside of the memory that is planned for, '
                 f'where each process has {room / 2**30:.1f} GiB'
