@@ -174,15 +174,17 @@ class _Offloading(saved_tensors_hooks):
         self._leaving.wait()
         super().__exit__(*exception)
 
-    def pack(self, tensor: Tensor) -> Any:
-        """What stands for a saved tensor."""
+    def pack(self, tensor: Tensor, is_part: bool | None = None) -> Any:
+        """What stands for a saved tensor; it may be said whether it is a part without a base."""
         if not is_plain(tensor):
             return tensor
         storage = tensor.untyped_storage()
         stays = storage_key(storage) in self._stays or is_parameter(tensor)
         if stays or storage.nbytes() < self._offload.min_bytes:
             return KeptAsIs(tensor)
-        if is_part_without_base(tensor):  # its version says nothing of the rest of the memory
+        if is_part is None:
+            is_part = is_part_without_base(tensor)
+        if is_part:  # its version says nothing of the rest of the memory
             tensor = tensor.clone()
             storage = tensor.untyped_storage()
         return _OffloadedView(self._storage_of(tensor, storage), tensor)
@@ -206,8 +208,13 @@ class _Offloading(saved_tensors_hooks):
         return stored
 
 
-def offload_tensor(tensor: Tensor) -> Callable[[], Tensor]:
+def offload_tensor(tensor: Tensor, is_part: bool | None = None) -> Callable[[], Tensor]:
     """Move a tensor out as the offload does that is active; for hooks inside that keep tensors.
+
+    Args:
+        tensor: Its memory moves, once for all of its views.
+        is_part: Whether it is a part of a memory, and no view of another tensor; to be said of one
+            that is detached by now.
 
     Returns:
         Gives it back. Without an active offload it stays where it is.
@@ -215,7 +222,7 @@ def offload_tensor(tensor: Tensor) -> Callable[[], Tensor]:
     offloading = _state.offloading
     if offloading is None:
         return lambda: tensor
-    packed = offloading.pack(tensor)
+    packed = offloading.pack(tensor, is_part)
     return lambda: _unpack(packed)
 
 

@@ -51,6 +51,18 @@ def find(limit, *knobs, **kwargs):
     return found
 
 
+def test_a_cost_between_two_has_the_peak_of_a_phase_that_both_have():
+    def cost(peak_bytes, **phases):
+        return Cost(peak_bytes, 0, 0, 0, phases=phases)
+
+    few, many = cost(50, forward=10, loss=50), cost(90, forward=90, loss=60)
+    assert Cost.by_phase([(0.5, few), (0.5, many)]).peak_bytes == 55
+    other = cost(130, forward=10, backward=130)
+    between = Cost.by_phase([(0.5, few), (0.5, other)])
+    assert between.peak_bytes == 90 and between.phases == {'forward': 10}
+    assert Cost.by_phase([(2, between), (-1, few)]).peak_bytes == 130
+
+
 def test_a_step_that_fits_is_left_as_it_is():
     found = find(1640, SLICES, KEPT, DEPTH)
     assert found.chosen == found.plain and not found.chosen.plan

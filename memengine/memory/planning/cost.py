@@ -134,7 +134,7 @@ class Cost:
         """Several costs, each so many times: each phase by itself, of which the most is the peak.
 
         So what is linear in a step's depth or size stays so where another phase becomes the peak.
-        Of costs that share no phase it is the peaks' sum.
+        Where one of them has its peak in a phase that another lacks, it is the peaks' sum.
         """
         weights, costs = zip(*parts, strict=True)
         shared = [phase for phase in costs[0].phases if all(phase in c.phases for c in costs)]
@@ -143,8 +143,9 @@ class Cost:
             for phase in shared
         }
         total = cls.sum(parts)
-        peak = max(phases.values(), default=total.peak_bytes)
-        return replace(total, peak_bytes=peak, phases=phases)
+        if any(max((c.phases[p] for p in shared), default=-1) < c.peak_bytes for c in costs):
+            return replace(total, phases=phases)
+        return replace(total, peak_bytes=max(phases.values()), phases=phases)
 
     def with_work_of(self, other: Cost, share: float = 1.0) -> Cost:
         """The same bytes at once, and what another one computes and moves, or a share of that."""

@@ -183,6 +183,10 @@ class DropIT(RuleHandle):
         """Where anything is dropped."""
         return tuple(sparsifier.gamma > 0 for sparsifier in self._sparsifiers.values())
 
+    def fidelity_of(self, codec: Codec) -> float:
+        """The share that is kept."""
+        return 1 - codec.gamma if isinstance(codec, Sparsifier) else self.fidelity
+
     def codec(self, name: str, need: Need, tensor: Tensor, find: FindRecomputation) -> Codec | None:
         """Drop what layers keep."""
         if need in (Need.LINEAR, Need.CONVOLUTION):

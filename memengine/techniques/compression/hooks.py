@@ -37,6 +37,7 @@ from memengine.memory.ledger import owned_by, tensors_in
 from memengine.memory.meter import is_counting
 from memengine.technique import PausableHandle, Report
 from memengine.techniques.activation_offload import ActivationOffload
+from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.compression.attention import attend_to_codes, is_coarse
 from memengine.techniques.compression.backward_needs import (
     IN_PLACE_FORMS,
@@ -169,6 +170,7 @@ class RuleHandle(PausableHandle):
     """
 
     setting: str
+    fidelity: int
     only_recomputes = False
 
     def __init__(self, model: nn.Module) -> None:
@@ -200,6 +202,10 @@ class RuleHandle(PausableHandle):
     def state(self) -> Hashable:
         """Most rules choose alike for ever."""
         return ()
+
+    def fidelity_of(self, codec: Codec) -> float:
+        """Most rules have codecs that are equally near."""
+        return self.fidelity
 
     def begin_forward(self) -> None:
         """Most rules do not count what is saved in a forward."""

@@ -136,7 +136,7 @@ class QuantizedActivations(RuleHandle):
     """
 
     setting = _SETTING
-    fidelity = 2
+    fidelity = max(_WIDTHS)
 
     def __init__(
         self,
@@ -162,6 +162,10 @@ class QuantizedActivations(RuleHandle):
         """Bits as allotted, or on trial."""
         trial = self._trial_bits
         return tuple(self.bits_of.items()), None if trial is None else tuple(trial.items())
+
+    def fidelity_of(self, codec: Codec) -> float:
+        """The bits of each element."""
+        return codec.bits if isinstance(codec, Quantizer) else self.fidelity
 
     def codec(self, name: str, need: Need, tensor: Tensor, find: FindRecomputation) -> Codec | None:
         """As many bits as this place has."""

@@ -76,8 +76,7 @@ class Rule(Protocol):
 
     Attributes:
         setting: What errors call it.
-        fidelity: Of several rules' codes of one tensor, that of the highest is kept; EXACT for one
-            that gives back what there was, which comes before all others.
+        fidelity: The most that codes of it have; EXACT for what gives back what there was.
         codes_each_view: Whether views of one storage have codes of their own: their shape matters.
         only_recomputes: Whether it codes nothing but what can be computed again.
         kept: What it has saved so far.
@@ -103,6 +102,9 @@ class Rule(Protocol):
 
         ``find()`` finds out how to compute the tensor's storage again from what is kept anyway.
         """
+
+    def fidelity_of(self, codec: Codec) -> float:
+        """How near a code of it is: of several for one memory, that of the highest is kept."""
 
     def still_serves(
         self, place: RecomputedPlace, tensor: Tensor, recomputation: Recomputation

@@ -21,8 +21,13 @@ from memengine.techniques.codecs.memory_order import is_dense
 from memengine.techniques.compression.backward_needs import Need
 from memengine.techniques.compression.recomputable_ops import is_recomputable
 from memengine.techniques.compression.recomputation import Recomputation, RecomputedCode
-from memengine.techniques.compression.rules import FindRecomputation, Rule
-from memengine.techniques.modules.saved_tensors import KeptAsIs, current_backward, is_in_backward
+from memengine.techniques.compression.rules import EXACT, FindRecomputation, Rule
+from memengine.techniques.modules.saved_tensors import (
+    KeptAsIs,
+    current_backward,
+    is_in_backward,
+    is_part_without_base,
+)
 
 __all__ = ['SavedAs', 'SavedStorage', 'SavedTensor', 'still_alive']
 
@@ -73,10 +78,10 @@ class SavedTensor:
     """
 
     __slots__ = (
-        '__weakref__', '_counted_bytes', '_dtype', '_is_metered', '_kept', '_layout', '_offloaded',
-        '_part', '_prefetched', '_rules', 'codec', 'follows', 'is_examined', 'is_for_no_rule',
-        'is_recomputable', 'is_whole', 'memory', 'module', 'name', 'need', 'number', 'order',
-        'rule', 'saved_as',
+        '__weakref__', '_counted_bytes', '_dtype', '_is_metered', '_is_part', '_kept', '_layout',
+        '_offloaded', '_part', '_prefetched', '_rules', 'codec', 'follows', 'is_examined',
+        'is_for_no_rule', 'is_recomputable', 'is_whole', 'memory', 'module', 'name', 'need',
+        'number', 'order', 'rule', 'saved_as',
     )  # fmt: skip
 
     def __init__(
@@ -90,6 +95,7 @@ class SavedTensor:
         saved_as: SavedAs | None = None,
     ) -> None:
         self._kept: KeptAsIs | None = KeptAsIs(tensor)
+        self._is_part = is_offloading() and is_part_without_base(tensor)
         self.memory, self.module, self.number = memory, module, number
         self.rule: Rule | None = None
         self.codec: Codec | None = None
@@ -118,8 +124,9 @@ class SavedTensor:
     def keep_or_offload(self) -> None:
         """Stay as it is: here, or where an offload that is active moves it to."""
         self.is_whole = True
-        if is_offloading():
-            self._offloaded, self._kept = offload_tensor(self.content), None
+        assert self._kept is not None
+        if is_offloading() and not self._kept.is_modified:  # of which backward will complain
+            self._offloaded, self._kept = offload_tensor(self.content, self._is_part), None
         else:
             self.show_to_meters()
 
@@ -130,9 +137,10 @@ class SavedTensor:
             count_kept(self.content)
 
     @property
-    def fidelity(self) -> int:
+    def fidelity(self) -> float:
         """How near its rule's code is."""
-        return self.rule.fidelity if self.rule is not None else 0
+        assert self.rule is not None and self.codec is not None
+        return self.rule.fidelity_of(self.codec)
 
     def __call__(self) -> Tensor:
         """What autograd is given for the tensor."""
@@ -223,6 +231,16 @@ class SavedTensor:
         self._layout, self._dtype = _layout_of(self.content), self.content.dtype
         self._part, self._kept = part, None
 
+    def move_to(self, part: _CodedPart) -> None:
+        """Be read from a part that is nearer, if that has what this is."""
+        if self.rule is None or self._part is None or self._part.fidelity >= part.fidelity:
+            return
+        if part.has(self._layout, self._dtype):
+            assert self.need is not None
+            before, after = self._counted_bytes
+            self.rule.kept.add(self.name, self.need.value, 0, -after)
+            self._part, self._counted_bytes = part, (before, 0)
+
     def revert_to(self, memory: Tensor) -> None:
         """Stay as it is for good, let go of the code, as the memory is kept anyway."""
         if not self.is_here:
@@ -309,31 +327,37 @@ class SavedStorage:
             if one.rule is None:
                 assert one.codec is not None
                 one.replace_by(_coded_part(one.codec, one.content))
+        if not of_values:
+            return
+        best = max(of_values, key=lambda one: one.fidelity)
         for one in of_values:
-            if (part := self._part_for(one, of_values)) is not None:
+            if (part := self._part_for(one, of_values, best)) is not None:
                 one.replace_by(part)
 
-    def _part_for(self, one: SavedTensor, others: list[SavedTensor]) -> _CodedPart | None:
-        """A part that serves: one that is there, or a new one by the codec of most fidelity."""
+    def _part_for(
+        self, one: SavedTensor, others: list[SavedTensor], best: SavedTensor
+    ) -> _CodedPart | None:
+        """A part that serves: one that is there and as near, or a new one by the best's codec."""
         content = one.content
-        layout = _layout_of(content)
+        layout, fidelity = _layout_of(content), best.fidelity
         for key in (layout, None) if self._parts else ():  # the very view, or most of the storage
             part = self._parts[key]() if key in self._parts else None
-            if part is not None and part.can_serve(content):
+            if part is not None and part.fidelity >= fidelity and part.has(layout, content.dtype):
                 return part
-        best = max(others, key=lambda other: other.fidelity)
         assert best.rule is not None and best.codec is not None
         by_view = best.rule.codes_each_view
         codec = one.codec if by_view and one.rule is best.rule else best.codec
         assert codec is not None
         views = [other.content for other in others if other.is_here]
         base = content if by_view else _base_for(content, views)
-        part = _coded_part(codec, base)
+        part = _coded_part(codec, base, fidelity)
         whole = content.untyped_storage().nbytes()
         if part.nbytes >= whole:
             return None
         is_most = base.nbytes >= _SHARE_CODED_WHOLE * whole
         self._parts[None if is_most else layout] = weakref.ref(part)
+        for earlier in still_alive(self._coded):
+            earlier.move_to(part)
         return part
 
 
@@ -357,16 +381,16 @@ def _base_for(view: Tensor, views: list[Tensor]) -> Tensor:
     return view
 
 
-def _coded_part(codec: Codec, base: Tensor) -> _CodedPart:
+def _coded_part(codec: Codec, base: Tensor, fidelity: float = EXACT) -> _CodedPart:
     code = codec(base)
     if isinstance(code, RecomputedCode):
-        return _CodedPart(code, base, 0)  # nothing is kept, and nothing to be looked for in it
+        return _CodedPart(code, base, 0, fidelity)  # nothing is kept, or to be looked for in it
     nbytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(code))
     if is_offloading() and nbytes:
         code = _OffloadedCode(code)
     else:
         count_kept(code)
-    return _CodedPart(code, base, nbytes)
+    return _CodedPart(code, base, nbytes, fidelity)
 
 
 class _OffloadedCode:
@@ -413,21 +437,21 @@ class _CodedPart:
 
     __slots__ = (
         '__weakref__', '_decoded', '_decoded_in', '_decoded_layout', '_device', '_dtype',
-        '_is_dense', '_layout', 'code', 'is_counted', 'nbytes',
+        '_is_dense', '_layout', 'code', 'fidelity', 'is_counted', 'nbytes',
     )  # fmt: skip
 
-    def __init__(self, code: Code, base: Tensor, nbytes: int) -> None:
-        self.code, self.nbytes, self.is_counted = code, nbytes, False
+    def __init__(self, code: Code, base: Tensor, nbytes: int, fidelity: float) -> None:
+        self.code, self.nbytes, self.fidelity, self.is_counted = code, nbytes, fidelity, False
         self._layout, self._dtype, self._is_dense = _layout_of(base), base.dtype, is_dense(base)
         self._device = base.device
         self._decoded: weakref.ref[torch.UntypedStorage] | None = None
         self._decoded_in, self._decoded_layout = -1, self._layout  # in which backward, and how
 
-    def can_serve(self, view: Tensor) -> bool:
+    def has(self, layout: _Layout, dtype: torch.dtype) -> bool:
         """Whether a view of the storage can be read from it."""
-        layout, own = _layout_of(view), self._layout
+        own = self._layout
         within = self._is_dense and layout[0] >= own[0] and _end_of(layout) <= _end_of(own)
-        return view.dtype == self._dtype and (within or layout == own)
+        return dtype == self._dtype and (within or layout == own)
 
     def view_at(self, layout: _Layout) -> Tensor:
         """A view that it serves; of memory that an earlier one still holds, as q, k and v do."""

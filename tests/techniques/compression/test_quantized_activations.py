@@ -14,6 +14,7 @@ from memengine.memory import SavedBytes
 from memengine.techniques.codecs.quantized import QuantizedCode
 from memengine.techniques.compression.dropit import drop_activations
 from memengine.techniques.compression.quantized_activations import quantize_activations
+from memengine.techniques.compression.recomputed_activations import recompute_activations
 from memengine.techniques.modules.private_random import restart_private_generators
 from memengine.testing import relative_error, saved_bytes
 
@@ -225,6 +226,58 @@ def test_layers_inputs_may_be_dropped_and_the_rest_quantised():
         rest.undo()
         assert not any('forward' in vars(module) for module in lossy.modules())
         assert torch.equal(step(lossy, x)[0], plain)
+
+
+class SharedQueries(nn.Module):
+    """Attention reads what its layer of keys has read before, and coded when that ended."""
+
+    def __init__(self):
+        super().__init__()
+        self.k = nn.Linear(32, 32)
+
+    def forward(self, x):
+        y = F.gelu(x.sin())
+        return F.scaled_dot_product_attention(y[:, None], self.k(y)[:, None], y[:, None])
+
+
+IN_8_BITS = {'bits': 8, 'min_numel': 1}
+
+
+@pytest.mark.parametrize(
+    ('coded_as', 'alike', 'error'),
+    [
+        (
+            [(quantize_activations, {**IN_8_BITS, 'bits': {'linear': 1, 'attention': 8}})],
+            [(quantize_activations, {**IN_8_BITS, 'bits': {'linear': 8, 'attention': 8}})],
+            0.01,
+        ),
+        (
+            [(drop_activations, {}), (quantize_activations, IN_8_BITS)],
+            [(quantize_activations, IN_8_BITS)],
+            0.01,
+        ),
+        (
+            [(drop_activations, {}), (recompute_activations, {'exclude': ['k']})],
+            [(recompute_activations, {})],
+            0,
+        ),
+    ],
+)
+def test_what_is_needed_in_more_detail_later_is_coded_again(coded_as, alike, error):
+    x = torch.randn(8, 32, 32, requires_grad=True)
+
+    def run(rules):
+        torch.manual_seed(0)
+        model = SharedQueries()
+        handles = [apply(model, **settings) for apply, settings in rules]
+        with SavedBytes(model, x) as meter:
+            loss = model(x).square().sum()
+            bytes_held = meter.live_bytes, sum(handle.kept.after for handle in handles)
+        return torch.autograd.grad(loss, [x, model.k.weight]), bytes_held
+
+    gradients, bytes_held = run(coded_as)
+    assert max(map(relative_error, gradients, run([])[0])) <= error
+    assert bytes_held == run(alike)[1]
 
 
 def test_bits_are_spent_where_they_count():

@@ -620,6 +620,39 @@ def test_with_offload_the_sources_move(store, tmp_path):
     assert_bitwise(step(model, x), expected)
 
 
+class Slices(nn.Module):
+    """Views of a result that overlap; it may change once they are saved."""
+
+    def __init__(self, changes):
+        super().__init__()
+        self.up, self.changes = nn.Linear(16, 32), changes
+
+    def forward(self, x):
+        y = self.up(x).exp()
+        total = sum(y[..., first : first + 16].sin() for first in range(16))
+        if self.changes:
+            y.add_(1)
+        return total
+
+
+def test_with_offload_views_of_one_memory_move_once():
+    torch.manual_seed(0)
+    model, x = Slices(changes=False), torch.randn(64, 8, 16)
+    expected = step(model, x)
+    recompute_activations(model)
+    offload = offload_activations(model, 'host', min_bytes=1)
+    assert_bitwise(step(model, x), expected)
+    assert offload.peak_stored_bytes == 64 * 8 * 32 * 4
+
+
+def test_with_offload_what_has_changed_since_it_was_saved_is_an_error():
+    model, x = Slices(changes=True), torch.randn(64, 8, 16)
+    recompute_activations(model)
+    offload_activations(model, 'host', min_bytes=1)
+    with pytest.raises(RuntimeError, match='modified by an inplace operation'):
+        step(model, x)
+
+
 def test_inside_checkpointing_there_is_nothing_to_do():
     torch.manual_seed(0)
     blocks = nn.ModuleList([Block(), Block()]).double()
