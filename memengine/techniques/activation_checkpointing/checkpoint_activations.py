@@ -27,7 +27,7 @@ from memengine.techniques.activation_checkpointing.repeatable_forward import (
     SETTING,
     CheckpointedForward,
 )
-from memengine.techniques.modules.blocks import BLOCKS, Selector, select_modules
+from memengine.techniques.modules.blocks import BLOCKS, Selector, first_of, select_modules
 from memengine.techniques.modules.wrapped_forward import is_wrapped
 
 __all__ = ['ActivationCheckpointingSettings', 'Checkpointing', 'checkpoint_activations']
@@ -100,13 +100,7 @@ def checkpoint_activations(
     ops = op_names(keep, SETTING)
     if ops and budget is not None:
         raise ValueError(f'{SETTING}: keep and budget both say what is kept; give one of them')
-    chosen = select_modules(model, modules, every=every, setting=SETTING)
-    if first is not None:
-        if isinstance(first, bool) or first not in range(1, len(chosen) + 1):
-            raise ValueError(
-                f'{SETTING}: first is how many of {len(chosen)} modules, got {first!r}'
-            )
-        chosen = dict(list(chosen.items())[:first])
+    chosen = first_of(select_modules(model, modules, every=every, setting=SETTING), first, SETTING)
     for name, module in chosen.items():
         if is_wrapped(module, CheckpointedForward):
             raise ValueError(f'{SETTING}: {name or "the model"} is checkpointed already')

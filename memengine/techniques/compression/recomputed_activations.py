@@ -29,7 +29,7 @@ from memengine.techniques.compression.rules import (
     RecomputedPlace,
     chosen_modules,
 )
-from memengine.techniques.modules.blocks import Selector
+from memengine.techniques.modules.blocks import BLOCKS, Selector, first_of, select_modules
 from memengine.techniques.modules.fetched_later import FetchedLater
 
 __all__ = ['RecomputedActivations', 'RecomputedActivationsSettings', 'recompute_activations']
@@ -42,6 +42,7 @@ def recompute_activations(
     *,
     modules: Selector | Sequence[Selector] | None = None,
     exclude: Selector | Sequence[Selector] = (),
+    first: int | None = None,
 ) -> RecomputedActivations:
     """Let a model compute the results of cheap operations again instead of keeping them. Exact.
 
@@ -59,6 +60,8 @@ def recompute_activations(
         modules: Where, with all that is in them: names, globs, classes, or ``'blocks'``; None for
             everywhere.
         exclude: Where not.
+        first: Only in so many of these modules, without ``modules`` in so many of the model's
+            blocks, in their order: bytes fall and time rises by as much with each.
 
     Returns:
         The handle: ``kept`` says what was saved; ``undo()``.
@@ -84,6 +87,9 @@ def recompute_activations(
     (its selective recomputation, of other operations); Rota Bulo et al., In-Place Activated
     BatchNorm, 2018.
     """
+    if first is not None:
+        selected = select_modules(model, modules or BLOCKS, setting=_SETTING)
+        modules = list(first_of(selected, first, _SETTING))
     rule = RecomputedActivations(model)
     add_rule(model, rule, chosen_modules(model, modules, exclude, _SETTING))
     return rule
@@ -198,6 +204,9 @@ class RecomputedActivationsSettings(Settings):
         None, help='where, with all that is in them: names, globs, classes or blocks; None: all'
     )
     exclude: Selector | Sequence[Selector] = setting((), help='where not')
+    first: int | None = setting(
+        None, help='only in so many of these, or of the blocks, in their order', low=1
+    )
     strict: bool = setting(True, help='whether nothing to compute again is an error')
 
 

@@ -104,6 +104,21 @@ def select_modules(
     return {name: module for name, module in model.named_modules() if name in chosen}
 
 
+def first_of(
+    modules: dict[str, nn.Module], number: int | None, setting: str
+) -> dict[str, nn.Module]:
+    """So many of the modules that were selected, in their order; all of them for None.
+
+    Raises:
+        ValueError: When there are fewer, or the number is none from 1.
+    """
+    if number is None:
+        return modules
+    if isinstance(number, bool) or number not in range(1, len(modules) + 1):
+        raise ValueError(f'{setting}: first is how many of {len(modules)} modules, got {number!r}')
+    return dict(list(modules.items())[:number])
+
+
 def _matches(model: nn.Module, selector: Selector, setting: str) -> list[str]:
     modules = dict(model.named_modules())
     if isinstance(selector, type):

@@ -100,6 +100,35 @@ def test_blocks_are_checkpointed_one_after_another_but_the_last():
     assert some.cost({first.name: 2, budget.name: 0.5}) is None
 
 
+def test_so_many_blocks_are_recomputed_as_there_is_no_room_for():
+    some = planner(CLASSIFIER, batch_size=64, **{'model.backbone.depth': 4})
+    recomputed = next(knob for knob in some.knobs if knob.name == 'recomputed_activations')
+    assert recomputed.levels == (1, 2, 3, 4, 'everywhere')
+    assert some.options({recomputed.name: 2}) == {'recomputed_activations.first': 2}
+    assert some.options({recomputed.name: 'everywhere'}) == {'recomputed_activations': True}
+    costs = [some.plain(), *(some.cost({recomputed.name: level}) for level in recomputed.levels)]
+    assert all(more.peak_bytes > less.peak_bytes for more, less in pairwise(costs[:4]))
+    assert costs[3].peak_bytes >= costs[4].peak_bytes >= costs[5].peak_bytes
+    assert all(less.moved_bytes > more.moved_bytes for more, less in pairwise(costs))
+    deep = planner(CLASSIFIER, batch_size=8, **{'model.backbone.depth': 8})
+    assert ('everywhere',) in [knob.levels for knob in deep.knobs]
+
+
+@pytest.mark.slow
+def test_less_budget_is_never_faster_and_is_used():
+    some = planner(CLASSIFIER, batch_size=256, **{'model.backbone.depth': 4})
+    whole = some.plain().peak_bytes
+    budgets = [budget_for(int(share * whole)) for share in (1, 0.95, 0.8, 0.65, 0.5)]
+    found = [some.find(budget) for budget in budgets]
+    for more, less in pairwise(one.chosen for one in found):
+        assert more.seconds <= less.seconds
+        assert more.cost.peak_bytes >= less.cost.peak_bytes
+    used = [one.chosen.cost.peak_bytes / one.limit_bytes for one in found]
+    assert all(share <= 1 for share in used)
+    # Between two slices, for 0.65, and the next faster plan, for 0.8, lies nothing.
+    assert sum(share > 0.95 for share in used) >= 4
+
+
 def test_what_the_config_sets_stays():
     options = {
         'activation_checkpointing': ['blocks'],
@@ -123,7 +152,7 @@ def test_what_is_tried_is_what_is_allowed():
 def test_lossy_activations_are_predicted():
     some = planner(CLASSIFIER, allow='lossy')
     peaks = [some.cost({'quantized_activations': bits}).peak_bytes for bits in (8, 4)]
-    recomputed = some.cost({'recomputed_activations': True})
+    recomputed = some.cost({'recomputed_activations': 'everywhere'})
     assert some.plain().peak_bytes > peaks[0] > peaks[1]
     assert some.plain().peak_bytes > recomputed.peak_bytes > peaks[1]
     assert some.plain().moved_bytes < recomputed.moved_bytes

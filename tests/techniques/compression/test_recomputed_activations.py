@@ -620,6 +620,25 @@ def test_with_offload_the_sources_move(store, tmp_path):
     assert_bitwise(step(model, x), expected)
 
 
+def test_in_so_many_of_the_blocks():
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), Block(), nn.LayerNorm(32), nn.Linear(32, 32)).double()
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    expected, kept = step(model, x), []
+    for settings in (dict(first=1), dict(first=2), dict(first=3), {}):
+        with recompute_activations(model, **settings) as handle:
+            assert_bitwise(step(model, x), expected)
+        kept.append(handle.kept.before)
+        places = {int(place.partition('.')[0]) for place, _ in handle.kept.places}
+        assert places == set(range(settings.get('first', 5))) - {3}
+    assert kept[1:3] == [2 * kept[0], 3 * kept[0]] and kept[3] > kept[2]
+    with recompute_activations(model, modules=['1', '2'], first=1) as handle:
+        step(model, x)
+    assert handle.kept.before == kept[0]
+    with pytest.raises(ValueError, match='first is how many of 3 modules, got 4'):
+        recompute_activations(model, first=4)
+
+
 class Slices(nn.Module):
     """Views of a result that overlap; it may change once they are saved."""
 

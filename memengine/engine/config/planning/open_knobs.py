@@ -29,6 +29,7 @@ __all__ = [
     'CHECKPOINTED_BUDGET',
     'KEPT_GRAPHS',
     'OpenKnobs',
+    'RECOMPUTATION',
     'with_kept_graphs',
     'without',
 ]
@@ -36,6 +37,8 @@ __all__ = [
 CHECKPOINTING = 'activation_checkpointing'
 CHECKPOINTED_BUDGET = f'{CHECKPOINTING}.budget'
 CHECKPOINTED_BLOCKS = f'{CHECKPOINTING}.first'
+RECOMPUTATION = 'recomputed_activations'
+EVERYWHERE = 'everywhere'
 KEPT_GRAPHS = 'optim_wrapper.keep_graph'
 
 _SLICES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -50,7 +53,7 @@ _OPTION_OF_KNOB = dict(
     activation_checkpointing=CHECKPOINTED_BUDGET,
     adamw_bf16='optim_wrapper.optimizer.type',
     mixed_precision='optim_wrapper.precision',
-    recomputed_activations='recomputed_activations',
+    recomputed_activations=f'{RECOMPUTATION}.first',
     quantized_activations='quantized_activations',
     activation_offload='activation_offload',
 )
@@ -106,12 +109,18 @@ class OpenKnobs:
         self._coupled: dict[int, list[int]] = {}
         self.towers = self.rows = 0
         slices = list(self._slices(step.model, self._cut_batch(step)))
-        checkpointing = list(self._checkpointing(step.model))
+        blocks = find_blocks(step.model)
+        trained = [
+            number
+            for number, block in enumerate(blocks.values(), 1)
+            if any(parameter.requires_grad for parameter in block.parameters())
+        ]
+        checkpointing = list(self._checkpointing(bool(blocks), trained))
         # The cheapest first: a gradient cache computes more twice than checkpointing does.
         self.meets = self._wrapper == 'GradCache'
         self.knobs = [
             *(checkpointing + slices if self.meets else slices + checkpointing),
-            *self._compression(allow),
+            *self._compression(allow, trained),
             *self._tiles(),
             *self._of_optim_wrapper(allow),
             *self._sharding(step.model),
@@ -130,7 +139,9 @@ class OpenKnobs:
             if kept := max(kept, self.least_kept):
                 options[KEPT_GRAPHS] = kept
         for name, level in plan.items():
-            if name in _OPTION_OF_KNOB:
+            if level == EVERYWHERE:
+                options[name] = True
+            elif name in _OPTION_OF_KNOB:
                 options[_OPTION_OF_KNOB[name]] = level
         return options | (self._sharded if 'sharding' in plan else {})
 
@@ -208,26 +219,21 @@ class OpenKnobs:
         if levels and model.coupled:
             yield Knob('kept', _KEPT, of='slices')
 
-    def _checkpointing(self, model: nn.Module) -> Iterator[Knob]:
+    def _checkpointing(self, has_blocks: bool, numbers: list[int]) -> Iterator[Knob]:
         if self._cfg.get(CHECKPOINTING):
             self._left_out[CHECKPOINTING] = 'it is set by the config'
-        elif not (blocks := find_blocks(model)):
+        elif not has_blocks:
             self._left_out[CHECKPOINTING] = 'the model has no repeated blocks'
         else:
             least, some = Cost.without_activations, 'checkpointed_blocks'
-            numbers = [
-                number
-                for number, block in enumerate(blocks.values(), 1)
-                if any(parameter.requires_grad for parameter in block.parameters())
-            ]
             if numbers:
                 yield Knob(some, numbers, least=least)
             yield Knob(
                 CHECKPOINTING, _BUDGETS, least=least, instead_of=some, between=_finer_budgets
             )
 
-    def _compression(self, allow: str) -> Iterator[Knob]:
-        yield from self._of_activations('recomputed_activations', (True,))
+    def _compression(self, allow: str, numbers: list[int]) -> Iterator[Knob]:
+        yield from self._of_activations(RECOMPUTATION, (*numbers, EVERYWHERE))
         if allow == 'lossy':
             yield from self._of_activations('quantized_activations', _BITS)
         # It takes the host's memory, or files.

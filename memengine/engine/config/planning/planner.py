@@ -19,6 +19,7 @@ from memengine.engine.config.planning.open_knobs import (
     CHECKPOINTED_BLOCKS,
     CHECKPOINTED_BUDGET,
     KEPT_GRAPHS,
+    RECOMPUTATION,
     OpenKnobs,
     with_kept_graphs,
     without,
@@ -117,9 +118,13 @@ class Planner:
             self._open = OpenKnobs(cfg, step, allow, chunk_size, self.left_out)
         if like is None:
             self._steps.look_for_blocks(step.model)
-        # Of deep models budgets are tried: the FLOPs that they spare count most there.
-        left = {'checkpointed_blocks'} if self._steps.lists else ()
-        self.knobs = [knob for knob in self._open.knobs if knob.name not in left]
+        self.knobs = self._open.knobs
+        if self._steps.lists:  # whose blocks are fewer in predictions than those that are counted
+            self.knobs = [
+                replace(knob, levels=knob.levels[-1:]) if knob.name == RECOMPUTATION else knob
+                for knob in self.knobs
+                if knob.name != 'checkpointed_blocks'  # budgets spare FLOPs, which count most there
+            ]
 
     def find(self, budget_bytes: int) -> Found:
         """The fastest plan within what is usable of a budget."""
