@@ -18,6 +18,16 @@ MODELS = {
         dict(model_name='deit_tiny_patch16_224', img_size=112, depth=4, num_classes=10),
         (32, 3, 112, 112),
     ),
+    'layer scale': (
+        dict(
+            model_name='vit_tiny_patch16_224',
+            init_values=1e-5,
+            img_size=112,
+            depth=4,
+            num_classes=10,
+        ),
+        (32, 3, 112, 112),
+    ),
     'resnet': (dict(model_name='resnet18', num_classes=10), (16, 3, 112, 112)),
 }
 TECHNIQUES = {
@@ -52,6 +62,8 @@ def main() -> None:
     torch.set_num_threads(1)
     for name in [
         *(('vit', technique) for technique in TECHNIQUES),
+        ('layer scale', 'recomputed'),
+        ('layer scale', '8 bits'),
         ('resnet', 'recomputed, 4 bits'),
     ]:
         if not os.fork():

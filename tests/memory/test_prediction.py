@@ -127,9 +127,19 @@ def test_shapes_that_depend_on_values_are_refused():
         predict(lambda: perceptron(loss=lambda out: [out.sum()][int(out.min())]))
 
 
-def test_that_a_factor_has_more_than_two_values_is_guessed():
+class LayerScale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((64,), 1e-5))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+@pytest.mark.parametrize(('part', 'is_guessed'), [(nn.Dropout, True), (LayerScale, False)])
+def test_that_a_factor_without_a_gradient_has_two_values_is_guessed(part, is_guessed):
     def build():
-        model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.Linear(64, 64))
+        model = nn.Sequential(nn.Linear(64, 64), part(), nn.Linear(64, 64))
         handle, batch = recompute_activations(model), torch.randn(32, 64)
 
         def run():
@@ -138,7 +148,21 @@ def test_that_a_factor_has_more_than_two_values_is_guessed():
 
         return TrainingStep(run, model, torch.optim.SGD(model.parameters()), batch)
 
-    assert predict(build).guessed
+    assert bool(predict(build).guessed) == is_guessed
+
+
+def test_indices_of_a_pool_take_what_their_bound_says():
+    def build():
+        model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.MaxPool2d(2), nn.Flatten())
+        handle, batch = recompute_activations(model), torch.randn(64, 3, 32, 32)
+
+        def run():
+            assert handle
+            model(batch).sum().backward()
+
+        return TrainingStep(run, model, torch.optim.SGD(model.parameters()), batch)
+
+    assert predict(build).guessed == 0
 
 
 def convolutions():
@@ -349,7 +373,7 @@ def test_what_techniques_leave_is_predicted_as_it_is_measured():
     errors = {name: predicted / measured - 1 for name, (predicted, measured) in steps.items()}
     # What lies free between the process's small blocks is no tensor's: up to a MiB of any step.
     lowest = {name: -max(0.01, MIB / measured) for name, (_, measured) in steps.items()}
-    assert len(errors) >= 6, errors
+    assert len(errors) >= 8, errors
     assert all(lowest[name] < error < 0.05 for name, error in errors.items()), errors
     assert statistics.median(map(abs, errors.values())) < 0.02, errors
     most = steps['vit', 'plain'][1]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from memengine._torch_private.compiled_kernels import proven_kernels
+from memengine._torch_private.fake import is_fake
 from memengine.techniques.codecs.bit_packing import pack_bits, pack_truths, unpack_bits
 from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_order
 
@@ -229,8 +230,8 @@ def narrow_ints(tensor: Tensor, below: int | None = None) -> NarrowCode | None:
 
     Args:
         tensor: The integers.
-        below: What they are known to be below, from 0 on. It counts on an accelerator; on CPU, and
-            where it is not known, the integers are looked at.
+        below: What they are known to be below, from 0 on. It counts on an accelerator, and of a
+            fake tensor; on CPU, and where it is not known, the integers are looked at.
 
     Returns:
         None where no narrower dtype holds them, and for an empty tensor.
@@ -246,7 +247,7 @@ def narrow_ints(tensor: Tensor, below: int | None = None) -> NarrowCode | None:
     flat, order = in_memory_order(tensor)
     if not flat.numel():
         return None
-    if below is not None and flat.device.type != 'cpu':
+    if below is not None and (flat.device.type != 'cpu' or is_fake(flat)):
         low, high = 0, below - 1
     else:
         low, high = torch.stack(torch.aminmax(flat)).tolist()

@@ -23,6 +23,8 @@ from memengine.techniques.compression.backward_needs import Need, operation_name
 
 __all__ = ['lossless_codec_for']
 
+_LEAST_FACTOR = 1024  # elements; to look at a drop path's takes longer than its bytes are worth
+
 
 def lossless_codec_for(need: Need, tensor: Tensor, node: Any) -> Codec | None:
     """A codec that gives back all that a derivative uses, bit for bit.
@@ -41,7 +43,7 @@ def lossless_codec_for(need: Need, tensor: Tensor, node: Any) -> Codec | None:
             between, low=low, high=high, inside=_number_between(low, high), outside=math.inf
         )
     if need is Need.PRODUCT:
-        return _known(two_valued(tensor))
+        return _known(two_valued(tensor)) if tensor.numel() >= _LEAST_FACTOR else None
     if need is Need.INDICES:
         return _known(narrow_ints(tensor, _bound_of_indices(node)))
     return _BY_NEED.get(need)

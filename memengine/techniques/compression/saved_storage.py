@@ -78,10 +78,10 @@ class SavedTensor:
     """
 
     __slots__ = (
-        '__weakref__', '_counted_bytes', '_dtype', '_is_metered', '_is_part', '_kept', '_layout',
-        '_offloaded', '_part', '_prefetched', '_rules', 'codec', 'follows', 'is_examined',
-        'is_for_no_rule', 'is_recomputable', 'is_whole', 'memory', 'module', 'name', 'need',
-        'number', 'order', 'rule', 'saved_as',
+        '__weakref__', '_counted_bytes', '_dtype', '_has_gradient', '_is_metered', '_is_part',
+        '_kept', '_layout', '_offloaded', '_part', '_prefetched', '_rules', 'codec', 'follows',
+        'is_examined', 'is_for_no_rule', 'is_recomputable', 'is_whole', 'memory', 'module',
+        'name', 'need', 'number', 'order', 'rule', 'saved_as',
     )  # fmt: skip
 
     def __init__(
@@ -95,6 +95,7 @@ class SavedTensor:
         saved_as: SavedAs | None = None,
     ) -> None:
         self._kept: KeptAsIs | None = KeptAsIs(tensor)
+        self._has_gradient = tensor.requires_grad
         self._is_part = is_offloading() and is_part_without_base(tensor)
         self.memory, self.module, self.number = memory, module, number
         self.rule: Rule | None = None
@@ -203,13 +204,15 @@ class SavedTensor:
         if self._kept.is_modified:
             return  # an error in backward, as it is without codes
         self.need = need
-        self.codec = lossless_codec_for(need, self.content, node)
+        is_varied = need is Need.PRODUCT and self._has_gradient  # a factor, and no dropout's mask
+        self.codec = None if is_varied else lossless_codec_for(need, self.content, node)
         if self.codec is None and need.is_of_values and self.content.is_floating_point():
             for rule, name in self._rules:
                 if (codec := rule.codec(name, need, self.content, find)) is not None:
                     self.rule, self.codec, self.name = rule, codec, name
                     return
-            self.is_for_no_rule = need is not Need.PRODUCT and not self.is_recomputable
+            may_have_two_values = need is Need.PRODUCT and not is_varied
+            self.is_for_no_rule = not (may_have_two_values or self.is_recomputable)
 
     @property
     def recomputation(self) -> Recomputation | None:
