@@ -10,7 +10,8 @@ buffers that it keeps for good; gloo copies what ranks gather and scatter. Other
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,14 @@ from memengine._torch_private.ops import (
     written_arguments,
 )
 
-__all__ = ['MOST_COMPUTED_BYTES', 'Operator', 'library_bytes', 'mapped_bytes', 'tensors_of']
+__all__ = [
+    'MOST_COMPUTED_BYTES',
+    'Operator',
+    'library_bytes',
+    'mapped_bytes',
+    'predict_for_threads',
+    'tensors_of',
+]
 
 MOST_COMPUTED_BYTES = 4096
 """Of a result whose numbers are computed, if those of the inputs are known."""
@@ -38,6 +46,7 @@ _SHARE_OF_LIBRARIES = 0.01
 # tools/benchmarks/library_kernels.py, of convolutions in backward those of each kind.
 _FORWARD_KERNELS = 36 * 2**10
 _POINTWISE_KERNELS, _STRIDED_KERNELS = 90 * 2**10, 240 * 2**10
+_FIRST_FORWARD_KERNELS, _FIRST_POINTWISE_KERNELS = 74 * 2**10, 55 * 2**10
 _OTHER_KERNELS = 110 * 2**10
 _GELU_KERNELS, _GELU_BACKWARD_KERNELS = 26 * 2**10, 34 * 2**10
 # In bfloat16, where the processor multiplies it.
@@ -53,7 +62,13 @@ _SINGLE_BLOCK = 64 * 2**10  # from here on a block is mapped by itself
 _FEWEST_CHANNELS = 8  # that are put into blocks
 _HAS_WIDE_BLOCKS = 'AVX512' in torch.backends.cpu.get_cpu_capability()
 _BLOCK = 16 if _HAS_WIDE_BLOCKS else 8  # channels
+# A filter's side from which its gradient is a product, and what oneDNN's kernels for that take.
+_LARGE_SIDE, _PRODUCT_KERNELS = (15, 3700 * 2**10) if _HAS_WIDE_BLOCKS else (14, 1700 * 2**10)
 _HAS_BFLOAT16 = cpu_multiplies_bfloat16()
+_known_threads: int | None = None
+_CPU_INFO = Path('/proc/cpuinfo')
+_IS_INTEL = _CPU_INFO.is_file() and 'GenuineIntel' in _CPU_INFO.read_text()
+_HAS_DEEP_PANELS = _HAS_WIDE_BLOCKS and _IS_INTEL  # MKL has others do without AVX-512
 
 _PRODUCTS = (
     torch.ops.aten.mm.default,
@@ -76,8 +91,7 @@ class Operator(NamedTuple):
         moved_bytes: As well.
         workspace_bytes: What it takes while it runs.
         packed_bytes: What MKL keeps for it: needed, and written.
-        kernel: What its kernels are made for: the operator, shapes and dtypes.
-        kernel_bytes: What oneDNN keeps of them.
+        kernels: What oneDNN keeps for it: by what that is made for, its bytes.
         is_collective: Whether it takes its workspace until all ranks are there.
     """
 
@@ -90,8 +104,7 @@ class Operator(NamedTuple):
     moved_bytes: int
     workspace_bytes: int
     packed_bytes: tuple[int, int]
-    kernel: tuple[Any, ...]
-    kernel_bytes: int
+    kernels: Mapping[Hashable, int]
     is_collective: bool
 
     @classmethod
@@ -126,10 +139,19 @@ class Operator(NamedTuple):
             sum(map(_nbytes, [*inputs, *(made[index] for index in fresh)])),
             _workspace_bytes(func, args, out),
             _packed_bytes(func, args),
-            _kernel(func, inputs),
-            _kernel_bytes(func, args, kwargs),
+            _kernels(func, args, kwargs, inputs),
             'c10d' in func.namespace,
         )
+
+
+def predict_for_threads(number: int) -> None:
+    """Predict for so many, where the process itself has one, as a copy of it has."""
+    global _known_threads
+    _known_threads = number
+
+
+def _threads() -> int:
+    return _known_threads or torch.get_num_threads()
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -154,24 +176,39 @@ def _workspace_bytes(func: Any, args: Sequence[Any], out: Any) -> int:
     aten = torch.ops.aten
     if func is aten.convolution.default:
         image, weight, _, stride, *_, groups = args
+        if _is_unpacked(image, weight, max(stride), groups):
+            return 0
         return _convolution(image, weight, out, max(stride), groups)
     if func is aten.convolution_backward.default:
         gradient, image, weight, _, stride, *_, groups, wanted = args
+        if _is_unpacked(image, weight, max(stride), groups):
+            return 0
         return _convolution_backward(gradient, image, weight, max(stride), groups, wanted[0])
     return _collective(func, args, out) if 'c10d' in func.namespace else 0
 
 
-def _kernel(func: Any, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What kernels are made for; those of attention not for a batch."""
+def _kernels(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
+) -> dict[Hashable, int]:
+    """Bytes of the kernels that oneDNN makes for an operator, those of attention for any batch."""
+    name, aten = str(func), torch.ops.aten
     first = -2 if func is CPU_ATTENTION_BACKWARD else None
-    return str(func), *((tensor.shape[first:], tensor.dtype) for tensor in inputs)
+    case = name, *((tensor.shape[first:], tensor.dtype) for tensor in inputs)
+    if func not in (aten.convolution.default, aten.convolution_backward.default):
+        return {case: nbytes} if (nbytes := _other_kernels(func, args, kwargs)) else {}
+    is_backward = func is aten.convolution_backward.default
+    image, weight, _, stride, *_, groups = args[1:-1] if is_backward else args
+    if _is_unpacked(image, weight, max(stride), groups):
+        return {}
+    if is_backward and _is_product(weight, groups):
+        return {(name, 'as a product'): _PRODUCT_KERNELS}
+    of_layer = name, weight.shape, weight.dtype, max(stride), image.shape[2:]
+    of_batch, more = _convolution_kernels(weight, max(stride), groups, is_backward)
+    return {of_layer: more, case: of_batch}
 
 
-def _kernel_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Bytes of the kernels that oneDNN makes for an operator."""
+def _other_kernels(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     aten = torch.ops.aten
-    if func in (aten.convolution.default, aten.convolution_backward.default):
-        return _convolution_kernels(args, func is aten.convolution_backward.default)
     if func in (aten.gelu.default, aten.gelu_backward.default):
         is_exact = kwargs.get('approximate', 'none') == 'none'  # the other way is torch's own
         kernels = _GELU_KERNELS if func is aten.gelu.default else _GELU_BACKWARD_KERNELS
@@ -184,17 +221,38 @@ def _kernel_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return 0
 
 
-def _convolution_kernels(args: Sequence[Any], is_backward: bool) -> int:
-    _, weight, _, stride, *_, groups = args[1:-1] if is_backward else args
+def _convolution_kernels(
+    weight: Tensor, stride: int, groups: int, is_backward: bool
+) -> tuple[int, int]:
+    """What is made for each batch, and how much more for a layer's first."""
     if _is_native_half(weight):
         if groups > 1:
-            return _HALF_DEPTHWISE_KERNELS
-        return _HALF_BACKWARD_KERNELS if is_backward else _HALF_FORWARD_KERNELS
+            return _HALF_DEPTHWISE_KERNELS, 0
+        return _HALF_BACKWARD_KERNELS if is_backward else _HALF_FORWARD_KERNELS, 0
     if not is_backward:
-        return _FORWARD_KERNELS
-    if max(stride) > 1 and groups == 1:
-        return _STRIDED_KERNELS
-    return _POINTWISE_KERNELS if _is_pointwise(weight, max(stride)) else _OTHER_KERNELS
+        return _FORWARD_KERNELS, _FIRST_FORWARD_KERNELS
+    if stride > 1 and groups == 1:
+        return _STRIDED_KERNELS, 0
+    if _is_pointwise(weight, stride):
+        return _POINTWISE_KERNELS, _FIRST_POINTWISE_KERNELS
+    return _OTHER_KERNELS, 0
+
+
+def _is_unpacked(image: Tensor, weight: Tensor, stride: int, groups: int) -> bool:
+    """Whether a convolution is a product as it stands, with one thread, and not oneDNN's."""
+    is_few = image.shape[0] < 16 and weight.dtype == torch.float32 and groups == 1
+    return is_few and _threads() == 1 and _is_pointwise(weight, stride)
+
+
+def _is_product(weight: Tensor, groups: int) -> bool:
+    """Whether a large filter's gradient, as a patch embedding's, is a product of packed factors.
+
+    So it is beyond the sides that kernels of convolutions are made for, where there are more
+    channels than are multiplied unpacked, or rows lie badly.
+    """
+    if groups > 1 or weight.dtype != torch.float32 or max(weight.shape[2:]) < _LARGE_SIDE:
+        return False
+    return not _HAS_WIDE_BLOCKS or weight.shape[0] > 192 or weight[0].numel() % 1024 == 0
 
 
 def _packed_bytes(func: Any, args: Sequence[Any]) -> tuple[int, int]:
@@ -202,14 +260,20 @@ def _packed_bytes(func: Any, args: Sequence[Any]) -> tuple[int, int]:
 
     It keeps one for each product that needs a larger one than any before, and so more where slices
     are of two shapes: a smaller one comes first, or its sums over rows are cut into longer ones.
-    Fitted to MKL's own account (2024.2, on AMD), exactly for products of some size.
+    Fitted to MKL's own account (2024.2), exactly for products of some size: on AMD, and on Intel,
+    where with AVX-512 panels are deeper, and of few rows only these are packed.
     """
-    if func not in _PRODUCTS:
+    left = args[-2] if func in _PRODUCTS else None
+    if left is None or left.dtype != torch.float32 or not left.numel():
         return 0, 0
-    left, right = args[-2:]
-    if left.dtype != torch.float32 or not left.numel() or not torch.backends.mkl.is_available():
+    if not torch.backends.mkl.is_available():
         return 0, 0
-    rows, summed, columns = min(left.shape[-2], 384), left.shape[-1], min(right.shape[-1], 6400)
+    rows, summed, columns = min(left.shape[-2], 384), left.shape[-1], args[-1].shape[-1]
+    if _HAS_DEEP_PANELS:
+        packed = rows if left.shape[-2] <= rows else rows + min(columns, 9984)
+        depth = min(summed, 384)
+        return 2**22 + (rows + columns) * depth * 4, packed * depth * 4
+    columns = min(columns, 6400)
     depth = max(summed, 128) if summed <= 192 else min(math.ceil(summed / 2), 192)
     return (2 * rows + columns) * depth * 4 + 17024, (rows + columns) * depth * 4
 

@@ -330,9 +330,10 @@ class LiveMemory(OperatorMode):
         if needed > self._largest_buffer:
             self._largest_buffer = needed
             self._keep(written, operator.name)
-        if operator.kernel_bytes and operator.kernel not in self._kernels:
-            self._kernels.add(operator.kernel)
-            self._keep(operator.kernel_bytes, operator.name)
+        for kernel, nbytes in operator.kernels.items():
+            if kernel not in self._kernels:
+                self._kernels.add(kernel)
+                self._keep(nbytes, operator.name)
 
     def _free_sent(self) -> None:
         if self._sent:

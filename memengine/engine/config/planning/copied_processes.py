@@ -17,6 +17,7 @@ import torch
 from mmengine.device import get_device
 
 from memengine.engine.distributed.threads import available_cores
+from memengine.memory.cpu_workspaces import predict_for_threads
 
 __all__ = ['Copies']
 
@@ -82,6 +83,7 @@ class Copies:
 def _begin(subject: weakref.ref[Any]) -> None:
     global _subject
     _subject = subject()
+    predict_for_threads(torch.get_num_threads())
     torch.set_num_threads(1)  # threads are not copied, and would be waited for
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which the first process answers
     threading.Thread(target=_end_with_parent, daemon=True).start()
