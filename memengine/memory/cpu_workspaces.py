@@ -1,8 +1,8 @@
 """What an operator makes and costs; what kernels of the CPU, and the allocator, take beside it.
 
 Measured by the kernel's high-water mark on x86, with AMX, AVX-512 and AVX2 (torch 2.15, one
-thread): oneDNN convolutions reorder images, gradients and weights into blocks of channels, and
-kernels are made for each shape; MKL's products of matrices pack panels of their factors into
+thread and two): oneDNN convolutions reorder images, gradients and weights into blocks of channels,
+and kernels are made for each shape; MKL's products of matrices pack panels of their factors into
 buffers that it keeps for good; gloo copies what ranks gather and scatter. Other operators
 (attention, norms, losses) take nothing that counts beside their results.
 """
@@ -260,8 +260,10 @@ def _packed_bytes(func: Any, args: Sequence[Any]) -> tuple[int, int]:
 
     It keeps one for each product that needs a larger one than any before, and so more where slices
     are of two shapes: a smaller one comes first, or its sums over rows are cut into longer ones.
+    Each thread packs into its own.
     Fitted to MKL's own account (2024.2), exactly for products of some size: on AMD, and on Intel,
-    where with AVX-512 panels are deeper, and of few rows only these are packed.
+    where with AVX-512 panels are deeper, of few rows only these are packed, and of few columns
+    nothing.
     """
     left = args[-2] if func in _PRODUCTS else None
     if left is None or left.dtype != torch.float32 or not left.numel():
@@ -270,12 +272,14 @@ def _packed_bytes(func: Any, args: Sequence[Any]) -> tuple[int, int]:
         return 0, 0
     rows, summed, columns = min(left.shape[-2], 384), left.shape[-1], args[-1].shape[-1]
     if _HAS_DEEP_PANELS:
+        if columns < 192:
+            return 0, 0
         packed = rows if left.shape[-2] <= rows else rows + min(columns, 9984)
         depth = min(summed, 384)
-        return 2**22 + (rows + columns) * depth * 4, packed * depth * 4
+        return 2**22 + (rows + columns) * depth * 4, packed * depth * 4 * _threads()
     columns = min(columns, 6400)
     depth = max(summed, 128) if summed <= 192 else min(math.ceil(summed / 2), 192)
-    return (2 * rows + columns) * depth * 4 + 17024, (rows + columns) * depth * 4
+    return (2 * rows + columns) * depth * 4 + 17024, (rows + columns) * depth * 4 * _threads()
 
 
 def _nbytes(tensor: Tensor) -> int:

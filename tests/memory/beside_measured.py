@@ -28,6 +28,12 @@ MODELS = {
         ),
         (32, 3, 112, 112),
     ),
+    'wide': (
+        dict(model_name='deit3_small_patch16_224', img_size=112, depth=2, num_classes=10),
+        (16, 3, 112, 112),
+    ),
+    'many kernels': (dict(model_name='mobilenetv3_large_100', num_classes=10), (32, 3, 96, 96)),
+    'pointwise': (dict(model_name='densenet121', num_classes=10), (8, 3, 64, 64)),
     'resnet': (dict(model_name='resnet18', num_classes=10), (16, 3, 112, 112)),
 }
 TECHNIQUES = {
@@ -64,6 +70,9 @@ def main() -> None:
         *(('vit', technique) for technique in TECHNIQUES),
         ('layer scale', 'recomputed'),
         ('layer scale', '8 bits'),
+        ('wide', 'plain'),  # whose patch embedding has a product for its gradient
+        ('many kernels', 'recomputed'),
+        ('pointwise', 'plain'),
         ('resnet', 'recomputed, 4 bits'),
     ]:
         if not os.fork():

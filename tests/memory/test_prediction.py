@@ -14,7 +14,14 @@ from torch import nn
 
 from memengine._torch_private.distributed import CAN_SHARD_ON_CPU, pretended_ranks
 from memengine._torch_private.ops import cpu_multiplies_bfloat16
-from memengine.memory import TrainingStep, UnpredictableError, measure, predict, timeline
+from memengine.memory import (
+    TrainingStep,
+    UnpredictableError,
+    cpu_workspaces,
+    measure,
+    predict,
+    timeline,
+)
 from memengine.memory.live_memory import KnownOperators, LiveMemory
 from memengine.memory.prediction import carried_out, prediction_of
 from memengine.techniques import offload_activations, recompute_activations
@@ -109,7 +116,19 @@ def test_numbers_that_do_not_are_counted():
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason='another library multiplies')
-def test_buffers_of_products_are_kept_where_a_larger_one_is_needed():
+@pytest.mark.parametrize(
+    ('is_deep', 'packed'),
+    [
+        (False, 100 + 64 + 100 + 256),  # of rows and columns
+        (True, 100),  # of few columns nothing, of few rows only these
+    ],
+)
+@pytest.mark.parametrize('threads', [1, 2])
+def test_buffers_of_products_are_kept_where_a_larger_one_is_needed(
+    is_deep, packed, threads, monkeypatch
+):
+    monkeypatch.setattr(cpu_workspaces, '_HAS_DEEP_PANELS', is_deep)
+    monkeypatch.setattr(cpu_workspaces, '_known_threads', threads)
     x, weights = torch.randn(100, 128), [torch.randn(128, n) for n in (64, 256, 200)]
 
     def build():
@@ -117,7 +136,32 @@ def test_buffers_of_products_are_kept_where_a_larger_one_is_needed():
         return dataclasses.replace(step, run=lambda: [x @ weight for weight in weights])
 
     # Rows of 128 numbers; the third product fits the second one's buffer.
-    assert predict(build).by_category['workspaces'] == 4 * 128 * (100 + 64 + 100 + 256)
+    assert predict(build).by_category['workspaces'] == 4 * 128 * packed * threads
+
+
+def convolved(*layer, batch, **settings):
+    """What libraries keep for a step of one layer that gives its weight a gradient."""
+
+    def build():
+        model = nn.Conv2d(*layer, **settings)
+        images = torch.randn(batch, layer[0], 32, 32)
+
+        def run():
+            model(images).sum().backward()
+
+        return TrainingStep(run, model, torch.optim.SGD(model.parameters()), images)
+
+    return predict(build).by_category.get('workspaces', 0)
+
+
+def test_what_onednn_keeps_for_a_convolution_depends_on_who_carries_it_out(monkeypatch):
+    monkeypatch.setattr(cpu_workspaces, '_known_threads', 1)
+    few, many = (convolved(8, 8, 1, batch=batch) for batch in (8, 16))
+    assert few == 0 < many  # with one thread torch multiplies few images itself
+    monkeypatch.setattr(cpu_workspaces, '_known_threads', 2)
+    assert convolved(8, 8, 1, batch=8) > 0
+    small, large = (convolved(3, 256, side, batch=8, stride=side) for side in (8, 16))
+    assert large > small + MIB  # a patch embedding's gradient is a product
 
 
 def test_shapes_that_depend_on_values_are_refused():
@@ -373,7 +417,7 @@ def test_what_techniques_leave_is_predicted_as_it_is_measured():
     errors = {name: predicted / measured - 1 for name, (predicted, measured) in steps.items()}
     # What lies free between the process's small blocks is no tensor's: up to a MiB of any step.
     lowest = {name: -max(0.01, MIB / measured) for name, (_, measured) in steps.items()}
-    assert len(errors) >= 8, errors
+    assert len(errors) >= 11, errors
     assert all(lowest[name] < error < 0.05 for name, error in errors.items()), errors
     assert statistics.median(map(abs, errors.values())) < 0.02, errors
     most = steps['vit', 'plain'][1]

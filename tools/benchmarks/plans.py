@@ -28,7 +28,7 @@ from memengine._torch_private.distributed import pretended_ranks
 from memengine.engine.cli.commands import read_config
 from memengine.engine.cli.parser import make_parser
 from memengine.engine.cli.plan import said
-from memengine.engine.config.planning import Planner, budget_for
+from memengine.engine.config.planning import Planner, budget_for, usable_bytes
 from memengine.engine.config.step_of_config import first_batch, step_of
 from memengine.memory import map_blocks_singly, measure, predict
 
@@ -181,9 +181,9 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
     """The page's table, what it comes to, and where it comes from."""
     cells = [
         ['step', 'budget, MiB', 'plan', 'predicted', 'measured', 'error']
-        + ['of the budget', 'next faster']
+        + ['of the budget', 'predicted, of what is usable', 'next faster']
     ]
-    errors, within, used = [], 0, 0
+    errors, within, used, filled = [], 0, 0, 0
     for row in results['rows']:
         budget, predicted, measured = (
             row[key] for key in ('budget', 'predicted_bytes', 'measured_bytes')
@@ -191,18 +191,20 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
         errors.append(predicted / measured - 1)
         within += measured <= budget
         used += measured >= 0.95 * budget
+        of_usable = predicted / usable_bytes(budget)
+        filled += of_usable >= 0.95
         plan = ' '.join(f'`{option}`' for option in row['options'])
         mib = [f'{nbytes / 2**20:.1f}' for nbytes in (predicted, measured)]
         needed = row.get('faster_budget')
         faster = f'{needed / budget:.1%}' if needed else '–'
         cells.append(
             [row['name'], f'{budget / 2**20:.1f}', plan, *mib]
-            + [f'{errors[-1]:+.1%}', f'{measured / budget:.1%}', faster]
+            + [f'{errors[-1]:+.1%}', f'{measured / budget:.1%}', f'{of_usable:.1%}', faster]
         )
     sizes = [abs(error) for error in errors]
     summary = (
         f'{within} of {len(errors)} plans within their budget, {used} of them with 95 % of it or '
-        f'more; predicted against measured: median {statistics.median(sizes):.1%}, from '
+        f'more, {filled} with as much of what is usable of it; predicted against measured: median {statistics.median(sizes):.1%}, from '
         f'{min(errors):+.1%} to {max(errors):+.1%}.'
     )
     return {'plans': f'{measuring.table(cells)}\n\n{summary}\n\n{measuring.origin(results)}'}
