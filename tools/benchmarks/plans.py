@@ -204,8 +204,8 @@ def tables(results: Mapping[str, Any]) -> dict[str, str]:
     sizes = [abs(error) for error in errors]
     summary = (
         f'{within} of {len(errors)} plans within their budget, {used} of them with 95 % of it or '
-        f'more, {filled} with as much of what is usable of it; predicted against measured: median {statistics.median(sizes):.1%}, from '
-        f'{min(errors):+.1%} to {max(errors):+.1%}.'
+        f'more, {filled} with as much of what is usable of it; predicted against measured: median '
+        f'{statistics.median(sizes):.1%}, from {min(errors):+.1%} to {max(errors):+.1%}.'
     )
     return {'plans': f'{measuring.table(cells)}\n\n{summary}\n\n{measuring.origin(results)}'}
 
