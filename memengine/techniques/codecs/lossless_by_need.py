@@ -23,7 +23,7 @@ from memengine.techniques.compression.backward_needs import Need, operation_name
 
 __all__ = ['lossless_codec_for']
 
-_LEAST_FACTOR = 1024  # elements; to look at a drop path's takes longer than its bytes are worth
+_LEAST_FACTOR = 128  # elements; to look at a drop path's takes longer than its bytes are worth
 
 
 def lossless_codec_for(need: Need, tensor: Tensor, node: Any) -> Codec | None:
