@@ -12,12 +12,13 @@ import torch
 
 from memengine.engine.config.planning import copied_processes
 from memengine.engine.config.planning.copied_processes import Copies
+from memengine.memory.cpu_workspaces import predict_for_threads
 from tests.engine.config.test_planning import SIMCLR, planner
 
 PLANS = [
     {},
     {'slices': 4, 'kept': 0.5},
-    {'recomputed_activations': True},
+    {'recomputed_activations': 'everywhere'},
     {'slices': 8, 'kept': 0},
     {'optimizer_in_backward': 'OptimizerInBackwardOptimWrapper'},  # refused
 ]
@@ -43,6 +44,7 @@ def compare_costs(depth, killed_after):
     left_out = some.left_out
     del some
     were_there.append(bool(multiprocessing.active_children()))
+    predict_for_threads(2)
     alone = planner_with(1, depth)
     return beside, [*map(alone.cost, PLANS)], were_there, (left_out, alone.left_out)
 
