@@ -9,6 +9,7 @@ buffers that it keeps for good; gloo copies what ranks gather and scatter. Other
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
@@ -66,9 +67,6 @@ _BLOCK = 16 if _HAS_WIDE_BLOCKS else 8  # channels
 _LARGE_SIDE, _PRODUCT_KERNELS = (15, 3700 * 2**10) if _HAS_WIDE_BLOCKS else (14, 1700 * 2**10)
 _HAS_BFLOAT16 = cpu_multiplies_bfloat16()
 _known_threads: int | None = None
-_CPU_INFO = Path('/proc/cpuinfo')
-_IS_INTEL = _CPU_INFO.is_file() and 'GenuineIntel' in _CPU_INFO.read_text()
-_HAS_DEEP_PANELS = _HAS_WIDE_BLOCKS and _IS_INTEL  # MKL has others do without AVX-512
 
 _PRODUCTS = (
     torch.ops.aten.mm.default,
@@ -150,6 +148,13 @@ def predict_for_threads(number: int) -> None:
     _known_threads = number
 
 
+@functools.cache  # to be read when it is asked for first: it is long where there are many cores
+def _has_deep_panels() -> bool:
+    """Whether MKL multiplies with AVX-512; it has processors of others do without."""
+    info = Path('/proc/cpuinfo')
+    return _HAS_WIDE_BLOCKS and info.is_file() and 'GenuineIntel' in info.read_text()
+
+
 def _threads() -> int:
     return _known_threads or torch.get_num_threads()
 
@@ -195,7 +200,7 @@ def _kernels(
     first = -2 if func is CPU_ATTENTION_BACKWARD else None
     case = name, *((tensor.shape[first:], tensor.dtype) for tensor in inputs)
     if func not in (aten.convolution.default, aten.convolution_backward.default):
-        return {case: nbytes} if (nbytes := _other_kernels(func, args, kwargs)) else {}
+        return _some(case, _other_kernels(func, args, kwargs))
     is_backward = func is aten.convolution_backward.default
     image, weight, _, stride, *_, groups = args[1:-1] if is_backward else args
     if _is_unpacked(image, weight, max(stride), groups):
@@ -204,7 +209,11 @@ def _kernels(
         return {(name, 'as a product'): _PRODUCT_KERNELS}
     of_layer = name, weight.shape, weight.dtype, max(stride), image.shape[2:]
     of_batch, more = _convolution_kernels(weight, max(stride), groups, is_backward)
-    return {of_layer: more, case: of_batch}
+    return {**_some(of_layer, more), case: of_batch}
+
+
+def _some(kernel: Hashable, nbytes: int) -> dict[Hashable, int]:
+    return {kernel: nbytes} if nbytes else {}
 
 
 def _other_kernels(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
@@ -265,13 +274,13 @@ def _packed_bytes(func: Any, args: Sequence[Any]) -> tuple[int, int]:
     where with AVX-512 panels are deeper, of few rows only these are packed, and of few columns
     nothing.
     """
-    left = args[-2] if func in _PRODUCTS else None
-    if left is None or left.dtype != torch.float32 or not left.numel():
+    if func not in _PRODUCTS:
         return 0, 0
-    if not torch.backends.mkl.is_available():
+    left, right = args[-2:]
+    if left.dtype != torch.float32 or not left.numel() or not torch.backends.mkl.is_available():
         return 0, 0
-    rows, summed, columns = min(left.shape[-2], 384), left.shape[-1], args[-1].shape[-1]
-    if _HAS_DEEP_PANELS:
+    rows, summed, columns = min(left.shape[-2], 384), left.shape[-1], right.shape[-1]
+    if _has_deep_panels():
         if columns < 192:
             return 0, 0
         packed = rows if left.shape[-2] <= rows else rows + min(columns, 9984)

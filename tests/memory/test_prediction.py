@@ -127,7 +127,7 @@ def test_numbers_that_do_not_are_counted():
 def test_buffers_of_products_are_kept_where_a_larger_one_is_needed(
     is_deep, packed, threads, monkeypatch
 ):
-    monkeypatch.setattr(cpu_workspaces, '_HAS_DEEP_PANELS', is_deep)
+    monkeypatch.setattr(cpu_workspaces, '_has_deep_panels', lambda: is_deep)
     monkeypatch.setattr(cpu_workspaces, '_known_threads', threads)
     x, weights = torch.randn(100, 128), [torch.randn(128, n) for n in (64, 256, 200)]
 

@@ -88,7 +88,8 @@ def recompute_activations(
     BatchNorm, 2018.
     """
     if first is not None:
-        selected = select_modules(model, modules or BLOCKS, setting=_SETTING)
+        where = BLOCKS if modules is None else modules
+        selected = select_modules(model, where, setting=_SETTING)
         modules = list(first_of(selected, first, _SETTING))
     rule = RecomputedActivations(model)
     add_rule(model, rule, chosen_modules(model, modules, exclude, _SETTING))
