@@ -12,7 +12,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ['Code', 'Codec']
+from memengine.memory.ledger import tensors_in
+
+__all__ = ['Code', 'Codec', 'nbytes_of']
 
 
 class Code(Protocol):
@@ -26,3 +28,11 @@ class Code(Protocol):
 
 
 Codec = Callable[[Tensor], Code]
+
+
+def nbytes_of(code: Code) -> int:
+    """Bytes of the tensors that a code holds; those that are made most often say it themselves."""
+    nbytes: int | None = getattr(code, 'nbytes', None)
+    if nbytes is None:
+        nbytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(code))
+    return nbytes

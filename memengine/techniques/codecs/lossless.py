@@ -49,6 +49,11 @@ class BitCode:
     values: tuple[int, int]
     order: MemoryOrder
 
+    @property
+    def nbytes(self) -> int:
+        """Of the bits."""
+        return self.packed.nbytes
+
     @torch.no_grad()
     def decode(self) -> Tensor:
         """The two values where they belong."""

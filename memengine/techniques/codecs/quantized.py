@@ -79,6 +79,11 @@ class QuantizedCode:
     group_size: int
     part_numel: int
 
+    @property
+    def nbytes(self) -> int:
+        """Of both tensors."""
+        return self.packed.nbytes + self.extremes.nbytes
+
     def decode(self) -> Tensor:
         """The tensor, a new one each time."""
         how = self.packed, self.extremes, self.order.numel, self.bits, self.group_size

@@ -25,7 +25,7 @@ from memengine.techniques.compression.recomputation import (
     Recomputation,
     Source,
 )
-from memengine.techniques.compression.replay import HeldWhole
+from memengine.techniques.compression.replay import CodedAgain, HeldWhole
 from memengine.techniques.compression.saved_storage import SavedTensor
 
 __all__ = ['attend_to_codes', 'is_coarse']
@@ -57,12 +57,12 @@ def attend_to_codes(node: Any, find_source: FindSource) -> None:
     again = _RecomputedAttention(partial(attention.attend, **settings), wanted)
     for index in wanted:
         held = find_source(node, fields[index])
-        if isinstance(held, SavedTensor | HeldWhole):
+        if isinstance(held, SavedTensor | HeldWhole | CodedAgain):
             compute = partial(again.result, index)
             held.follows = Recomputation(operation_name(node), compute, sources)
 
 
-def is_coarse(saved: SavedTensor) -> bool:
+def is_coarse(saved: SavedTensor | CodedAgain) -> bool:
     """Whether it is to be coded in so few bits that what was computed from it differs."""
     return isinstance(saved.codec, Quantizer) and saved.codec.bits < _NEAR_ENOUGH
 

@@ -48,7 +48,7 @@ from memengine.techniques.compression.backward_needs import (
 )
 from memengine.techniques.compression.recomputable_ops import recomputation_of
 from memengine.techniques.compression.recomputation import Recomputation, Source
-from memengine.techniques.compression.replay import ForwardPlans, Replay
+from memengine.techniques.compression.replay import CodedAgain, CodedMemory, ForwardPlans, Replay
 from memengine.techniques.compression.rules import EXACT, KeptBytes, RecomputedPlace, Rule
 from memengine.techniques.compression.saved_storage import (
     SavedAs,
@@ -299,7 +299,7 @@ class _ForwardHooks(saved_tensors_hooks):
     def __init__(self, module: nn.Module, replay: Replay, first_node: int) -> None:
         self.forward: CompressedForward | None = None  # the innermost module that runs
         # What is saved whose operation has not been looked at, by the saving node.
-        self.unexamined: dict[int, list[weakref.ref[SavedTensor]]] = {}
+        self.unexamined: dict[int, list[weakref.ref[Any]]] = {}
         self._module, self._replay, self._first_node = module, replay, first_node
         self._seen_nodes: set[int] = set()  # by number, as are the others
         self.saving_since = 0  # operations that have saved since the last look at some
@@ -337,19 +337,20 @@ class _ForwardHooks(saved_tensors_hooks):
             replay.note(tensor, packed, number, forward.rules)
             return packed
         packed = replay.pack(tensor, number, forward, self._memory_of)
-        if packed is None or type(packed) is SavedAs:
-            return self._look_at(tensor, number, forward, packed)
-        if type(packed) is not KeptAsIs:  # a parameter
-            self._count(tensor, number, forward)
+        if packed is None:
+            return self._look_at(tensor, number, forward)
+        kind = type(packed)
+        if kind is KeptAsIs:  # a parameter
+            return packed
+        count = self._count(tensor, number, forward)
+        if kind is CodedAgain:
+            assert number is not None
+            if tensor.grad_fn is None and storage_key(tensor.untyped_storage()) in self._owned:
+                return KeptAsIs(tensor)  # a result is none of the model's own, and nor was this
+            self._wait_for_node(packed, number, count)
         return packed
 
-    def _look_at(
-        self,
-        tensor: Tensor,
-        number: int | None,
-        forward: CompressedForward,
-        saved_as: SavedAs | None = None,
-    ) -> Any:
+    def _look_at(self, tensor: Tensor, number: int | None, forward: CompressedForward) -> Any:
         """Hold a tensor until it is known what it is for, if that is to be found out."""
         if not is_plain(tensor):
             return tensor
@@ -357,21 +358,32 @@ class _ForwardHooks(saved_tensors_hooks):
             return KeptAsIs(tensor)
         count = self._count(tensor, number, forward)
         key = storage_key(tensor.untyped_storage())
-        # What a plan has seen coded was none of the model's own; a result is none now either.
-        may_be_owned = saved_as is None or tensor.grad_fn is None
-        if not tensor.numel() or (may_be_owned and key in self._owned):
+        if not tensor.numel() or key in self._owned:
             return KeptAsIs(tensor)
-        memory = self._storages.get(key)
-        if memory is None or not memory.is_of(tensor):
-            memory = self._storages[key] = SavedStorage(tensor, self._replay.held_whole(key))
-        self._held += 1
-        of = forward.module, forward.rules, count, self._held
-        saved = SavedTensor(tensor, memory, *of, saved_as)
+        saved = SavedTensor(tensor, self._storage_of(tensor), forward.module, forward.rules)
         if number is None:
             saved.is_examined = True
         else:
-            self.unexamined.setdefault(number, []).append(weakref.ref(saved))
+            self._wait_for_node(saved, number, count)
         return saved
+
+    def _storage_of(self, tensor: Tensor) -> SavedStorage:
+        """The memory of a tensor that is looked at, with what a plan has held of it before."""
+        memory, key = self._memory_of(tensor), storage_key(tensor.untyped_storage())
+        if memory is None:
+            memory = self._storages[key] = SavedStorage(tensor, self._replay.held_whole(key))
+            for planned in self._replay.coded_memories:
+                if planned.is_of(tensor):
+                    memory.add_coded(planned.coded)
+                    for saved in planned.take_undecided():
+                        saved.give_way(memory)
+        return memory
+
+    def _wait_for_node(self, saved: SavedTensor | CodedAgain, number: int, count: int) -> None:
+        """Note what a node of that number has saved, which is to be examined."""
+        self._held += 1
+        saved.number, saved.order = count, self._held
+        self.unexamined.setdefault(number, []).append(weakref.ref(saved))
 
     def _count(self, tensor: Tensor, number: int | None, forward: CompressedForward) -> int:
         """Which it is of those that a module saves.
@@ -422,33 +434,48 @@ class _ForwardHooks(saved_tensors_hooks):
             given = filter(is_plain, tensors_in((inputs, outputs)))
             alive = {storage_key(tensor.untyped_storage()) for tensor in given}
         for memory in dict.fromkeys(saved.memory for saved in found):
-            memory.code_or_keep(alive)
+            self._code_or_keep(memory, alive)
 
-    def _examine_node(self, node: Any) -> list[SavedTensor]:
+    def _code_or_keep(self, memory: Any, alive: set[int] | tuple[()] | None = ()) -> None:
+        if memory.code_or_keep(alive) is False:
+            self._give_up(memory).code_or_keep(alive)
+
+    def _examine_node(self, node: Any) -> list[Any]:
         """Learn what a node has saved."""
         numbers = self._saving_numbers(node)
         kept = still_alive(self.unexamined.pop(numbers[0], []))  # all of it is this node's
         has_copy = any(number in self.unexamined for number in numbers[1:])
         this = SavedAs.of(node)
-        if kept and not has_copy and all(saved.is_saved_by(this) for saved in kept):
-            found = kept
-            self._recall_needs(node, kept)
-        else:
-            found = self._find_saved(node, kept, None if has_copy else this)
+        found, rest = self._as_planned(node, this, kept)
+        if rest or has_copy or not kept:
+            found += self._find_saved(node, rest, None if has_copy else this)
         if any(map(is_coarse, found)):
             attend_to_codes(node, self._find_source)
         for saved in found:
             saved.is_examined = True
         return found
 
-    def _recall_needs(self, node: Any, kept: list[SavedTensor]) -> None:
-        """Learn what a node has saved, of which its plan knows in which fields that is."""
+    def _as_planned(
+        self, node: Any, this: SavedAs, kept: list[Any]
+    ) -> tuple[list[Any], list[SavedTensor]]:
+        """What is coded as it was, of all that a node has saved; and the rest."""
+        planned = [saved for saved in kept if type(saved) is CodedAgain]
+        if not planned:
+            return [], kept
         needs = needs_of(node)
-        for saved in kept:
-            assert saved.saved_as is not None
-            field = saved.saved_as.field
-            if (need := needs.get(field)) is not None:
-                self._choose_codec(saved, need, node, field)
+        for saved in planned:
+            if not (saved.instead or saved.examine(node, this, needs, self._find_source)):
+                self._give_up(saved.memory)
+        found = [saved for saved in planned if not saved.instead]
+        return found, [_without_plan(saved) for saved in kept if saved not in found]
+
+    def _give_up(self, memory: CodedMemory) -> SavedStorage:
+        """Look at what is not coded yet as if there were no plan."""
+        undecided = memory.take_undecided()
+        storage = self._storage_of(undecided[0].content)
+        for saved in undecided:
+            saved.give_way(storage)
+        return storage
 
     def _find_saved(
         self, node: Any, kept: list[SavedTensor], this: SavedAs | None
@@ -533,9 +560,11 @@ class _ForwardHooks(saved_tensors_hooks):
         """What no output depends on is kept as it is, if it is kept at all."""
         for references in self.unexamined.values():
             for saved in still_alive(references):
-                saved.is_examined = True
-        for memory in self._storages.values():
-            memory.code_or_keep()
+                if type(saved) is CodedAgain:
+                    self._give_up(saved.memory)
+                _without_plan(saved).is_examined = True
+        for memory in (*self._replay.coded_memories, *self._storages.values()):
+            self._code_or_keep(memory)
         self._replay.finish()
 
     def let_go(self) -> None:
@@ -562,7 +591,7 @@ class _ForwardHooks(saved_tensors_hooks):
         return found
 
 
-def _held_in_field(node: Any, field: str) -> SavedTensor | KeptAsIs | None:
+def _held_in_field(node: Any, field: str) -> Any:
     """What hooks hold of a node's field, if they are ours."""
     if not has_saved(node, field):
         return None
@@ -574,7 +603,12 @@ def _held_in_field(node: Any, field: str) -> SavedTensor | KeptAsIs | None:
         return None
     finally:
         _state.collected = None
-    return found[0] if found else None
+    return _without_plan(found[0]) if found else None
+
+
+def _without_plan(held: Any) -> Any:
+    """What stands for a saved tensor, where that is not coded by plan after all."""
+    return held.instead or held if type(held) is CodedAgain else held
 
 
 def _unpack(packed: Any) -> Tensor:

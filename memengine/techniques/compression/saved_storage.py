@@ -5,17 +5,16 @@ from __future__ import annotations
 import io
 import pickle
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import IO, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from memengine._torch_private.autograd import storage_key, version_of
-from memengine.memory.ledger import tensors_in
 from memengine.memory.meter import count_kept
 from memengine.techniques.activation_offload import is_offloading, offload_tensor
-from memengine.techniques.codecs.codec import Code, Codec
+from memengine.techniques.codecs.codec import Code, Codec, nbytes_of
 from memengine.techniques.codecs.lossless_by_need import lossless_codec_for
 from memengine.techniques.codecs.memory_order import is_dense
 from memengine.techniques.compression.backward_needs import Need
@@ -29,10 +28,19 @@ from memengine.techniques.modules.saved_tensors import (
     is_part_without_base,
 )
 
-__all__ = ['SavedAs', 'SavedStorage', 'SavedTensor', 'still_alive']
+__all__ = [
+    'CodedPart',
+    'Layout',
+    'SavedAs',
+    'SavedStorage',
+    'SavedTensor',
+    'coded',
+    'layout_of',
+    'still_alive',
+]
 
 _SHARE_CODED_WHOLE = 0.75  # of a storage: from here on it is coded whole, else each view of it
-_Layout = tuple[Any, torch.Size, tuple[int, ...]]  # offset, shape and strides, in elements
+Layout = tuple[Any, torch.Size, tuple[int, ...]]  # offset, shape and strides, in elements
 _References: TypeAlias = 'list[weakref.ref[SavedTensor]]'
 
 
@@ -64,6 +72,7 @@ class SavedTensor:
         memory: The storage that it is a view of.
         rule: The rule that has a codec for it.
         codec: That codec, or one for a fact that all it is needed for is.
+        has_gradient: Whether the tensor has one.
         is_examined: Whether its operation has been looked at.
         is_whole: Whether it stays as it is.
         is_for_no_rule: Whether it would for any rule, by the operations before it.
@@ -73,15 +82,17 @@ class SavedTensor:
         need: What a derivative needs of it, if that is known.
         saved_as: By what, if it is known.
         order: Among all that are saved in this forward.
+        part: Of the storage, with the code from which it is read.
+        coding: The how manieth coding of its memory that was.
         is_recomputable: Whether a way was found to compute it again.
         follows: Gives what stands for it where others are coded, with which it has to agree.
     """
 
     __slots__ = (
-        '__weakref__', '_counted_bytes', '_dtype', '_has_gradient', '_is_metered', '_is_part',
-        '_kept', '_layout', '_offloaded', '_part', '_prefetched', '_rules', 'codec', 'follows',
-        'is_examined', 'is_for_no_rule', 'is_recomputable', 'is_whole', 'memory', 'module',
-        'name', 'need', 'number', 'order', 'rule', 'saved_as',
+        '__weakref__', '_counted_bytes', '_dtype', '_is_metered', '_is_part', '_kept', '_layout',
+        '_offloaded', '_prefetched', '_rules', 'codec', 'coding', 'follows', 'has_gradient',
+        'is_examined', 'is_for_no_rule', 'is_recomputable', 'is_whole', 'memory', 'module', 'name',
+        'need', 'number', 'order', 'part', 'rule', 'saved_as',
     )  # fmt: skip
 
     def __init__(
@@ -90,26 +101,29 @@ class SavedTensor:
         memory: SavedStorage,
         module: nn.Module,
         rules: Sequence[tuple[Rule, str]],
-        number: int,
-        order: int,
-        saved_as: SavedAs | None = None,
     ) -> None:
         self._kept: KeptAsIs | None = KeptAsIs(tensor)
-        self._has_gradient = tensor.requires_grad
+        self.has_gradient = tensor.requires_grad
         self._is_part = is_offloading() and is_part_without_base(tensor)
-        self.memory, self.module, self.number = memory, module, number
+        self.memory, self.module = memory, module
         self.rule: Rule | None = None
         self.codec: Codec | None = None
         self.is_examined = self.is_whole = self.is_for_no_rule = self._is_metered = False
         self._rules, self.name = rules, ''  # of the module that saves it
-        self.saved_as, self.order, self.is_recomputable = saved_as, order, False
+        self.saved_as: SavedAs | None = None
+        self.number = self.order = self.coding = 0
+        self.is_recomputable = False
         self._counted_bytes = (0, 0)
-        self._part: _CodedPart | None = None
+        self.part: CodedPart | None = None
         self._prefetched: Tensor | None = None
         self._offloaded: Callable[[], Tensor] | None = None
         self.need: Need | None = None
         self.follows: Recomputation | None = None
         memory.add_view(self)
+
+    def hold(self, kept: KeptAsIs, has_gradient: bool) -> None:
+        """Stand for what was saved before, as it was then."""
+        self._kept, self.has_gradient = kept, has_gradient
 
     @property
     def is_here(self) -> bool:
@@ -151,9 +165,9 @@ class SavedTensor:
             return self._kept.tensor()
         if self._offloaded is not None:
             return self._offloaded()
-        assert self._part is not None
+        assert self.part is not None
         tensor, self._prefetched = self._prefetched, None
-        return self._part.view_at(self._layout) if tensor is None else tensor
+        return self.part.view_at(self._layout) if tensor is None else tensor
 
     decode = tensor = __call__
 
@@ -163,26 +177,22 @@ class SavedTensor:
         That comes next, as a rule, so what is decoded in backward is kept until then.
         """
         tensor = self()
-        if self._part is not None and is_in_backward():
+        if self.part is not None and is_in_backward():
             self._prefetched = tensor
         return tensor
 
     @property
     def is_exact(self) -> bool:
         """Whether it gives back what was saved."""
-        if self._part is None or self.rule is None:
+        if self.part is None or self.rule is None:
             return True  # no code, or one of a fact
-        code = self._part.code
+        code = self.part.code
         return isinstance(code, RecomputedCode) and code.recomputation.is_exact
 
     @property
     def only_recomputes(self) -> bool:
         """Whether no rule of its module codes anything but what can be computed again."""
         return all(rule.only_recomputes for rule, _ in self._rules)
-
-    def is_saved_by(self, node: SavedAs) -> bool:
-        """Whether its field is known, if it is such a node's."""
-        return self.saved_as is not None and self.saved_as[:2] == node[:2]
 
     def may_be_coded(self, need: Need, node: Any, field: str) -> bool:
         """Whether a codec may be found for what this tensor's node has saved in a field."""
@@ -204,7 +214,7 @@ class SavedTensor:
         if self._kept.is_modified:
             return  # an error in backward, as it is without codes
         self.need = need
-        is_varied = need is Need.PRODUCT and self._has_gradient  # a factor, and no dropout's mask
+        is_varied = need is Need.PRODUCT and self.has_gradient  # a factor, and no dropout's mask
         self.codec = None if is_varied else lossless_codec_for(need, self.content, node)
         if self.codec is None and need.is_of_values and self.content.is_floating_point():
             for rule, name in self._rules:
@@ -217,7 +227,7 @@ class SavedTensor:
     @property
     def recomputation(self) -> Recomputation | None:
         """How it is computed again, if nothing is kept of it."""
-        code = self._part.code if self._part is not None else None
+        code = self.part.code if self.part is not None else None
         return code.recomputation if isinstance(code, RecomputedCode) else None
 
     @property
@@ -225,24 +235,25 @@ class SavedTensor:
         """Whether nothing is kept of it, and what it is computed from stays as it is."""
         return self.recomputation is not None and self.recomputation.is_from_whole
 
-    def replace_by(self, part: _CodedPart) -> None:
+    def replace_by(self, part: CodedPart) -> None:
         """Let go of the tensor, for a coded part that it can be read from."""
         if self.rule is not None and self.need is not None:
             self._counted_bytes = self.content.nbytes, 0 if part.is_counted else part.nbytes
             self.rule.kept.add(self.name, self.need.value, *self._counted_bytes)
             part.is_counted = True
-        self._layout, self._dtype = _layout_of(self.content), self.content.dtype
-        self._part, self._kept = part, None
+        self._layout, self._dtype = layout_of(self.content), self.content.dtype
+        self.part, self._kept = part, None
 
-    def move_to(self, part: _CodedPart) -> None:
+    def move_to(self, part: CodedPart) -> None:
         """Be read from a part that is nearer, if that has what this is."""
-        if self.rule is None or self._part is None or self._part.fidelity >= part.fidelity:
+        if self.rule is None or self.part is None or self.part.fidelity >= part.fidelity:
             return
         if part.has(self._layout, self._dtype):
             assert self.need is not None
             before, after = self._counted_bytes
             self.rule.kept.add(self.name, self.need.value, 0, -after)
-            self._part, self._counted_bytes = part, (before, 0)
+            self.part, self._counted_bytes = part, (before, 0)
+            self.saved_as = None  # it has been coded twice, which no plan says
 
     def revert_to(self, memory: Tensor) -> None:
         """Stay as it is for good, let go of the code, as the memory is kept anyway."""
@@ -250,7 +261,7 @@ class SavedTensor:
             offset, shape, stride = self._layout
             here = memory if memory.dtype == self._dtype else memory.view(self._dtype)
             self._kept = KeptAsIs(here.as_strided(shape, stride, offset))
-            self._part, self._offloaded, self._is_metered = None, None, False
+            self.part, self._offloaded, self._is_metered = None, None, False
             if self.rule is not None and self.need is not None and any(self._counted_bytes):
                 before, after = self._counted_bytes
                 self.rule.kept.add(self.name, self.need.value, -before, -after)
@@ -265,11 +276,12 @@ class SavedStorage:
         self._storage, self._version = weakref.ref(tensor.untyped_storage()), version_of(tensor)
         self._undecided: _References = []  # in the order of saving
         self._coded: _References = []
+        self._codings = 0
         self._kept_whole: list[Callable[[], object]] = []
         other = held() if held is not None else None
         if held is not None and other is not None and not other.is_modified:
             self._kept_whole.append(held)
-        self._parts: dict[_Layout | None, weakref.ref[_CodedPart]] = {}  # None: of most of it
+        self._parts: dict[Layout | None, weakref.ref[CodedPart]] = {}  # None: of most of it
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether the tensor is a view of it; an address is used again when it is free."""
@@ -284,6 +296,10 @@ class SavedStorage:
         """Whether a rule may keep it in a code that gives back something else."""
         saved = still_alive(self._undecided) + still_alive(self._coded)
         return not all(one.only_recomputes for one in saved)
+
+    def add_coded(self, coded: Iterable[weakref.ref[Any]]) -> None:
+        """Note what a plan has coded of it, to be let go of if it stays as it is after all."""
+        self._coded += coded
 
     def add_view(self, saved: SavedTensor) -> None:
         """Note what is saved of it."""
@@ -325,11 +341,14 @@ class SavedStorage:
         return any(reference() is not None for reference in reversed(self._kept_whole))
 
     def _code(self, new: list[SavedTensor]) -> None:
+        self._codings += 1
+        for one in new:
+            one.coding = self._codings
         of_values = [one for one in new if one.rule is not None]
         for one in new:
             if one.rule is None:
                 assert one.codec is not None
-                one.replace_by(_coded_part(one.codec, one.content))
+                one.replace_by(CodedPart(one.codec, one.content))
         if not of_values:
             return
         best = max(of_values, key=lambda one: one.fidelity)
@@ -339,10 +358,10 @@ class SavedStorage:
 
     def _part_for(
         self, one: SavedTensor, others: list[SavedTensor], best: SavedTensor
-    ) -> _CodedPart | None:
+    ) -> CodedPart | None:
         """A part that serves: one that is there and as near, or a new one by the best's codec."""
         content = one.content
-        layout, fidelity = _layout_of(content), best.fidelity
+        layout, fidelity = layout_of(content), best.fidelity
         for key in (layout, None) if self._parts else ():  # the very view, or most of the storage
             part = self._parts[key]() if key in self._parts else None
             if part is not None and part.fidelity >= fidelity and part.has(layout, content.dtype):
@@ -353,7 +372,7 @@ class SavedStorage:
         assert codec is not None
         views = [other.content for other in others if other.is_here]
         base = content if by_view else _base_for(content, views)
-        part = _coded_part(codec, base, fidelity)
+        part = CodedPart(codec, base, fidelity)
         whole = content.untyped_storage().nbytes()
         if part.nbytes >= whole:
             return None
@@ -375,7 +394,7 @@ def _base_for(view: Tensor, views: list[Tensor]) -> Tensor:
     for other in views:
         if other.nbytes == storage.nbytes() and is_dense(other):
             return other
-    parts = {_layout_of(other): other.nbytes for other in views}
+    parts = {layout_of(other): other.nbytes for other in views}
     if (
         sum(parts.values()) >= _SHARE_CODED_WHOLE * storage.nbytes()
         and storage.nbytes() % view.itemsize == 0
@@ -384,16 +403,16 @@ def _base_for(view: Tensor, views: list[Tensor]) -> Tensor:
     return view
 
 
-def _coded_part(codec: Codec, base: Tensor, fidelity: float = EXACT) -> _CodedPart:
+def coded(codec: Codec, base: Tensor) -> tuple[Code, int]:
+    """A tensor's code, moved out beside an offload that is active, and its bytes."""
     code = codec(base)
     if isinstance(code, RecomputedCode):
-        return _CodedPart(code, base, 0, fidelity)  # nothing is kept, or to be looked for in it
-    nbytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(code))
+        return code, 0  # nothing is kept, or to be looked for in it
+    nbytes = nbytes_of(code)
     if is_offloading() and nbytes:
-        code = _OffloadedCode(code)
-    else:
-        count_kept(code)
-    return _CodedPart(code, base, nbytes, fidelity)
+        return _OffloadedCode(code), nbytes
+    count_kept(code)
+    return code, nbytes
 
 
 class _OffloadedCode:
@@ -435,48 +454,60 @@ class _FetchingUnpickler(pickle.Unpickler):
         return self.tensors[index]()
 
 
-class _CodedPart:
-    """A code, and which part of a storage it stands for."""
+class CodedPart:
+    """A code, and which part of a storage it stands for.
+
+    Attributes:
+        code: What ``decode()`` gives the part from.
+        codec: That has made it.
+        layout: Of the part.
+        dtype: As well.
+        nbytes: Of the code.
+        fidelity: How near it is.
+        is_counted: Whether its bytes have been.
+    """
 
     __slots__ = (
-        '__weakref__', '_decoded', '_decoded_in', '_decoded_layout', '_device', '_dtype',
-        '_is_dense', '_layout', 'code', 'fidelity', 'is_counted', 'nbytes',
+        '__weakref__', '_decoded', '_decoded_in', '_decoded_layout', '_device', '_is_dense',
+        'code', 'codec', 'dtype', 'fidelity', 'is_counted', 'layout', 'nbytes',
     )  # fmt: skip
 
-    def __init__(self, code: Code, base: Tensor, nbytes: int, fidelity: float) -> None:
-        self.code, self.nbytes, self.fidelity, self.is_counted = code, nbytes, fidelity, False
-        self._layout, self._dtype, self._is_dense = _layout_of(base), base.dtype, is_dense(base)
+    def __init__(self, codec: Codec, base: Tensor, fidelity: float = EXACT) -> None:
+        self.code, self.nbytes = coded(codec, base)
+        self.codec, self.fidelity, self.is_counted = codec, fidelity, False
+        self.layout, self.dtype, self._is_dense = layout_of(base), base.dtype, is_dense(base)
         self._device = base.device
         self._decoded: weakref.ref[torch.UntypedStorage] | None = None
-        self._decoded_in, self._decoded_layout = -1, self._layout  # in which backward, and how
+        self._decoded_in, self._decoded_layout = -1, self.layout  # in which backward, and how
 
-    def has(self, layout: _Layout, dtype: torch.dtype) -> bool:
+    def has(self, layout: Layout, dtype: torch.dtype) -> bool:
         """Whether a view of the storage can be read from it."""
-        own = self._layout
+        own = self.layout
         within = self._is_dense and layout[0] >= own[0] and _end_of(layout) <= _end_of(own)
-        return dtype == self._dtype and (within or layout == own)
+        return dtype == self.dtype and (within or layout == own)
 
-    def view_at(self, layout: _Layout) -> Tensor:
+    def view_at(self, layout: Layout) -> Tensor:
         """A view that it serves; of memory that an earlier one still holds, as q, k and v do."""
         storage = self._decoded() if self._decoded is not None else None
         if storage is None or self._decoded_in != current_backward():
             base = self.code.decode()
             storage, self._decoded_in = base.untyped_storage(), current_backward()
-            self._decoded, self._decoded_layout = weakref.ref(storage), _layout_of(base)
-            if layout == self._layout:
+            self._decoded, self._decoded_layout = weakref.ref(storage), layout_of(base)
+            if layout == self.layout:
                 return base
         offset, shape, stride = self._decoded_layout
-        if layout != self._layout:
-            offset, shape, stride = offset + layout[0] - self._layout[0], *layout[1:]
-        view = torch.empty(0, dtype=self._dtype, device=self._device)
+        if layout != self.layout:
+            offset, shape, stride = offset + layout[0] - self.layout[0], *layout[1:]
+        view = torch.empty(0, dtype=self.dtype, device=self._device)
         return view.set_(storage, offset, shape, stride)
 
 
-def _layout_of(tensor: Tensor) -> _Layout:
+def layout_of(tensor: Tensor) -> Layout:
+    """Where a tensor lies in its storage."""
     return tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
-def _end_of(layout: _Layout) -> int:
+def _end_of(layout: Layout) -> int:
     """Behind the last element, in the storage; of a tensor with elements."""
     offset, shape, stride = layout
     return offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1

@@ -1,0 +1,237 @@
+"""Saved tensors that are coded as an earlier forward has coded them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Container, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from memengine._torch_private.autograd import storage_key, version_of
+from memengine.memory.meter import count_kept
+from memengine.techniques.codecs.codec import Codec
+from memengine.techniques.codecs.lossless_by_need import lossless_codec_for
+from memengine.techniques.compression.backward_needs import Need
+from memengine.techniques.compression.recomputable_ops import recomputation_of
+from memengine.techniques.compression.recomputation import FindSource, Recomputation
+from memengine.techniques.compression.saved_storage import (
+    CodedPart,
+    SavedAs,
+    SavedStorage,
+    SavedTensor,
+    coded,
+)
+from memengine.techniques.modules.saved_tensors import KeptAsIs, is_in_backward
+
+if TYPE_CHECKING:
+    from memengine.techniques.compression.replay.plan import HowCoded
+
+__all__ = ['CodedAgain', 'CodedMemory']
+
+
+class CodedAgain:
+    """A saved tensor of which the plan says how it is coded, if its node turns out to be as it was.
+
+    Else it is looked at as if there were no plan, and that stands here. (Meters do not look into
+    what can be called.)
+
+    Attributes:
+        memory: The storage that it is a view of, with what the plan codes of that.
+        how: As it was coded.
+        module: Which saved it.
+        codec: The codec, once the node is known.
+        number: Among those that its module saves in this forward.
+        order: Among all that are saved in this forward.
+        has_gradient: Whether the tensor has one.
+        is_examined: Whether its node is known.
+        is_metered: Whether meters have been shown it.
+        instead: What is held of it without a plan, if the node was not as it was.
+        follows: As of a :class:`SavedTensor`.
+    """
+
+    __slots__ = (
+        '__weakref__', '_counted_bytes', '_kept', '_prefetched', '_read', 'codec', 'follows',
+        'has_gradient', 'how', 'instead', 'is_examined', 'is_metered', 'memory', 'module',
+        'number', 'order',
+    )  # fmt: skip
+    is_whole = only_recomputes = False
+
+    def __init__(
+        self, tensor: Tensor, memory: CodedMemory, how: HowCoded, module: nn.Module
+    ) -> None:
+        self._kept: KeptAsIs | None = KeptAsIs(tensor)
+        self._read: Callable[[], Tensor] = self._kept.tensor
+        self._prefetched: Tensor | None = None
+        self.memory, self.how, self.module = memory, how, module
+        self.codec: Codec | None = None
+        self.number = self.order = self._counted_bytes = 0
+        self.has_gradient = tensor.requires_grad
+        self.is_examined = self.is_metered = False
+        self.instead: SavedTensor | None = None
+        self.follows: Recomputation | None = None
+        memory.undecided.append(weakref.ref(self))
+
+    def __call__(self) -> Tensor:
+        """What autograd is given for the tensor."""
+        if self.follows is not None and not self.follows.is_exact:
+            return self.follows()
+        tensor, self._prefetched = self._prefetched, None
+        return self._read() if tensor is None else tensor
+
+    decode = tensor = __call__
+
+    def prefetch(self) -> Tensor:
+        """The tensor, for what is computed from it in backward before autograd asks for it too."""
+        tensor = self()
+        if self._kept is None and is_in_backward():
+            self._prefetched = tensor
+        return tensor
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it gives back what was saved."""
+        return self._kept is not None or self.how.rule is None
+
+    @property
+    def content(self) -> Tensor:
+        """The tensor, until it is coded."""
+        assert self._kept is not None
+        return self._kept.content
+
+    def examine(
+        self, node: Any, this: SavedAs, needs: Mapping[str, Need], find_source: FindSource
+    ) -> bool:
+        """Whether it can be coded as it was.
+
+        Args:
+            node: That has saved it.
+            this: As what.
+            needs: What the derivative needs of which field.
+            find_source: Knows what is held of other nodes, from which it might be computed now.
+        """
+        how, kept = self.how, self._kept
+        assert kept is not None
+        field = how.saved_as.field
+        if how.saved_as[:2] != this[:2] or needs.get(field) is not how.need or kept.is_modified:
+            return False
+        if any(rule.only_recomputes for rule, _ in how.rules):
+            of = field, kept.content, self.number
+            if recomputation_of(node, *of, find_source) is not None:
+                return False
+        self.codec = how.codec or lossless_codec_for(how.need, kept.content, node)
+        self.is_examined = self.codec is not None
+        return self.is_examined
+
+    def show_to_meters(self) -> None:
+        """Let meters count the tensor from now on."""
+        if not self.is_metered:
+            self.is_metered = True
+            count_kept(self.content)
+
+    def give_way(self, memory: SavedStorage) -> None:
+        """Stand for what is held without a plan, which knows what is known."""
+        how, kept = self.how, self._kept
+        assert kept is not None
+        saved = SavedTensor(kept.content, memory, self.module, how.rules)
+        saved.hold(kept, self.has_gradient)
+        saved.number, saved.order, saved.is_examined = self.number, self.order, self.is_examined
+        if self.is_examined:
+            saved.need, saved.name = how.need, how.name
+            saved.rule, saved.codec = how.rule, self.codec
+        self.instead, self._read, self._kept = saved, saved, None
+
+    def code(self, read: Callable[[], Tensor], nbytes: int) -> None:
+        """Let go of the tensor, for what reads it from a code of so many bytes."""
+        how = self.how
+        if how.rule is not None:
+            self._counted_bytes = nbytes
+            how.rule.kept.add(how.name, how.need.value, self.content.nbytes, nbytes)
+        self._read, self._kept = read, None
+
+    def revert_to(self, memory: Tensor) -> None:
+        """Stay as it is for good, let go of the code, as the memory is kept anyway."""
+        how = self.how
+        offset, shape, stride = how.layout
+        here = memory if memory.dtype == how.dtype else memory.view(how.dtype)
+        self._kept = KeptAsIs(here.as_strided(shape, stride, offset))
+        self._read = self._kept.tensor
+        if how.rule is not None:
+            before = self.content.nbytes
+            how.rule.kept.add(how.name, how.need.value, -before, -self._counted_bytes)
+
+    def keep_or_offload(self) -> None:
+        """It stays here: beside an offload nothing is coded by plan."""
+
+    def move_to(self, part: CodedPart) -> None:
+        """It stays where it is, which costs bytes at most."""
+
+
+class CodedMemory:
+    """A storage in one state, of which the plan says how what is saved of it is coded.
+
+    Attributes:
+        undecided: What is saved of it, in the order of saving, until it is coded.
+        coded: What was, so far.
+    """
+
+    __slots__ = ('_parts', '_storage', '_version', 'coded', 'undecided')
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage, self._version = weakref.ref(tensor.untyped_storage()), version_of(tensor)
+        self._parts: dict[int, weakref.ref[CodedPart]] = {}
+        self.undecided: list[weakref.ref[CodedAgain]] = []
+        self.coded: list[weakref.ref[CodedAgain]] = []
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether the tensor is a view of it."""
+        return self._storage() is tensor.untyped_storage() and self._version == version_of(tensor)
+
+    def take_undecided(self) -> list[CodedAgain]:
+        """What is not coded, and will not be by plan."""
+        undecided, self.undecided = _alive(self.undecided), []
+        return undecided
+
+    def code_or_keep(self, alive: Container[int] | None = ()) -> bool:
+        """As of a :class:`SavedStorage`.
+
+        Returns:
+            False where not all is there that was coded together: nothing is coded then.
+        """
+        new = _alive(self.undecided)
+        if not new:
+            return True
+        if alive is not None and storage_key(new[0].content.untyped_storage()) not in alive:
+            for one in new:
+                one.show_to_meters()
+        if False in [one.is_examined for one in new]:
+            return True  # until the others' operations are looked at
+        if len(new) != new[0].how.together:
+            return False
+        self.coded += self.undecided
+        self.undecided = []
+        for one in new:
+            self._code(one)
+        return True
+
+    def _code(self, one: CodedAgain) -> None:
+        how, content = one.how, one.content
+        assert one.codec is not None
+        if how.base is None:
+            code, nbytes = coded(one.codec, content)
+            one.code(code.decode, nbytes)
+            return
+        reference = self._parts.get(how.part)
+        part = reference() if reference is not None else None
+        nbytes = 0
+        if part is None:
+            offset, shape, stride = how.base
+            base = content.new_empty(0).set_(content.untyped_storage(), offset, shape, stride)
+            part = CodedPart(one.codec, base)
+            self._parts[how.part], nbytes = weakref.ref(part), part.nbytes
+        one.code(partial(part.view_at, how.layout), nbytes)
+
+
+def _alive(references: list[weakref.ref[CodedAgain]]) -> list[CodedAgain]:
+    return [one for reference in references if (one := reference()) is not None]
