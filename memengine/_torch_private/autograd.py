@@ -174,11 +174,14 @@ def is_checkpointing() -> bool:
     It is known by the module in which its pack hook is defined. Were that moved, what a
     checkpointed module saves would be compressed while it is recomputed: dearer, still right.
     """
-    return checkpointed_pass() is not None
+    hooks = _top_hooks(False)  # asked of each node, so without another call
+    return hooks is not None and hooks[0].__module__ == _OF_CHECKPOINTING
 
 
 def checkpointed_pass() -> Callable[..., Any] | None:
     """What stands for a pass of torch's checkpointing: one object for all that it runs."""
     hooks = saved_tensor_hooks_in_force()
-    is_checkpoints = hooks is not None and hooks[0].__module__ == 'torch.utils.checkpoint'
-    return hooks[0] if hooks is not None and is_checkpoints else None
+    return hooks[0] if hooks is not None and hooks[0].__module__ == _OF_CHECKPOINTING else None
+
+
+_OF_CHECKPOINTING = 'torch.utils.checkpoint'

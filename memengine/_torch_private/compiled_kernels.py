@@ -89,4 +89,4 @@ def without_kernels() -> Iterator[None]:
 
 def _can_be_read(tensor: Tensor, on: str) -> bool:
     """Whether it lies on such a device, and is no stand-in such as a fake tensor."""
-    return type(tensor) is Tensor and tensor.device.type == on
+    return type(tensor) is Tensor and (tensor.is_cpu if on == 'cpu' else tensor.is_cuda)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -20,19 +19,14 @@ class MemoryOrder:
         stride: Of each dimension, in elements; 0 where it was expanded.
         dtype: The tensor's.
         device: The tensor's.
+        numel: Elements in memory: what is expanded counts once.
     """
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-
-    @property
-    def numel(self) -> int:
-        """Elements in memory: what is expanded counts once."""
-        return math.prod(
-            size for size, step in zip(self.shape, self.stride, strict=True) if step or not size
-        )
+    numel: int
 
     def shaped(self, flat: Tensor) -> Tensor:
         """The run of memory `flat`, of any dtype, in the tensor's shape. No copy."""
@@ -50,9 +44,10 @@ def in_memory_order(tensor: Tensor) -> tuple[Tensor, MemoryOrder]:
         with gaps or overlaps (slices, unfolded windows): those are copied, and come back dense,
         with their dimensions in the same order.
     """
-    once = tensor.detach()
-    if tensor.is_contiguous() and tensor.numel():  # as most are, which need no more questions
-        order = MemoryOrder(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    once = tensor.detach() if tensor.requires_grad else tensor
+    numel = tensor.numel()
+    if numel and tensor.is_contiguous():  # as most are, which need no more questions
+        order = MemoryOrder(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, numel)
         return once.view(-1), order
     for dim, step in enumerate(tensor.stride()):
         if step == 0 and tensor.shape[dim] > 1:
@@ -63,7 +58,7 @@ def in_memory_order(tensor: Tensor) -> tuple[Tensor, MemoryOrder]:
         step if kept == size else 0
         for step, kept, size in zip(once.stride(), once.shape, tensor.shape, strict=True)
     )
-    order = MemoryOrder(tensor.shape, stride, tensor.dtype, tensor.device)
+    order = MemoryOrder(tensor.shape, stride, tensor.dtype, tensor.device, once.numel())
     return once.as_strided((once.numel(),), (1,)), order
 
 

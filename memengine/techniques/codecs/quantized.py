@@ -27,7 +27,8 @@ _MOST_FILLED_UP = 2**18  # elements of one part with a shorter last group, of wh
 _PART_NUMEL_ON_CPU = 2**18  # below 8 bits
 _PART_GROUPS_ON_CPU = 2**14  # of 8 bits, which need not be packed: only their ranges are at once
 _DTYPES_ON_CPU = (torch.float32, torch.bfloat16)  # that kernels know
-_KERNELS = 'memengine.techniques.codecs.kernels'
+_KERNELS = 'memengine.techniques.codecs.kernels.quantizing'
+_KERNELS_ON_CPU = f'{_KERNELS}_on_cpu'
 _LARGEST_GROUP_OF_KERNELS = 2**13  # a GPU's multiprocessor holds several, a CPU's cache many
 
 
@@ -100,7 +101,7 @@ def _gpu_kernels(like: Tensor, bits: int, group_size: int) -> Any | None:
     """What quantises a tensor and back in one kernel each, where that is to be had."""
     if group_size > _LARGEST_GROUP_OF_KERNELS or like.dtype == torch.float64:
         return None
-    return proven_kernels(f'{_KERNELS}.quantizing', like, bits, group_size)
+    return proven_kernels(_KERNELS, like, bits, group_size)
 
 
 def _cpu_kernels(like: Tensor, bits: int, group_size: int) -> Any | None:
@@ -110,10 +111,10 @@ def _cpu_kernels(like: Tensor, bits: int, group_size: int) -> Any | None:
     """
     if group_size > _LARGEST_GROUP_OF_KERNELS or like.dtype not in _DTYPES_ON_CPU:
         return None
-    if is_fake(like) and like.device.type == 'cpu':
+    if is_fake(like) and like.is_cpu:
         with without_modes():
             return _cpu_kernels(torch.empty(0, dtype=like.dtype, device='cpu'), bits, group_size)
-    return proven_kernels(f'{_KERNELS}.quantizing_on_cpu', like, bits, group_size, on='cpu')
+    return proven_kernels(_KERNELS_ON_CPU, like, bits, group_size, on='cpu')
 
 
 def quantize(

@@ -302,6 +302,8 @@ class _ForwardHooks(saved_tensors_hooks):
         self.unexamined: dict[int, list[weakref.ref[Any]]] = {}
         self._module, self._replay, self._first_node = module, replay, first_node
         self._seen_nodes: set[int] = set()  # by number, as are the others
+        # They tell whose copies are, which a plan may know that there are none of.
+        self._sees_all_nodes = replay.is_noting or replay.has_copies
         self.saving_since = 0  # operations that have saved since the last look at some
         self._last_counted = -1
         self._held = 0  # tensors so far
@@ -372,11 +374,11 @@ class _ForwardHooks(saved_tensors_hooks):
         memory, key = self._memory_of(tensor), storage_key(tensor.untyped_storage())
         if memory is None:
             memory = self._storages[key] = SavedStorage(tensor, self._replay.held_whole(key))
-            for planned in self._replay.coded_memories:
-                if planned.is_of(tensor):
-                    memory.add_coded(planned.coded)
-                    for saved in planned.take_undecided():
-                        saved.give_way(memory)
+            planned = self._replay.coded_memories.get(key)
+            if planned is not None and planned.is_of(tensor):
+                memory.add_coded(planned.coded)
+                for saved in planned.take_undecided():
+                    saved.give_way(memory)
         return memory
 
     def _wait_for_node(self, saved: SavedTensor | CodedAgain, number: int, count: int) -> None:
@@ -436,9 +438,15 @@ class _ForwardHooks(saved_tensors_hooks):
         for memory in dict.fromkeys(saved.memory for saved in found):
             self._code_or_keep(memory, alive)
 
-    def _code_or_keep(self, memory: Any, alive: set[int] | tuple[()] | None = ()) -> None:
-        if memory.code_or_keep(alive) is False:
-            self._give_up(memory).code_or_keep(alive)
+    def _code_or_keep(
+        self, memory: SavedStorage | CodedMemory, alive: Container[int] | None = ()
+    ) -> None:
+        if type(memory) is CodedMemory:
+            if memory.code(alive):
+                return
+            memory = self._give_up(memory)
+        assert isinstance(memory, SavedStorage)
+        memory.code_or_keep(alive)
 
     def _examine_node(self, node: Any) -> list[Any]:
         """Learn what a node has saved."""
@@ -553,8 +561,13 @@ class _ForwardHooks(saved_tensors_hooks):
         node: if outputs depend on the next number, it is another operation's.
         """
         number = node_number(node)
-        has_copy = operation_name(node) in IN_PLACE_FORMS and number + 1 not in self._seen_nodes
-        return [number, number + 1] if has_copy else [number]
+        is_next_saving = self._sees_all_nodes and number + 1 in self._saving_nodes
+        if not is_next_saving or operation_name(node) not in IN_PLACE_FORMS:
+            return [number]
+        if number + 1 in self._seen_nodes:
+            return [number]
+        self._replay.has_copies = True
+        return [number, number + 1]
 
     def finish(self) -> None:
         """What no output depends on is kept as it is, if it is kept at all."""
@@ -563,8 +576,10 @@ class _ForwardHooks(saved_tensors_hooks):
                 if type(saved) is CodedAgain:
                     self._give_up(saved.memory)
                 _without_plan(saved).is_examined = True
-        for memory in (*self._replay.coded_memories, *self._storages.values()):
-            self._code_or_keep(memory)
+        for planned in self._replay.coded_memories.values():
+            self._code_or_keep(planned)
+        for memory in self._storages.values():
+            memory.code_or_keep()
         self._replay.finish()
 
     def let_go(self) -> None:
@@ -573,10 +588,13 @@ class _ForwardHooks(saved_tensors_hooks):
         self.pack_hook = _unpack
 
     def _unseen_nodes(self, outputs: Any) -> list[tuple[int, Any]]:
-        """Nodes of this forward's graph that have not been looked at, by their numbers."""
+        """Nodes of this forward's graph that have not been looked at, and may have to be."""
         tensors = [outputs] if isinstance(outputs, Tensor) else tensors_in(outputs)
         pending = [tensor.grad_fn for tensor in tensors]
-        seen, first, last = self._seen_nodes, self._first_node, next_node_number()
+        seen, last = self._seen_nodes, next_node_number()
+        first = self._first_node
+        if not self._sees_all_nodes:  # but those that may be waited for
+            first = max(first, min(self.unexamined))  # nodes lead to such as were made before
         found = []
         while pending:
             node = pending.pop()

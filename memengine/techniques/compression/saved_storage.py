@@ -269,14 +269,18 @@ class SavedTensor:
 
 
 class SavedStorage:
-    """A storage in one state, with what is saved of it."""
+    """A storage in one state, with what is saved of it.
+
+    Attributes:
+        views: How often anything of it was saved.
+    """
 
     def __init__(self, tensor: Tensor, held: Callable[[], KeptAsIs | None] | None = None) -> None:
         """A view of it is saved, and another may be held as it is whatever is decided here."""
         self._storage, self._version = weakref.ref(tensor.untyped_storage()), version_of(tensor)
         self._undecided: _References = []  # in the order of saving
         self._coded: _References = []
-        self._codings = 0
+        self._codings = self.views = 0
         self._kept_whole: list[Callable[[], object]] = []
         other = held() if held is not None else None
         if held is not None and other is not None and not other.is_modified:
@@ -303,6 +307,7 @@ class SavedStorage:
 
     def add_view(self, saved: SavedTensor) -> None:
         """Note what is saved of it."""
+        self.views += 1
         self._undecided.append(weakref.ref(saved))
 
     def code_or_keep(self, alive: Container[int] | None = ()) -> None:

@@ -19,8 +19,8 @@ from memengine._torch_private.fake import is_fake
 class KeptAsIs:
     """A saved tensor that is kept whole.
 
-    It is detached, as a saved output would otherwise hold its own graph in a cycle. Autograd
-    leaves the check of its version to the hooks.
+    It is detached, as a saved output would otherwise hold its own graph in a cycle; a parameter
+    has none. Autograd leaves the check of its version to the hooks.
     """
 
     __slots__ = ('__weakref__', '_version', 'content')
@@ -28,7 +28,8 @@ class KeptAsIs:
     module: nn.Module | None = None
 
     def __init__(self, tensor: Tensor) -> None:
-        self.content, self._version = tensor.detach(), version_of(tensor)
+        self.content = tensor if type(tensor) is nn.Parameter else tensor.detach()
+        self._version = version_of(tensor)
 
     @property
     def is_modified(self) -> bool:

@@ -377,7 +377,25 @@ def many_of_which_half_stay(x, a, b, c):
     return x
 
 
-@pytest.mark.parametrize('function', [branches, attended, many_of_which_half_stay])
+def coded_before_it_has_to_stay(x, a, b, c):
+    y = a(x)
+    return c(b(y)) + y.sin()
+
+
+def one_of_two_that_share_a_code_is_let_go(x, a, b, c):
+    y = a(x)
+    z = c(y)
+    b(F.gelu(y))
+    return z
+
+
+FUNCTIONS = [
+    *(branches, attended, many_of_which_half_stay),
+    *(coded_before_it_has_to_stay, one_of_two_that_share_a_code_is_let_go),
+]
+
+
+@pytest.mark.parametrize('function', FUNCTIONS)
 @pytest.mark.parametrize('ranges', ['group', 'running'])
 def test_codes_draw_the_same_noise_by_plan(function, ranges):
     """So that a run that is resumed, which has no plan at first, goes on as it would have."""
@@ -388,6 +406,17 @@ def test_codes_draw_the_same_noise_by_plan(function, ranges):
         x = torch.randn(4, 16, 32, requires_grad=True)
         found = [coded_gradients(one, x, step) for one in (copy.deepcopy(model), model)]
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize('inplace', [False, True])
+def test_what_acts_in_place_is_computed_again_by_plan(inplace):
+    """Of its input a copy was saved, under the next node's number."""
+    layers = [nn.Linear(16, 16), nn.SiLU(inplace), nn.LayerNorm(16), nn.Linear(16, 16)]
+    model = nn.Sequential(*layers).train()
+    recompute_activations(model)
+    x = torch.randn(8, 16, requires_grad=True)
+    sizes = [saved_bytes(lambda: model(x), model) for _ in range(6)]
+    assert len(set(sizes)) == 1
 
 
 class Swap(nn.Module):

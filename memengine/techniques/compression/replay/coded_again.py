@@ -193,8 +193,8 @@ class CodedMemory:
         undecided, self.undecided = _alive(self.undecided), []
         return undecided
 
-    def code_or_keep(self, alive: Container[int] | None = ()) -> bool:
-        """As of a :class:`SavedStorage`.
+    def code(self, alive: Container[int] | None) -> bool:
+        """Code what is saved, as ``code_or_keep()`` of a :class:`SavedStorage` would.
 
         Returns:
             False where not all is there that was coded together: nothing is coded then.

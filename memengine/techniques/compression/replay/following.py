@@ -65,7 +65,8 @@ class Replay:
 
     Attributes:
         is_noting: Whether there is none.
-        coded_memories: That are coded by plan.
+        has_copies: Of the plan.
+        coded_memories: That are coded by plan, by their storages.
     """
 
     def __init__(
@@ -74,10 +75,11 @@ class Replay:
         self._plans, self._kind, self._first_node = plans, kind, first_node
         self.is_noting = plan is None
         self._noted: list[Noted | None] = []
-        self._plan: Plan = plan or []
-        self._rest: Iterator[Step | None] = iter(self._plan)
+        self._steps = () if plan is None else plan.steps
+        self._rest: Iterator[Step | None] = iter(self._steps)
+        self.has_copies = plan is not None and plan.has_copies
         self._packed: list[weakref.ref[Any] | None] = []  # so far, as the plan has it
-        self.coded_memories: list[CodedMemory] = []
+        self.coded_memories: dict[int, CodedMemory] = {}
         self._held: dict[int, weakref.ref[Any]] = {}  # of these what stays, by its storage
         self._looked_up = 0  # how many of them
 
@@ -96,10 +98,12 @@ class Replay:
         step = next(self._rest, _NO_MORE)
         packed: Any = None
         if step is None:
-            pass
-        elif node is None or node - self._first_node != step.node:
+            self._packed.append(None)
+            return None
+        number, shape, stride, dtype, rules, is_a_parameter, how = step
+        if node is None or node - self._first_node != number:
             self._drop()
-        elif step.is_parameter:
+        elif is_a_parameter:
             if type(tensor) is nn.Parameter or is_parameter(tensor):
                 packed = KeptAsIs(tensor)
             else:
@@ -107,21 +111,21 @@ class Replay:
         elif not (
             type(tensor) is Tensor
             and tensor.layout is torch.strided
-            and tensor.shape == step.shape
-            and tensor.stride() == step.stride
-            and tensor.dtype is step.dtype
-            and saver.rules is step.rules
+            and tensor.shape == shape
+            and tensor.stride() == stride
+            and tensor.dtype is dtype
+            and saver.rules is rules
         ):
             self._drop()
-        elif isinstance(step.how, HowComputed):
+        elif isinstance(how, HowComputed):
             memory = find_memory(tensor)
             if memory is None or not memory.may_be_lossy:
-                packed = self._let_go(tensor, step.how, saver.module)
+                packed = self._let_go(tensor, how, saver.module)
         elif find_memory(tensor) is None and not is_offloading():
-            if step.how is None:
+            if how is None:
                 packed = HeldWhole(tensor, saver.module)
             else:
-                packed = self._hold_to_code(tensor, step.how, saver.module)
+                packed = self._hold_to_code(tensor, how, saver.module)
         self._packed.append(None if packed is None else weakref.ref(packed))
         return packed
 
@@ -136,10 +140,10 @@ class Replay:
             first = self._packed_at(how.first)
             memory = first.memory if type(first) is CodedAgain else None
         if memory is None or not memory.is_of(tensor):
-            if tensor.untyped_storage().nbytes() != how.nbytes:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() != how.nbytes:
                 return None
-            memory = CodedMemory(tensor)
-            self.coded_memories.append(memory)
+            memory = self.coded_memories[storage_key(storage)] = CodedMemory(tensor)
         return CodedAgain(tensor, memory, how, module)
 
     def _packed_at(self, place: int) -> Any:
@@ -180,7 +184,7 @@ class Replay:
                 assert not isinstance(place, int)
                 tensors.append(place())
                 continue
-            step, source = self._plan[index], self._packed_at(index)
+            step, source = self._steps[index], self._packed_at(index)
             if source is None or not source.is_whole or step is None:
                 return None
             assert isinstance(place, int)
@@ -215,7 +219,7 @@ class Replay:
     def finish(self) -> None:
         """The forward has ended, and all is decided."""
         if self.is_noting:
-            self._plans[self._kind] = plan_of(self._noted)
+            self._plans[self._kind] = plan_of(self._noted, self.has_copies)
         elif next(self._rest, _NO_MORE) is not _NO_MORE:
             self._drop()
 

@@ -28,14 +28,14 @@ class HeldWhole(KeptAsIs):
     __slots__ = ('follows', 'module')
 
     def __init__(self, tensor: Tensor, module: nn.Module) -> None:
-        super().__init__(tensor)
+        KeptAsIs.__init__(self, tensor)  # super() takes longer
         self.module = module
         self.follows: Recomputation | None = None
 
     def tensor(self) -> Tensor:
         """The tensor, or what stands for it."""
         if self.follows is None or self.follows.is_exact:
-            return KeptAsIs.tensor(self)  # super() takes longer
+            return KeptAsIs.tensor(self)
         return self.follows()
 
     decode = prefetch = tensor
@@ -117,7 +117,16 @@ class Step(NamedTuple):
     how: HowComputed | HowCoded | None = None
 
 
-Plan = list[Step | None]  # for each saved tensor; None: to be looked at
+class Plan(NamedTuple):
+    """What a forward has left.
+
+    Attributes:
+        steps: For each saved tensor, in the order of saving; None: to be looked at.
+        has_copies: Whether copies were saved for operations that worked in place.
+    """
+
+    steps: Sequence[Step | None]
+    has_copies: bool
 
 
 class Noted(NamedTuple):
@@ -131,9 +140,9 @@ class Noted(NamedTuple):
     nbytes: int
 
 
-def plan_of(noted: Sequence[Noted | None]) -> Plan:
+def plan_of(noted: Sequence[Noted | None], has_copies: bool) -> Plan:
     """What later forwards need not look up."""
-    return _Planning(noted).plan()
+    return Plan(_Planning(noted).steps(), has_copies)
 
 
 class _Planning:
@@ -148,7 +157,7 @@ class _Planning:
             if isinstance(one, SavedTensor):
                 self._of_memory.setdefault(id(one.memory), []).append(one)
 
-    def plan(self) -> Plan:
+    def steps(self) -> Sequence[Step | None]:
         return [self._step(*both) for both in zip(self._noted, self._packed, strict=True)]
 
     def _step(self, noted: Noted | None, held: Any) -> Step | None:
@@ -157,12 +166,14 @@ class _Planning:
         if noted.stays:
             return noted.step
         of_memory = self._of_memory[id(held.memory)]
-        if held.is_whole:  # as long as another of its memory has to be
-            return noted.step if any(one.is_for_no_rule for one in of_memory) else None
+        if held.is_whole:
+            # As another of its memory has to be, and it had not been coded before that was known.
+            with_another = not held.coding and any(one.is_for_no_rule for one in of_memory)
+            return noted.step if held.is_for_no_rule or with_another else None
         how: HowComputed | HowCoded | None = None
         if held.is_computed_again:
             how = self._how_computed(noted, held)
-        elif all(map(_is_coded_for_good, of_memory)):
+        elif held.memory.views == len(of_memory) and all(map(_is_coded_for_good, of_memory)):
             how = self._how_coded(noted, held)
         return None if how is None else noted.step._replace(how=how)
 
