@@ -16,7 +16,7 @@ from memengine.techniques.activation_checkpointing.checkpoint_activations import
     TECHNIQUE as ACTIVATION_CHECKPOINTING,
 )
 from memengine.techniques.activation_checkpointing.repeatable_forward import CheckpointedForward
-from memengine.techniques.compression.hooks import rules_of
+from memengine.techniques.compression.rule_handle import rules_of
 from memengine.techniques.compression.rules import COMPILE_CONFLICTS
 from memengine.techniques.modules.blocks import BLOCKS, Selector, select_modules
 from memengine.techniques.modules.wrapped_forward import wrapper_of

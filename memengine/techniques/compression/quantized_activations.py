@@ -20,7 +20,7 @@ from memengine.techniques.codecs.quantized import Quantizer
 from memengine.techniques.codecs.running_range import RunningRangeQuantizer
 from memengine.techniques.compression.backward_needs import Need
 from memengine.techniques.compression.bit_allocation import allot_bits
-from memengine.techniques.compression.hooks import RuleHandle, add_rule
+from memengine.techniques.compression.rule_handle import RuleHandle, add_rule
 from memengine.techniques.compression.rules import (
     COMPILE_CONFLICTS,
     FindRecomputation,

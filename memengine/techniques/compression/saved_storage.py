@@ -18,8 +18,11 @@ from memengine.techniques.codecs.codec import Code, Codec, nbytes_of
 from memengine.techniques.codecs.lossless_by_need import lossless_codec_for
 from memengine.techniques.codecs.memory_order import is_dense
 from memengine.techniques.compression.backward_needs import Need
-from memengine.techniques.compression.recomputable_ops import is_recomputable
-from memengine.techniques.compression.recomputation import Recomputation, RecomputedCode
+from memengine.techniques.compression.recomputation import (
+    Recomputation,
+    RecomputedCode,
+    is_recomputable,
+)
 from memengine.techniques.compression.rules import EXACT, FindRecomputation, Rule
 from memengine.techniques.modules.saved_tensors import (
     KeptAsIs,

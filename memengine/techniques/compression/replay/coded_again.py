@@ -14,8 +14,11 @@ from memengine.memory.meter import count_kept
 from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.codecs.lossless_by_need import lossless_codec_for
 from memengine.techniques.compression.backward_needs import Need
-from memengine.techniques.compression.recomputable_ops import recomputation_of
-from memengine.techniques.compression.recomputation import FindSource, Recomputation
+from memengine.techniques.compression.recomputation import (
+    FindSource,
+    Recomputation,
+    recomputation_of,
+)
 from memengine.techniques.compression.saved_storage import (
     CodedPart,
     SavedAs,

@@ -21,7 +21,7 @@ from memengine._torch_private.autograd import asking_for, result_metadata_of
 from memengine._torch_private.modules import BatchNorm, own_parameters
 from memengine._torch_private.ops import fused_rms_norm
 from memengine.techniques.compression.backward_needs import operation_name, producer_of
-from memengine.techniques.compression.recomputation import (
+from memengine.techniques.compression.recomputation.recomputation import (
     Ask,
     Compute,
     Derivation,
