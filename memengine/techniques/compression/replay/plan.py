@@ -206,19 +206,19 @@ class _Planning:
         step = noted.step
         layout = noted.offset, step.shape, step.stride
         return HowCoded(
-            saved_as,
-            need,
-            step.rules,
-            saved.name,
-            saved.rule,
-            None if saved.rule is None else part.codec,
-            step.dtype,
-            layout,
-            noted.nbytes,
-            self._first_of(of_memory),
-            sum(one.coding == saved.coding for one in of_memory),
-            self._places[id(of_part[0])],
-            None if len(of_part) == 1 and part.layout == layout else part.layout,
+            saved_as=saved_as,
+            need=need,
+            rules=step.rules,
+            name=saved.name,
+            rule=saved.rule,
+            codec=None if saved.rule is None else part.codec,
+            dtype=step.dtype,
+            layout=layout,
+            nbytes=noted.nbytes,
+            first=self._first_of(of_memory),
+            together=sum(one.coding == saved.coding for one in of_memory),
+            part=self._places[id(of_part[0])],
+            base=None if len(of_part) == 1 and part.layout == layout else part.layout,
         )
 
     def _first_of(self, saved: Sequence[SavedTensor]) -> int | None:
