@@ -637,6 +637,8 @@ def test_in_so_many_of_the_blocks():
     assert handle.kept.before == kept[0]
     with pytest.raises(ValueError, match='first is how many of 3 modules, got 4'):
         recompute_activations(model, first=4)
+    with pytest.raises(ValueError, match='recomputed_activations: '):
+        recompute_activations(model, modules=[], first=1)
 
 
 class Slices(nn.Module):
