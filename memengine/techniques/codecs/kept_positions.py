@@ -64,11 +64,13 @@ class Bitmap:
     bits: Tensor
     numel: int
 
-    def scatter(self, values: Tensor, flat: Tensor) -> Tensor:
-        """Put values, ``[k]`` in the order of their places, into zeros ``[n]``: returns these."""
+    def scatter(self, values: Tensor) -> Tensor:
+        """Values, ``[k]`` in the order of their places, among zeros: ``[n]``."""
+        flat = values.new_empty(self.numel)
         kernels = kernels_for_all(flat)
         if kernels is not None and len(values):
             return kernels.scatter(values, self.bits, flat)
+        flat.zero_()
         done: int | Tensor = 0
         some = part_numel(flat.device, flat.itemsize)
         for start in range(0, self.numel if len(values) else 0, some):
@@ -100,11 +102,13 @@ class Offsets:
     block_size: int
     numel: int
 
-    def scatter(self, values: Tensor, flat: Tensor) -> Tensor:
-        """Put values, ``[k]`` in the order of the offsets, into zeros ``[n]``: returns these."""
+    def scatter(self, values: Tensor) -> Tensor:
+        """Values, ``[k]`` in the order of the offsets, among zeros: ``[n]``."""
+        flat = values.new_empty(self.numel)
         kernels = kernels_for(flat, self.block_size)
         if kernels is not None:
             return kernels.scatter(values, self.offsets, self.counts, self.block_size, flat)
+        flat.zero_()
         # Of half precision scatter takes ten times as long on CPU; elsewhere index_copy may copy.
         put = Tensor.index_copy_ if flat.device.type == 'cpu' else Tensor.scatter_
         done, total = 0, len(self.offsets)

@@ -214,8 +214,7 @@ class SparseCode:
     def decode(self) -> Tensor:
         """The tensor, as memory of its own."""
         values = self.values if isinstance(self.values, Tensor) else self.values.decode()
-        flat = values.new_zeros(self.order.numel)
-        return self.order.shaped(self.places.scatter(values, flat))
+        return self.order.shaped(self.places.scatter(values))
 
 
 class Cast:

@@ -67,17 +67,23 @@ def largest_of_blocks(
 def scatter(
     values: Tensor, offsets: Tensor, counts: Tensor | int, block_size: int, flat: Tensor
 ) -> Tensor:
-    """Put values where ``places.Offsets`` says that they belong; one kernel, and one for counts.
+    """Put values where ``kept_positions.Offsets`` says that they belong, and zeros elsewhere.
 
     Args:
         values: ``[k]``.
         offsets: uint8, ``[k]``, from the start of their block.
-        counts: How many each block has.
+        counts: How many each block has: one number, or an int16 for each, whose offsets rise then.
         block_size: Elements of a block, at most 256.
-        flat: Zeros, ``[n]``, written to.
+        flat: ``[n]``, written to throughout.
+
+    Cost: two kernels, the first of which puts zeros or adds up counts.
     """
     blocks = -(-flat.numel() // block_size)
-    ends = offsets if isinstance(counts, int) else counts.cumsum(0)  # no ends are read
+    if isinstance(counts, int):
+        flat.zero_()
+        ends = offsets  # of which none are read
+    else:
+        ends = counts.cumsum(0)
     with torch.cuda.device_of(flat):
         _scatter[blocks,](
             values,
@@ -114,11 +120,11 @@ def compare_with_eager(like: Tensor, size: int) -> None:
     pages = torch.arange(0, numel + BYTE_VALUES, BYTE_VALUES, device=like.device)
     counts = torch.searchsorted(positions, pages).diff().to(torch.int16)
     offsets = (positions & (BYTE_VALUES - 1)).to(torch.uint8)
-    decoded = scatter(values, offsets, counts, BYTE_VALUES, torch.zeros_like(flat))
+    decoded = scatter(values, offsets, counts, BYTE_VALUES, torch.full_like(flat, 5))
     right &= torch.equal(decoded.nan_to_num(), kept_only)
     if size <= BYTE_VALUES:
         code = largest_of_blocks(flat, size, kept, 1, as_offsets=True)
-        decoded = scatter(*code, kept, size, torch.zeros_like(flat))
+        decoded = scatter(*code, kept, size, torch.full_like(flat, 5))
         right &= torch.equal(decoded.nan_to_num(), kept_only)
     if not right:
         raise ArithmeticError(f'what is kept of {like.dtype} is not what it was to be')
@@ -186,7 +192,15 @@ def _scatter(
         end = tl.load(ends + block)
     place = start + tl.arange(0, width)
     is_place = place < tl.minimum(end, total)
-    offset = tl.load(offsets + place, mask=is_place, other=0).to(tl.int64)
-    value = tl.load(values + place, mask=is_place, other=0)
-    element = block * block_size + offset
-    tl.store(flat + element, value, mask=is_place & (element < numel))
+    offset = tl.load(offsets + place, mask=is_place, other=0).to(tl.int32)
+    if constant:
+        value = tl.load(values + place, mask=is_place, other=0)
+        element = block * block_size + offset
+        tl.store(flat + element, value, mask=is_place & (element < numel))
+    else:  # each element finds what is its, by how many there are before it
+        column = tl.arange(0, 2 * width)
+        is_kept = tl.histogram(tl.where(is_place, offset, width), 2 * width) * (column < width)
+        found = values + start + tl.cumsum(is_kept, 0) - 1
+        element = block * block_size + column
+        is_element = (column < width) & (element < numel)
+        tl.store(flat + element, tl.load(found, mask=is_kept > 0, other=0), mask=is_element)
