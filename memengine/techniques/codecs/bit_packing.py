@@ -19,6 +19,7 @@ __all__ = [
     'pack_truths',
     'packed_numel',
     'truths',
+    'truths_in_order',
     'unpack_bits',
 ]
 
@@ -102,6 +103,15 @@ def truths(packed: Tensor, start: int, numel: int) -> Tensor:
         torch.bitwise_right_shift(some, bit, out=values[done : done + len(some)])
         done += len(some)
     return values.bitwise_and_(1).view(torch.bool)
+
+
+def truths_in_order(packed: Tensor, start: int, numel: int) -> Tensor:
+    """The same of bytes that hold eight neighbours each, the first in the lowest bit."""
+    first, before = divmod(start, 8)
+    some = packed[first : packed_numel(start + numel, 1), None]
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    bits = torch.bitwise_right_shift(some, shifts).bitwise_and_(1)
+    return bits.flatten()[before : before + numel].view(torch.bool)
 
 
 def unpack_bits(packed: Tensor, bits: int, numel: int) -> Tensor:

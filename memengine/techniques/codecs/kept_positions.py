@@ -17,7 +17,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from memengine._torch_private.compiled_kernels import proven_kernels
-from memengine.techniques.codecs.bit_packing import add_truths, packed_numel, truths
+from memengine.techniques.codecs.bit_packing import (
+    add_truths,
+    packed_numel,
+    truths,
+    truths_in_order,
+)
 from memengine.techniques.codecs.top_k import part_numel, places_in_blocks, positions_of
 
 __all__ = [
@@ -59,23 +64,32 @@ def are_few(kept: int, numel: int) -> bool:
 
 @dataclass(frozen=True)
 class Bitmap:
-    """Places among n as one bit each."""
+    """Places among n as one bit each.
+
+    Args:
+        bits: As ``pack_truths`` packs them, or in order.
+        numel: n.
+        in_order: Whether a byte holds eight neighbours, the first in the lowest bit: so one kernel
+            writes them that has an element's neighbours at hand.
+    """
 
     bits: Tensor
     numel: int
+    in_order: bool = False
 
     def scatter(self, values: Tensor) -> Tensor:
         """Values, ``[k]`` in the order of their places, among zeros: ``[n]``."""
         flat = values.new_empty(self.numel)
         kernels = kernels_for_all(flat)
         if kernels is not None and len(values):
-            return kernels.scatter(values, self.bits, flat)
+            return kernels.scatter(values, self.bits, flat, self.in_order)
         flat.zero_()
+        unpack = truths_in_order if self.in_order else truths
         done: int | Tensor = 0
         some = part_numel(flat.device, flat.itemsize)
         for start in range(0, self.numel if len(values) else 0, some):
             part = flat[start : start + some]
-            mask = truths(self.bits, start, len(part))
+            mask = unpack(self.bits, start, len(part))
             if flat.device.type == 'cpu':
                 positions = positions_of(mask)
                 stop = done + len(positions)

@@ -158,7 +158,7 @@ class Sparsifier:
             values, found, counts = kernels.largest_of_all(flat, kept, as_offsets)
             if as_offsets:
                 return values, Offsets(found, counts, BYTE_VALUES, numel)
-            return values, Bitmap(found, numel)
+            return values, Bitmap(found, numel, in_order=True)
         if self.strategy != 'block_mink':
             is_random = self.strategy == 'random'
             keys = noise(flat) if is_random else magnitudes(flat)

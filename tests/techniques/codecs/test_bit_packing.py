@@ -7,6 +7,7 @@ from memengine.techniques.codecs.bit_packing import (
     PACKED_BITS,
     pack_bits,
     packed_numel,
+    truths_in_order,
     unpack_bits,
 )
 
@@ -52,3 +53,11 @@ def test_packed_is_memory_of_its_own(bits):
     packed = pack_bits(values, bits)
     values.zero_()
     assert unpack_bits(packed, bits, 9).min() == 1
+
+
+@pytest.mark.parametrize(('start', 'numel'), [(0, 21), (0, 8), (3, 11), (8, 13), (17, 4), (20, 1)])
+def test_bits_in_order(start, numel):
+    mask = torch.rand(21) > 0.5
+    bits = torch.cat([mask, torch.zeros(3, dtype=torch.bool)]).view(3, 8)
+    packed = (bits * 2 ** torch.arange(8)).sum(1).to(torch.uint8)
+    assert torch.equal(truths_in_order(packed, start, numel), mask[start : start + numel])

@@ -98,14 +98,14 @@ def kernels_to_compile(dtype, bits):
     places['ends'] = '*u8' if bits == 8 else '*i64'
     yield selection._scatter, places, dict(constant=bits == 8, width=256)
     tensors = {**integers, 'packed': '*u8', 'offsets': '*u8', 'of_pages': '*i16'}
-    of_all = {**tensors, **dict.fromkeys(('counts', 'found', 'last'), '*i32')}
+    of_all = {**tensors, **dict.fromkeys(('counts', 'found'), '*i32')}
     of_all |= dict.fromkeys(('numel', 'kept', 'share'), 'i32')
     tile = dict(tile=4096)
     how = dict(passes=3, width=11) if dtype == 'fp32' else dict(passes=2, width=8)
     how |= dict(most=128, num_warps=8, **tile)
     yield largest_values._count, of_all, dict(number=1, **how)
     yield largest_values._take, of_all, dict(as_offsets=bits == 8, page=256, **how)
-    yield largest_values._put_bits, of_all, dict(page=256)
+    tile |= dict(in_order=bits == 8)
     yield largest_values._count_bits, of_all, tile
     values = dict.fromkeys(('flat', 'values'), f'*{dtype}')
     yield largest_values._scatter, {**of_all, **values}, dict(most=1024, **tile)

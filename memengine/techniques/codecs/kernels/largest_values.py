@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memengine.techniques.codecs.bit_packing import packed_numel, unpack_bits
+from memengine.techniques.codecs.bit_packing import pack_bits, packed_numel, truths_in_order
 from memengine.techniques.codecs.top_k import INTEGER_OF
 
 __all__ = ['compare_with_eager', 'largest_of_all', 'scatter']
@@ -41,10 +41,10 @@ def largest_of_all(
 
     Returns:
         The elements, ``[k]``, and either uint8 ``[k]``, their places in pages, with int16 ``[p]``,
-        how many each page has, or a bit for each element, as ``pack_bits`` packs them, and nothing.
+        how many each page has, or a bit for each element, in order, and nothing.
 
-    Cost: kernels that read the tensor, and no others: of fp32 four, of 16 bits three, one more for
-    bits. Beside what is returned, 3 MiB at most, for 16 bits a quarter.
+    Cost: kernels that read the tensor, and no others: of fp32 four, of 16 bits three. Beside what
+    is returned, 3 MiB at most, for 16 bits a quarter.
     """
     numel = flat.numel()
     integers = flat.view(INTEGER_OF[flat.dtype])
@@ -53,7 +53,7 @@ def largest_of_all(
     passes, width = (3, 11) if flat.element_size() == 4 else (2, 8)
     how = dict(passes=passes, width=width, tile=_TILE, most=_MOST_COUNTING, num_warps=8)
     counts = integers.new_empty(passes, programs, 1 << width, dtype=torch.int32)
-    found = counts.new_empty(passes + 2, 2)
+    found = counts.new_empty(passes + 1, 2)
     values = flat.new_empty(kept)
     bits = flat.new_empty(0 if as_offsets else packed_numel(numel, 1), dtype=torch.uint8)
     offsets = flat.new_empty(kept if as_offsets else 0, dtype=torch.uint8)
@@ -63,29 +63,30 @@ def largest_of_all(
     with torch.cuda.device_of(flat):
         for number in range(passes):
             _count[programs,](*asked, number=number, **how)
-        places = values.view(integers.dtype), offsets, of_pages
+        places = values.view(integers.dtype), offsets, of_pages, bits
         _take[programs,](*asked, *places, as_offsets=as_offsets, page=_PAGE, **how)
-        if not as_offsets:
-            last = found[passes:]
-            _put_bits[triton.cdiv(len(bits), _PAGE),](integers, last, bits, numel, page=_PAGE)
     return values, offsets if as_offsets else bits, of_pages
 
 
-def scatter(values: Tensor, bits: Tensor, flat: Tensor, share: int | None = None) -> Tensor:
+def scatter(
+    values: Tensor, bits: Tensor, flat: Tensor, in_order: bool, share: int | None = None
+) -> Tensor:
     """Put values, ``[k]`` in the order of their places, where bits are set; two kernels.
 
     Args:
         values: ``[k]``.
-        bits: A bit for each element, as ``pack_bits`` packs them.
+        bits: A bit for each element.
         flat: ``[n]``, written to throughout; fewer than ``2 ** 31``.
+        in_order: As of a ``Bitmap``.
         share: As in :func:`largest_of_all`.
     """
     share = share or _share(flat.numel(), _MOST_SCATTERING)
     programs = triton.cdiv(flat.numel(), share)
     counts = bits.new_empty(programs, dtype=torch.int32)
     with torch.cuda.device_of(flat):
-        _count_bits[programs,](bits, counts, flat.numel(), share, tile=_TILE)
-        settings = dict(tile=_TILE, most=_MOST_SCATTERING)
+        settings = dict(in_order=in_order, tile=_TILE)
+        _count_bits[programs,](bits, counts, flat.numel(), share, **settings)
+        settings |= dict(most=_MOST_SCATTERING)
         _scatter[programs,](bits, counts, values, flat, flat.numel(), share, **settings)
     return flat
 
@@ -111,12 +112,15 @@ def compare_with_eager(like: Tensor) -> None:
         keys = flat.view(integer) & torch.iinfo(integer).max
         expected = keys.topk(kept).values
         values, bits, _ = largest_of_all(flat, kept, False, share)
-        positions = unpack_bits(bits, 1, numel).nonzero()[:, 0]
+        kept_there = truths_in_order(bits, 0, numel)
+        positions = kept_there.nonzero()[:, 0]
         right = len(positions) == kept and torch.equal(keys[positions].sort(0, True)[0], expected)
         right = right and torch.equal(values, flat[positions])
-        decoded = scatter(values, bits, torch.full_like(flat, 5), share)
-        right = right and torch.equal(decoded[positions], values)
-        right = right and int((decoded != 0).sum()) == int((values != 0).sum())
+        in_planes = pack_bits(kept_there, 1)
+        for way in ((bits, True), (in_planes, False)):
+            decoded = scatter(values, way[0], torch.full_like(flat, 5), way[1], share)
+            right = right and torch.equal(decoded[positions], values)
+            right = right and int((decoded != 0).sum()) == int((values != 0).sum())
         again, offsets, counts = largest_of_all(flat, kept, True, share)
         pages = torch.arange(len(counts), device=like.device).repeat_interleave(counts.long())
         right = right and torch.equal(again, values)
@@ -227,6 +231,7 @@ def _take(
     values: tl.tensor,
     offsets: tl.tensor,
     of_pages: tl.tensor,
+    packed: tl.tensor,
     as_offsets: tl.constexpr,
     passes: tl.constexpr,
     width: tl.constexpr,
@@ -258,44 +263,40 @@ def _take(
             count = tl.sum(tl.reshape(is_kept.to(tl.int32), (pages, page)), axis=1)
             own = (tl.program_id(0).to(tl.int64) * share + start) // page + tl.arange(0, pages)
             tl.store(of_pages + own, count.to(tl.int16), mask=own * page < numel)
-        else:  # the place of the last tie that is kept, for _put_bits
-            last = found + 2 * (passes + 1) + tl.zeros_like(keys)
-            tl.store(last, places.to(tl.int32), mask=is_tie & (rank == wanted))
+        else:
+            bit = tl.reshape(is_kept.to(tl.int32), (tile // 8, 8)) << tl.arange(0, 8)[None, :]
+            own = (tl.program_id(0).to(tl.int64) * share + start) // 8 + tl.arange(0, tile // 8)
+            tl.store(packed + own, tl.sum(bit, axis=1).to(tl.uint8), mask=own * 8 < numel)
         ties += tl.sum(is_tie.to(tl.int32), axis=0)
         done += tl.sum(is_kept.to(tl.int32), axis=0)
 
 
-@triton.jit(do_not_specialize=['numel'])
-def _put_bits(
-    flat: tl.tensor, last: tl.tensor, packed: tl.tensor, numel: tl.tensor, page: tl.constexpr
-) -> None:
-    least, place_of_last = tl.load(last), tl.load(last + 2)
-    size = (numel + 7) // 8
-    place = tl.program_id(0).to(tl.int64) * page + tl.arange(0, page)
-    byte = tl.zeros((page,), tl.int32)
-    for plane in tl.static_range(8):
-        element = tl.where(place < size, place + plane * size, numel)
-        _, keys = _keys(flat, element, numel)
-        is_kept = (keys > least) | ((keys == least) & (element <= place_of_last))
-        byte |= is_kept.to(tl.int32) << plane
-    tl.store(packed + place, byte.to(tl.uint8), mask=place < size)
-
-
 @triton.jit
-def _bits_of(packed: tl.tensor, places: tl.tensor, numel: tl.tensor) -> tl.tensor:
+def _bits_of(
+    packed: tl.tensor, places: tl.tensor, numel: tl.tensor, in_order: tl.constexpr
+) -> tl.tensor:
     """Of elements, 0 or 1, and 0 beyond the last."""
-    size = (numel + 7) // 8
-    byte = tl.load(packed + places % size, mask=places < numel, other=0).to(tl.int32)
-    return (byte >> (places // size).to(tl.int32)) & 1
+    if in_order:
+        place, bit = places // 8, places % 8
+    else:
+        size = (numel + 7) // 8
+        place, bit = places % size, places // size
+    byte = tl.load(packed + place, mask=places < numel, other=0).to(tl.int32)
+    return (byte >> bit.to(tl.int32)) & 1
 
 
 @triton.jit(do_not_specialize=['numel', 'share'])
 def _count_bits(
-    packed: tl.tensor, counts: tl.tensor, numel: tl.tensor, share: tl.tensor, tile: tl.constexpr
+    packed: tl.tensor,
+    counts: tl.tensor,
+    numel: tl.tensor,
+    share: tl.tensor,
+    in_order: tl.constexpr,
+    tile: tl.constexpr,
 ) -> None:
     count = tl.zeros((tile,), tl.int32)
     for start in range(0, share, tile):
-        count += _bits_of(packed, _places(share, start, tile), numel)
+        count += _bits_of(packed, _places(share, start, tile), numel, in_order)
     tl.store(counts + tl.program_id(0), tl.sum(count, axis=0))
 
 
@@ -307,6 +308,7 @@ def _scatter(
     flat: tl.tensor,
     numel: tl.tensor,
     share: tl.tensor,
+    in_order: tl.constexpr,
     tile: tl.constexpr,
     most: tl.constexpr,
 ) -> None:
@@ -314,7 +316,7 @@ def _scatter(
     done = tl.sum(tl.load(counts + program, mask=program < tl.program_id(0), other=0), axis=0)
     for start in range(0, share, tile):
         places = _places(share, start, tile)
-        bits = _bits_of(packed, places, numel)
+        bits = _bits_of(packed, places, numel, in_order)
         found = tl.load(values + done + tl.cumsum(bits, 0) - 1, mask=bits != 0, other=0)
         tl.store(flat + places, found, mask=places < numel)
         done += tl.sum(bits, axis=0)
