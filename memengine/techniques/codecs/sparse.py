@@ -83,7 +83,7 @@ class Sparsifier:
 
     Time: on CPU blocks are partitioned by NumPy, in one thread, some at a time of what fits its
     cache: this takes a third to an eighth of the time of a ``topk`` of the whole tensor. On a GPU
-    one kernel selects from blocks of up to 4,096, and some nine from a whole tensor
+    one kernel selects from blocks of up to 4,096, and three (of fp32 four) from a whole tensor
     (:func:`proven_kernels`). Nothing waits for an accelerator, on which the number kept is always
     the one asked for.
 
