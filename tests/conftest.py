@@ -9,6 +9,7 @@ them imports no torch.
 import atexit
 import functools
 import gc
+import importlib
 import os
 import pkgutil
 import signal
@@ -18,6 +19,15 @@ import types
 os.environ.setdefault('OMP_NUM_THREADS', '1')  # before torch is imported
 
 import pytest
+
+
+def pytest_configure(config):
+    """Import yapf, which MMEngine imports, before several processes do so at a time.
+
+    At the first time after it was installed it writes a file that another may read half written.
+    """
+    if not hasattr(config, 'workerinput'):
+        importlib.import_module('yapf')
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
