@@ -147,7 +147,8 @@ class _ForwardHooks(saved_tensors_hooks):
         self.saving_since = 0  # operations that have saved since the last look at some
         self._last_counted = -1
         self._held = 0  # tensors so far
-        self._storages: dict[int, SavedStorage] = {}
+        self._storages: dict[int, SavedStorage] = {}  # the last that had an address
+        self._all_storages: list[SavedStorage] = []  # in the order of saving
         self._counts: dict[CompressedForward, int] = {}  # of what each has saved so far
         self._saving_nodes: set[int] = set()  # that have saved something here
         self._last_saving = -1
@@ -189,6 +190,7 @@ class _ForwardHooks(saved_tensors_hooks):
             assert number is not None
             if tensor.grad_fn is None and storage_key(tensor.untyped_storage()) in self._owned:
                 return KeptAsIs(tensor)  # a result is none of the model's own, and nor was this
+            packed.memory.add_view(packed)  # not before others of it may have been looked at
             self._wait_for_node(packed, number, count)
         return packed
 
@@ -214,9 +216,10 @@ class _ForwardHooks(saved_tensors_hooks):
         memory, key = self._memory_of(tensor), storage_key(tensor.untyped_storage())
         if memory is None:
             memory = self._storages[key] = SavedStorage(tensor, self._replay.held_whole(key))
+            self._all_storages.append(memory)
             planned = self._replay.coded_memories.get(key)
             if planned is not None and planned.is_of(tensor):
-                memory.add_coded(planned.coded)
+                memory.add_planned(planned.coded, planned.kept)
                 for saved in planned.take_undecided():
                     saved.give_way(memory)
         return memory
@@ -416,15 +419,16 @@ class _ForwardHooks(saved_tensors_hooks):
                 if type(saved) is CodedAgain:
                     self._give_up(saved.memory)
                 _without_plan(saved).is_examined = True
-        for planned in self._replay.coded_memories.values():
+        for planned in self._replay.all_coded_memories:
             self._code_or_keep(planned)
-        for memory in self._storages.values():
+        for memory in self._all_storages:
             memory.code_or_keep()
         self._replay.finish()
 
     def let_go(self) -> None:
         """Let go of everything; hooks that are methods hold themselves."""
         self.unexamined, self._storages, self._counts = {}, {}, {}
+        self._all_storages = []
         self.pack_hook = _unpack
 
     def _unseen_nodes(self, outputs: Any) -> list[tuple[int, Any]]:

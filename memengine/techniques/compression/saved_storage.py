@@ -40,6 +40,7 @@ __all__ = [
     'coded',
     'layout_of',
     'still_alive',
+    'view_of',
 ]
 
 _SHARE_CODED_WHOLE = 0.75  # of a storage: from here on it is coded whole, else each view of it
@@ -138,6 +139,11 @@ class SavedTensor:
         """The tensor, while it is as it is."""
         assert self._kept is not None
         return self._kept.content
+
+    @property
+    def is_modified(self) -> bool:
+        """Whether the tensor was modified in place since it was saved; not once it is coded."""
+        return self._kept is not None and self._kept.is_modified
 
     def keep_or_offload(self) -> None:
         """Stay as it is: here, or where an offload that is active moves it to."""
@@ -261,9 +267,7 @@ class SavedTensor:
     def revert_to(self, memory: Tensor) -> None:
         """Stay as it is for good, let go of the code, as the memory is kept anyway."""
         if not self.is_here:
-            offset, shape, stride = self._layout
-            here = memory if memory.dtype == self._dtype else memory.view(self._dtype)
-            self._kept = KeptAsIs(here.as_strided(shape, stride, offset))
+            self._kept = KeptAsIs(view_of(memory, self._dtype, self._layout))
             self.part, self._offloaded, self._is_metered = None, None, False
             if self.rule is not None and self.need is not None and any(self._counted_bytes):
                 before, after = self._counted_bytes
@@ -304,9 +308,12 @@ class SavedStorage:
         saved = still_alive(self._undecided) + still_alive(self._coded)
         return not all(one.only_recomputes for one in saved)
 
-    def add_coded(self, coded: Iterable[weakref.ref[Any]]) -> None:
-        """Note what a plan has coded of it, to be let go of if it stays as it is after all."""
+    def add_planned(
+        self, coded: Iterable[weakref.ref[Any]], kept: Iterable[weakref.ref[Any]]
+    ) -> None:
+        """Note what a plan has coded of it, to be let go of if it stays as it is, and has kept."""
         self._coded += coded
+        self._kept_whole += kept
 
     def add_view(self, saved: SavedTensor) -> None:
         """Note what is saved of it."""
@@ -329,7 +336,9 @@ class SavedStorage:
                 one.show_to_meters()
         if False in [one.is_examined for one in new]:
             return  # until the others' operations are looked at
-        if None in [one.codec for one in new] or self._is_kept():
+        if any(one.is_modified for one in new):
+            stays = new  # of which backward will complain; what was coded before was not changed
+        elif None in [one.codec for one in new] or self._is_kept():
             stays = new
             if self._coded:
                 stays += still_alive(self._coded)
@@ -399,6 +408,7 @@ def still_alive(references: _References) -> list[SavedTensor]:
 def _base_for(view: Tensor, views: list[Tensor]) -> Tensor:
     """What to code for a view: all of its storage, if views of that are most of it, or itself."""
     storage = view.untyped_storage()
+    views = [other for other in views if other.dtype == view.dtype]
     for other in views:
         if other.nbytes == storage.nbytes() and is_dense(other):
             return other
@@ -513,6 +523,16 @@ class CodedPart:
 def layout_of(tensor: Tensor) -> Layout:
     """Where a tensor lies in its storage."""
     return tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
+def view_of(memory: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
+    """A view of a tensor's storage, which counts changes with it."""
+    offset, shape, stride = layout
+    if memory.dtype != dtype:
+        nbytes = memory.untyped_storage().nbytes() // dtype.itemsize * dtype.itemsize
+        whole = memory.as_strided((nbytes // memory.itemsize,), (1,), 0)
+        memory = whole.view(dtype)
+    return memory.as_strided(shape, stride, offset)
 
 
 def _end_of(layout: Layout) -> int:

@@ -464,3 +464,71 @@ def test_attention_has_the_gradient_of_what_its_codes_give_back(options, dtype):
     gradient = gradient.permute(1, 3, 0, 2, 4).reshape(-1, 192)
     assert relative_error(found, gradient.mT @ x.reshape(-1, 64)) < 8 * torch.finfo(dtype).eps
     assert 0.05 < relative_error(found, exact['qkv.weight']) < 2
+
+
+class ChangedWhileOthersWait(nn.Module):
+    """A result changes after a layer's end, while another branch that has saved it goes on."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.factor = nn.Parameter(torch.ones(32))
+
+    def forward(self, x):
+        y = self.first(x)
+        other = y * self.factor
+        z = self.second(y)
+        with torch.no_grad():
+            y.mul_(100)
+        del other
+        return z
+
+
+def test_what_has_changed_before_it_was_coded_is_autograds_error():
+    model, x = ChangedWhileOthersWait().train(), torch.randn(64, 32)
+    quantize_activations(model, min_numel=1)
+    for _ in range(4):
+        loss = model(x).sum()
+        with pytest.raises(RuntimeError, match='modified by an inplace operation'):
+            loss.backward()
+
+
+def test_views_of_another_dtype_have_codes_of_their_own():
+    class Factors(nn.Module):
+        def forward(self, x, y, c):
+            return x * c[:40], y * c.view(torch.bfloat16)
+
+    torch.manual_seed(0)
+    c = torch.randn(64, 64).cos()
+    x = torch.randn(40, 64, requires_grad=True)
+    y = torch.randn(64, 128, dtype=torch.bfloat16, requires_grad=True)
+    model = Factors().train()
+    quantize_activations(model, min_numel=1)
+    for _ in range(4):
+        (found,) = torch.autograd.grad(model(x, y, c)[0].sum(), x)
+        assert relative_error(found, c[:40]) < 0.02
+
+
+def test_what_stays_after_all_may_be_seen_in_another_dtype():
+    class Half(nn.Module):
+        def forward(self, y, c):
+            return y * c.view(torch.bfloat16)
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Half()
+
+        def forward(self, x, y):
+            c = x.detach().cos()
+            return self.part(y, c).float().sum() + (x / c.t()).sum()
+
+    torch.manual_seed(0)
+    x = torch.randn(64, 64, requires_grad=True)
+    y = torch.zeros(64, 128, dtype=torch.bfloat16, requires_grad=True)
+    model = Both().train()
+    (exact,) = torch.autograd.grad(model(x, y), x)
+    quantize_activations(model, min_numel=1)
+    for _ in range(4):
+        (found,) = torch.autograd.grad(model(x, y), x)
+        assert torch.equal(found, exact)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memengine.memory import saved_bytes
+from memengine.memory import SavedBytes, saved_bytes
 from memengine.techniques import (
     drop_activations,
     offload_activations,
@@ -389,8 +389,14 @@ def one_of_two_that_share_a_code_is_let_go(x, a, b, c):
     return b(z)
 
 
+def chain_of_products(x, a, b, c):
+    for layer in (a, b, c) * 3:
+        x = torch.tanh(x) @ layer.weight
+    return x
+
+
 FUNCTIONS = [
-    *(branches, attended, many_of_which_half_stay),
+    *(branches, attended, many_of_which_half_stay, chain_of_products),
     *(coded_before_it_has_to_stay, one_of_two_that_share_a_code_is_let_go),
 ]
 
@@ -406,6 +412,78 @@ def test_codes_draw_the_same_noise_by_plan(function, ranges):
         x = torch.randn(4, 16, 32, requires_grad=True)
         found = [coded_gradients(one, x, step) for one in (copy.deepcopy(model), model)]
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def attention_beside_a_layer(x, a, b, c):
+    y = a(x)
+    attended = F.scaled_dot_product_attention(y, y, y)
+    return F.linear(attended, b.weight) + F.linear(y, c.weight)
+
+
+def test_attention_in_few_bits_whose_memory_has_many_for_a_layer():
+    torch.manual_seed(0)
+    model = Layers(attention_beside_a_layer).train()
+    quantize_activations(model, {'attention': 2, 'linear': 8}, min_numel=1)
+    for step in range(8):
+        x = torch.randn(2, 2, 16, 32, requires_grad=True)
+        found = [coded_gradients(one, x, step) for one in (copy.deepcopy(model), model)]
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_what_a_plan_codes_stays_where_that_takes_no_less():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64)).train(), torch.randn(64, 64)
+    (exact,) = torch.autograd.grad(model(x).square().sum(), model[0].weight)
+    handle = drop_activations(model, gamma=0.9)
+    for gamma in (0.9, 0.9, 0.01):
+        handle.gamma = gamma
+        (found,) = torch.autograd.grad(model(x).square().sum(), model[0].weight)
+        assert torch.equal(found, exact) == (gamma == 0.01)
+
+
+def test_a_rule_of_a_module_within_changes_its_mind():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).train()
+    plain, x = copy.deepcopy(model), torch.randn(64, 32)
+    recompute_activations(model)
+    rule = quantize_activations(model[1], 1, min_numel=1)
+    weights = [model[1].weight, plain[1].weight]
+    for step in range(7):
+        if step == 4:
+            rule.bits_of = {('the model', 'linear'): 32}
+        losses = [one(x).square().sum() for one in (model, plain)]
+        found, exact = (torch.autograd.grad(*pair)[0] for pair in zip(losses, weights, strict=True))
+        assert torch.equal(found, exact) == (step >= 4)
+
+
+class WithMore(nn.Module):
+    """A result that is coded, and has to stay when there is more."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.is_more = nn.Linear(64, 64), nn.Linear(64, 64), False
+
+    def forward(self, x):
+        y = self.first(x)
+        z = self.second(y)
+        return z, y.sin() if self.is_more else None
+
+
+def test_what_stays_after_all_is_counted():
+    torch.manual_seed(0)
+    model, x = WithMore().train(), torch.randn(64, 64)
+    quantize_activations(model, min_numel=1)
+    for _ in range(2):
+        model(x)[0].sum().backward()
+    model.is_more = True
+    live = []
+    for one in (copy.deepcopy(model), model):
+        with SavedBytes(one, x) as meter:
+            z, more = one(x)
+            del more
+            live.append(meter.live_bytes)
+            z.sum().backward()
+    assert live[0] == live[1]
 
 
 @pytest.mark.parametrize('inplace', [False, True])

@@ -25,6 +25,7 @@ from memengine.techniques.compression.saved_storage import (
     SavedStorage,
     SavedTensor,
     coded,
+    view_of,
 )
 from memengine.techniques.modules.saved_tensors import KeptAsIs, is_in_backward
 
@@ -55,11 +56,11 @@ class CodedAgain:
     """
 
     __slots__ = (
-        '__weakref__', '_counted_bytes', '_kept', '_prefetched', '_read', 'codec', 'follows',
-        'has_gradient', 'how', 'instead', 'is_examined', 'is_metered', 'memory', 'module',
-        'number', 'order',
+        '__weakref__', '_counted_bytes', '_is_whole', '_kept', '_prefetched', '_read', 'codec',
+        'follows', 'has_gradient', 'how', 'instead', 'is_examined', 'is_metered', 'memory',
+        'module', 'number', 'order',
     )  # fmt: skip
-    is_whole = only_recomputes = False
+    only_recomputes = False
 
     def __init__(
         self, tensor: Tensor, memory: CodedMemory, how: HowCoded, module: nn.Module
@@ -74,7 +75,7 @@ class CodedAgain:
         self.is_examined = self.is_metered = False
         self.instead: SavedTensor | None = None
         self.follows: Recomputation | None = None
-        memory.undecided.append(weakref.ref(self))
+        self._is_whole = False
 
     def __call__(self) -> Tensor:
         """What autograd is given for the tensor."""
@@ -95,7 +96,19 @@ class CodedAgain:
     @property
     def is_exact(self) -> bool:
         """Whether it gives back what was saved."""
+        if self.instead is not None:
+            return self.instead.is_exact
         return self._kept is not None or self.how.rule is None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it stays as it is."""
+        return self._is_whole if self.instead is None else self.instead.is_whole
+
+    @property
+    def is_modified(self) -> bool:
+        """Whether the tensor was modified in place since it was saved; not once it is coded."""
+        return self._kept is not None and self._kept.is_modified
 
     @property
     def content(self) -> Tensor:
@@ -156,16 +169,16 @@ class CodedAgain:
     def revert_to(self, memory: Tensor) -> None:
         """Stay as it is for good, let go of the code, as the memory is kept anyway."""
         how = self.how
-        offset, shape, stride = how.layout
-        here = memory if memory.dtype == how.dtype else memory.view(how.dtype)
-        self._kept = KeptAsIs(here.as_strided(shape, stride, offset))
-        self._read = self._kept.tensor
+        self._kept = KeptAsIs(view_of(memory, how.dtype, how.layout))
+        self._read, self.is_metered = self._kept.tensor, False
         if how.rule is not None:
             before = self.content.nbytes
             how.rule.kept.add(how.name, how.need.value, -before, -self._counted_bytes)
 
     def keep_or_offload(self) -> None:
-        """It stays here: beside an offload nothing is coded by plan."""
+        """Stay as it is, and here: beside an offload nothing is coded by plan."""
+        self._is_whole = True
+        self.show_to_meters()
 
     def move_to(self, part: CodedPart) -> None:
         """It stays where it is, which costs bytes at most."""
@@ -177,19 +190,25 @@ class CodedMemory:
     Attributes:
         undecided: What is saved of it, in the order of saving, until it is coded.
         coded: What was, so far.
+        kept: What was not, as its code would have been no smaller.
     """
 
-    __slots__ = ('_parts', '_storage', '_version', 'coded', 'undecided')
+    __slots__ = ('_parts', '_storage', '_version', 'coded', 'kept', 'undecided')
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage, self._version = weakref.ref(tensor.untyped_storage()), version_of(tensor)
         self._parts: dict[int, weakref.ref[CodedPart]] = {}
         self.undecided: list[weakref.ref[CodedAgain]] = []
         self.coded: list[weakref.ref[CodedAgain]] = []
+        self.kept: list[weakref.ref[CodedAgain]] = []
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether the tensor is a view of it."""
         return self._storage() is tensor.untyped_storage() and self._version == version_of(tensor)
+
+    def add_view(self, saved: CodedAgain) -> None:
+        """Note what is saved of it."""
+        self.undecided.append(weakref.ref(saved))
 
     def take_undecided(self) -> list[CodedAgain]:
         """What is not coded, and will not be by plan."""
@@ -200,7 +219,7 @@ class CodedMemory:
         """Code what is saved, as ``code_or_keep()`` of a :class:`SavedStorage` would.
 
         Returns:
-            False where not all is there that was coded together: nothing is coded then.
+            False where not all is there, as it was, that was coded together: nothing is then.
         """
         new = _alive(self.undecided)
         if not new:
@@ -210,30 +229,42 @@ class CodedMemory:
                 one.show_to_meters()
         if False in [one.is_examined for one in new]:
             return True  # until the others' operations are looked at
-        if len(new) != new[0].how.together:
+        is_as_it_was = len(new) == new[0].how.together and not _alive(self.kept)
+        if not is_as_it_was or any(one.is_modified for one in new):
             return False
-        self.coded += self.undecided
         self.undecided = []
         for one in new:
-            self._code(one)
+            if self._code(one):
+                self.coded.append(weakref.ref(one))
+            else:
+                one.keep_or_offload()
+                self.kept.append(weakref.ref(one))
         return True
 
-    def _code(self, one: CodedAgain) -> None:
+    def _code(self, one: CodedAgain) -> bool:
+        """Whether that takes less than the storage, which depends on what is in it."""
         how, content = one.how, one.content
-        assert one.codec is not None
+        codec = how.codec_of_part or one.codec
+        assert codec is not None
         if how.base is None:
-            code, nbytes = coded(one.codec, content)
-            one.code(code.decode, nbytes)
-            return
+            code, nbytes = coded(codec, content)
+            is_less = nbytes < how.nbytes or how.rule is None
+            if is_less:
+                one.code(code.decode, nbytes)
+            return is_less
         reference = self._parts.get(how.part)
         part = reference() if reference is not None else None
         nbytes = 0
         if part is None:
             offset, shape, stride = how.base
             base = content.new_empty(0).set_(content.untyped_storage(), offset, shape, stride)
-            part = CodedPart(one.codec, base)
-            self._parts[how.part], nbytes = weakref.ref(part), part.nbytes
+            part = CodedPart(codec, base)
+            nbytes = part.nbytes
+            if nbytes >= how.nbytes:
+                return False
+            self._parts[how.part] = weakref.ref(part)
         one.code(partial(part.view_at, how.layout), nbytes)
+        return True
 
 
 def _alive(references: list[weakref.ref[CodedAgain]]) -> list[CodedAgain]:

@@ -57,6 +57,8 @@ class ForwardPlans:
             self._uses.pop(oldest, None)
             self._plans.pop(oldest, None)
         plan = self._plans.get(kind) if uses & (uses - 1) else None
+        if plan is not None and not plan.holds:
+            plan = None
         return Replay(self._plans, kind, plan, first_node)
 
 
@@ -66,7 +68,8 @@ class Replay:
     Attributes:
         is_noting: Whether there is none.
         has_copies: Of the plan.
-        coded_memories: That are coded by plan, by their storages.
+        coded_memories: That are coded by plan, the last for each storage.
+        all_coded_memories: As well, in the order of saving.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Replay:
         self.has_copies = plan is not None and plan.has_copies
         self._packed: list[weakref.ref[Any] | None] = []  # so far, as the plan has it
         self.coded_memories: dict[int, CodedMemory] = {}
+        self.all_coded_memories: list[CodedMemory] = []
         self._held: dict[int, weakref.ref[Any]] = {}  # of these what stays, by its storage
         self._looked_up = 0  # how many of them
 
@@ -144,6 +148,7 @@ class Replay:
             if storage.nbytes() != how.nbytes:
                 return None
             memory = self.coded_memories[storage_key(storage)] = CodedMemory(tensor)
+            self.all_coded_memories.append(memory)
         return CodedAgain(tensor, memory, how, module)
 
     def _packed_at(self, place: int) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +70,8 @@ class HowCoded(NamedTuple):
         rules: Of the module that saves it.
         name: What the rule's model calls that.
         rule: By which; None for a fact.
-        codec: That has made the code; None for a fact's, which depends on the content.
+        codec: That it would have had alone; None for a fact's, which depends on the content.
+        codec_of_part: That has made the code, the nearest of all that it is for; None likewise.
         dtype: The tensor's.
         layout: Where it lies in its storage.
         nbytes: Of the storage.
@@ -86,6 +87,7 @@ class HowCoded(NamedTuple):
     name: str
     rule: Rule | None
     codec: Codec | None
+    codec_of_part: Codec | None
     dtype: torch.dtype
     layout: Layout
     nbytes: int
@@ -123,10 +125,17 @@ class Plan(NamedTuple):
     Attributes:
         steps: For each saved tensor, in the order of saving; None: to be looked at.
         has_copies: Whether copies were saved for operations that worked in place.
+        states: Of all rules of modules that saved anything, also of modules within the model.
     """
 
     steps: Sequence[Step | None]
     has_copies: bool
+    states: Sequence[tuple[Rule, Hashable]]
+
+    @property
+    def holds(self) -> bool:
+        """Whether rules choose as they did."""
+        return all(rule.state == state for rule, state in self.states)
 
 
 class Noted(NamedTuple):
@@ -142,7 +151,9 @@ class Noted(NamedTuple):
 
 def plan_of(noted: Sequence[Noted | None], has_copies: bool) -> Plan:
     """What later forwards need not look up."""
-    return Plan(_Planning(noted).steps(), has_copies)
+    rules = {rule for one in noted if one is not None for rule, _ in one.step.rules}
+    states = [(rule, rule.state) for rule in rules]
+    return Plan(_Planning(noted).steps(), has_copies, states)
 
 
 class _Planning:
@@ -211,7 +222,8 @@ class _Planning:
             rules=step.rules,
             name=saved.name,
             rule=saved.rule,
-            codec=None if saved.rule is None else part.codec,
+            codec=None if saved.rule is None else saved.codec,
+            codec_of_part=None if saved.rule is None else part.codec,
             dtype=step.dtype,
             layout=layout,
             nbytes=noted.nbytes,
