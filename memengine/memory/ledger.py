@@ -99,9 +99,8 @@ def owned_by(owners: Iterable[nn.Module | Tensor]) -> dict[int, Any]:
                 'pass the model whose parameters are not to be counted'
             )
         for tensor in tensors:
-            if type(tensor) in _OF_ONE_STORAGE and tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()
-                owned[storage_key(storage)] = storage
+            if (key := key_of(tensor)) is not None:
+                owned[key] = tensor.untyped_storage()
             else:
                 owned.update((block.key, block.owner) for block in blocks_of(tensor))
     return owned

@@ -6,7 +6,7 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import IO, Any, NamedTuple, TypeAlias
+from typing import IO, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ __all__ = [
 _SHARE_CODED_WHOLE = 0.75  # of a storage: from here on it is coded whole, else each view of it
 Layout = tuple[Any, torch.Size, tuple[int, ...]]  # offset, shape and strides, in elements
 _References: TypeAlias = 'list[weakref.ref[SavedTensor]]'
+Saved = TypeVar('Saved')  # what hooks hold of a tensor, by plan or without one
 
 
 class SavedAs(NamedTuple):
@@ -400,7 +401,7 @@ class SavedStorage:
         return part
 
 
-def still_alive(references: _References) -> list[SavedTensor]:
+def still_alive(references: Iterable[weakref.ref[Saved]]) -> list[Saved]:
     """Those that autograd has not let go of."""
     return [one for reference in references if (one := reference()) is not None]
 

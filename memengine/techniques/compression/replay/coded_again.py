@@ -25,6 +25,7 @@ from memengine.techniques.compression.saved_storage import (
     SavedStorage,
     SavedTensor,
     coded,
+    still_alive,
     view_of,
 )
 from memengine.techniques.modules.saved_tensors import KeptAsIs, is_in_backward
@@ -212,7 +213,7 @@ class CodedMemory:
 
     def take_undecided(self) -> list[CodedAgain]:
         """What is not coded, and will not be by plan."""
-        undecided, self.undecided = _alive(self.undecided), []
+        undecided, self.undecided = still_alive(self.undecided), []
         return undecided
 
     def code(self, alive: Container[int] | None) -> bool:
@@ -221,7 +222,7 @@ class CodedMemory:
         Returns:
             False where not all is there, as it was, that was coded together: nothing is then.
         """
-        new = _alive(self.undecided)
+        new = still_alive(self.undecided)
         if not new:
             return True
         if alive is not None and storage_key(new[0].content.untyped_storage()) not in alive:
@@ -229,7 +230,7 @@ class CodedMemory:
                 one.show_to_meters()
         if False in [one.is_examined for one in new]:
             return True  # until the others' operations are looked at
-        is_as_it_was = len(new) == new[0].how.together and not _alive(self.kept)
+        is_as_it_was = len(new) == new[0].how.together and not still_alive(self.kept)
         if not is_as_it_was or any(one.is_modified for one in new):
             return False
         self.undecided = []
@@ -256,16 +257,10 @@ class CodedMemory:
         part = reference() if reference is not None else None
         nbytes = 0
         if part is None:
-            offset, shape, stride = how.base
-            base = content.new_empty(0).set_(content.untyped_storage(), offset, shape, stride)
-            part = CodedPart(codec, base)
+            part = CodedPart(codec, view_of(content, how.dtype, how.base))
             nbytes = part.nbytes
             if nbytes >= how.nbytes:
                 return False
             self._parts[how.part] = weakref.ref(part)
         one.code(partial(part.view_at, how.layout), nbytes)
         return True
-
-
-def _alive(references: list[weakref.ref[CodedAgain]]) -> list[CodedAgain]:
-    return [one for reference in references if (one := reference()) is not None]

@@ -139,11 +139,8 @@ class Replay:
             return None
         if tensor.storage_offset() != how.layout[0]:
             return None
-        memory = None
-        if how.first is not None:
-            first = self._packed_at(how.first)
-            memory = first.memory if type(first) is CodedAgain else None
-        if memory is None or not memory.is_of(tensor):
+        memory = self._memory_at(how.first, CodedAgain, tensor)
+        if memory is None:
             storage = tensor.untyped_storage()
             if storage.nbytes() != how.nbytes:
                 return None
@@ -156,15 +153,17 @@ class Replay:
         reference = self._packed[place] if place < len(self._packed) else None
         return None if reference is None else reference()
 
+    def _memory_at(self, place: int | None, kind: type[Any], tensor: Tensor) -> Any:
+        """The memory of what is kept at a place in such a way, if the tensor is a view of it."""
+        first: Any = None if place is None else self._packed_at(place)
+        return first.memory if isinstance(first, kind) and first.memory.is_of(tensor) else None
+
     def _let_go(self, tensor: Tensor, how: HowComputed, module: nn.Module) -> ComputedAgain | None:
         """Let go of a result at once, if it can be computed again as in an earlier forward."""
         if version_of(tensor) != how.place.version:
             return None
-        memory = None
-        if how.first is not None:
-            first = self._packed_at(how.first)
-            memory = first.memory if type(first) is ComputedAgain else None
-        if memory is None or not memory.is_of(tensor):
+        memory = self._memory_at(how.first, ComputedAgain, tensor)
+        if memory is None:
             found = self._find_again(tensor, how)
             if found is None:
                 return None
