@@ -2,6 +2,7 @@
 
 import gc
 import json
+from contextlib import nullcontext
 
 import pytest
 import timm
@@ -48,10 +49,18 @@ def test_resume_on_the_gpu_is_the_uninterrupted_run(tmp_path):
         assert torch.equal(value, params(final)[name]), name
 
 
-def test_dropout_in_compiled_checkpoints_follows_the_seed_of_an_iteration(monkeypatch):
-    if hasattr(config, 'graphsafe_rng_functionalization'):  # since 2.7
-        monkeypatch.setattr(config, 'graphsafe_rng_functionalization', True)
-    draw_from_known_generators_when_compiled.cache_clear()  # nobody has asked for it yet
+@pytest.fixture
+def as_torch_draws():
+    """In compiled checkpoints, as if nobody had asked for known generators yet."""
+    setting = 'graphsafe_rng_functionalization'  # since 2.7; monkeypatch would leave it deleted
+    draw_from_known_generators_when_compiled.cache_clear()
+    with config.patch({setting: True}) if hasattr(config, setting) else nullcontext():
+        yield
+    draw_from_known_generators_when_compiled.cache_clear()
+
+
+@pytest.mark.usefixtures('as_torch_draws')
+def test_dropout_in_compiled_checkpoints_follows_the_seed_of_an_iteration():
     RandomStateHook().before_train(None)
     torch._dynamo.reset()
     x = torch.ones(64, device='cuda', requires_grad=True)
