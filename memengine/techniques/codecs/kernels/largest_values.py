@@ -53,7 +53,7 @@ def largest_of_all(
     passes, width = (3, 11) if flat.element_size() == 4 else (2, 8)
     how = dict(passes=passes, width=width, tile=_TILE, most=_MOST_COUNTING, num_warps=8)
     counts = integers.new_empty(passes, programs, 1 << width, dtype=torch.int32)
-    found = counts.new_empty(passes + 1, 2)
+    found = counts.new_empty(passes, 2)
     values = flat.new_empty(kept)
     bits = flat.new_empty(0 if as_offsets else packed_numel(numel, 1), dtype=torch.uint8)
     offsets = flat.new_empty(kept if as_offsets else 0, dtype=torch.uint8)
@@ -152,7 +152,7 @@ def _next(
     width: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """The highest bits of the least that is kept, after so many passes, and how many that begin so
-    are; noted for the next kernel."""
+    are."""
     bins: tl.constexpr = 1 << width
     highest, wanted = kept * 0, kept
     if number > 0:
@@ -168,9 +168,6 @@ def _next(
         digit = tl.sum((at_least >= wanted).to(tl.int32), axis=0) - 1
         wanted -= tl.sum(tl.where(bin == digit + 1, at_least, 0), axis=0)
         highest = highest * bins + digit
-        if tl.program_id(0) == 0:
-            tl.store(found + 2 * number, highest)
-            tl.store(found + 2 * number + 1, wanted)
     return highest, wanted
 
 
@@ -206,7 +203,10 @@ def _count(
     bins: tl.constexpr = 1 << width
     shift: tl.constexpr = width * (passes - 1 - number)
     program, programs = tl.program_id(0), tl.num_programs(0)
-    highest, _wanted = _next(counts, found, kept, programs, number, width)
+    highest, wanted = _next(counts, found, kept, programs, number, width)
+    if number > 0 and program == 0:  # for the next pass
+        tl.store(found + 2 * number, highest)
+        tl.store(found + 2 * number + 1, wanted)
     seen = tl.zeros((2 * bins,), tl.int32)
     for start in range(0, share, tile):
         _, keys = _keys(flat, _places(share, start, tile), numel)
