@@ -40,6 +40,7 @@ __all__ = [
     'coded',
     'layout_of',
     'still_alive',
+    'to_be_decided',
     'view_of',
 ]
 
@@ -328,15 +329,10 @@ class SavedStorage:
             alive: Addresses of storages that somebody else holds now, so that it is no price that
                 they are here until they are coded. None where there is no meter to tell.
         """
-        new = still_alive(self._undecided)
+        new = to_be_decided(self._undecided, alive)
         if not new:
             return
         content = new[0].content
-        if alive is not None and storage_key(content.untyped_storage()) not in alive:
-            for one in new:
-                one.show_to_meters()
-        if False in [one.is_examined for one in new]:
-            return  # until the others' operations are looked at
         if any(one.is_modified for one in new):
             stays = new  # of which backward will complain; what was coded before was not changed
         elif None in [one.codec for one in new] or self._is_kept():
@@ -404,6 +400,20 @@ class SavedStorage:
 def still_alive(references: Iterable[weakref.ref[Saved]]) -> list[Saved]:
     """Those that autograd has not let go of."""
     return [one for reference in references if (one := reference()) is not None]
+
+
+def to_be_decided(undecided: Iterable[weakref.ref[Any]], alive: Container[int] | None) -> list[Any]:
+    """What is saved of a memory, once all of its operations are looked at; nothing before.
+
+    Args:
+        undecided: So far.
+        alive: As in :meth:`SavedStorage.code_or_keep`: meters count what nobody else holds.
+    """
+    saved = still_alive(undecided)
+    if saved and alive is not None and storage_key(saved[0].content.untyped_storage()) not in alive:
+        for one in saved:
+            one.show_to_meters()
+    return [] if False in [one.is_examined for one in saved] else saved
 
 
 def _base_for(view: Tensor, views: list[Tensor]) -> Tensor:

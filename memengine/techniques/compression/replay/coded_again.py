@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from memengine._torch_private.autograd import storage_key, version_of
+from memengine._torch_private.autograd import version_of
 from memengine.memory.meter import count_kept
 from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.codecs.lossless_by_need import lossless_codec_for
@@ -26,6 +26,7 @@ from memengine.techniques.compression.saved_storage import (
     SavedTensor,
     coded,
     still_alive,
+    to_be_decided,
     view_of,
 )
 from memengine.techniques.modules.saved_tensors import KeptAsIs, is_in_backward
@@ -222,14 +223,9 @@ class CodedMemory:
         Returns:
             False where not all is there, as it was, that was coded together: nothing is then.
         """
-        new = still_alive(self.undecided)
+        new = to_be_decided(self.undecided, alive)
         if not new:
             return True
-        if alive is not None and storage_key(new[0].content.untyped_storage()) not in alive:
-            for one in new:
-                one.show_to_meters()
-        if False in [one.is_examined for one in new]:
-            return True  # until the others' operations are looked at
         is_as_it_was = len(new) == new[0].how.together and not still_alive(self.kept)
         if not is_as_it_was or any(one.is_modified for one in new):
             return False
