@@ -98,6 +98,10 @@ class CompressedForward(WrappedForward):
         hooks = _state.hooks
         if hooks is None:
             return self._run_outermost(args, kwargs)
+        if self.model_rules != hooks.rules:  # some hold for a part of the model only
+            if any(rule.is_paused for rule in self.model_rules):
+                return self._run_as_it_is(args, kwargs)
+            hooks.begin_rules(self.model_rules)
         outside, hooks.forward = hooks.forward, self
         try:
             outputs = self.plain(*args, **kwargs)
@@ -111,6 +115,15 @@ class CompressedForward(WrappedForward):
             hooks.examine_operations(outputs, (args, kwargs))
         return outputs
 
+    def _run_as_it_is(self, args: Any, kwargs: Any) -> Any:
+        """Run the module without rules, within a model whose others go on."""
+        hooks, _state.hooks = _state.hooks, None
+        try:
+            with saved_tensors_hooks(KeptAsIs, KeptAsIs.tensor):
+                return self.plain(*args, **kwargs)
+        finally:
+            _state.hooks = hooks
+
     @do_not_compile
     def _run_outermost(self, args: Any, kwargs: Any) -> Any:
         off = not torch.is_grad_enabled() or not self.module.training
@@ -122,7 +135,7 @@ class CompressedForward(WrappedForward):
             rule.begin_forward()  # which may raise
         first_node = next_node_number()
         replay = self._plans.begin((*args, *kwargs.values()), self.model_rules, first_node)
-        hooks = _state.hooks = _ForwardHooks(self.module, replay, first_node)
+        hooks = _state.hooks = _ForwardHooks(self.module, self.model_rules, replay, first_node)
         try:
             with hooks:
                 outputs = self(*args, **kwargs)
@@ -136,8 +149,11 @@ class CompressedForward(WrappedForward):
 class _ForwardHooks(saved_tensors_hooks):
     """The saved-tensor hooks of one forward."""
 
-    def __init__(self, module: nn.Module, replay: Replay, first_node: int) -> None:
+    def __init__(
+        self, module: nn.Module, rules: list[Rule], replay: Replay, first_node: int
+    ) -> None:
         self.forward: CompressedForward | None = None  # the innermost module that runs
+        self.rules = rules  # that know that this forward has begun
         # What is saved whose operation has not been looked at, by the saving node.
         self.unexamined: dict[int, list[weakref.ref[Any]]] = {}
         self._module, self._replay, self._first_node = module, replay, first_node
@@ -155,6 +171,13 @@ class _ForwardHooks(saved_tensors_hooks):
         # Where a norm's result lay when its module ended, and in which version, by the node.
         self._norm_results: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         super().__init__(self._pack, _unpack)
+
+    def begin_rules(self, rules: list[Rule]) -> None:
+        """A module is entered that has others than those before it."""
+        new = [rule for rule in rules if rule not in self.rules]
+        self.rules = [*self.rules, *new]
+        for rule in new:
+            rule.begin_forward()
 
     @cached_property
     def _owned(self) -> dict[int, Any]:

@@ -417,9 +417,13 @@ def test_one_that_no_version_counts_is_an_error_when_it_is_compared():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_error_comes_in_the_next_forward():
+@pytest.mark.parametrize('within', [False, True], ids=['alone', 'within a model with rules'])
+def test_on_a_gpu_the_error_comes_in_the_next_forward(within):
     model = nn.Sequential(nn.Linear(16, 16), Edited(1, data=True), nn.Linear(16, 16)).cuda()
     recompute_activations(model)
+    if within:
+        model = nn.Sequential(model, nn.Linear(16, 16)).cuda()
+        quantize_activations(model, min_numel=10**6)
     x = torch.randn(6, 16, device='cuda')
     model(x), model(x)
     with pytest.raises(RuntimeError, match=r"Gelu in the first steps .* set exclude=\['2'\]"):
@@ -777,6 +781,38 @@ def test_a_forward_that_is_refused_at_its_start_leaves_the_next_ones_compressed(
                 model(x)
         model(x).sum().backward()
         assert rule.kept.before > 0
+
+
+def test_a_rule_of_a_part_knows_that_a_forward_begins_once(monkeypatch):
+    part = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    model = nn.Sequential(part, nn.Linear(4, 4), part)
+    rules = {'whole': quantize_activations(model), 'part': recompute_activations(part)}
+    begun = []
+    for name, rule in rules.items():
+        monkeypatch.setattr(rule, 'begin_forward', lambda name=name: begun.append(name))
+    for _ in range(2):
+        model(torch.randn(2, 4))
+    assert begun == ['whole', 'part'] * 2
+
+
+@pytest.mark.parametrize('first', ['part', 'whole'])
+def test_a_rule_of_a_part_is_paused_by_itself(first):
+    torch.manual_seed(0)
+    part = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+    model = nn.Sequential(part, nn.Linear(16, 16))
+    x = torch.randn(64, 16, requires_grad=True)
+    plain = step(copy.deepcopy(model), x)
+    apply = {'part': lambda: quantize_activations(part, 2, min_numel=1)}
+    apply['whole'] = lambda: recompute_activations(model)
+    rules = {name: apply[name]() for name in sorted(apply, reverse=first == 'whole')}
+    for _ in range(5):  # with a plan, without one, and with another's
+        with rules['part'].paused():
+            kept = rules['part'].kept.before
+            assert_bitwise(step(model, x), plain)
+            assert rules['part'].kept.before == kept
+        lossy = step(model, x)
+        assert rules['part'].kept.before > kept
+        assert not torch.equal(lossy['0.1.weight'], plain['0.1.weight'])
 
 
 class InPlaceBlock(nn.Module):
