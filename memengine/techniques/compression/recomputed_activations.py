@@ -69,15 +69,16 @@ def recompute_activations(
     Raises:
         ValueError: For names that the model lacks, a model that recomputes already or that is
             compiled.
-        RuntimeError: In a forward, when a result that came out the same does not any more.
+        RuntimeError: In a forward, or in ``undo()``, when a result that came out the same does not
+            any more.
 
     Cost: one pass or two over each such result, for every layer that needs it, and some 20 us of
     Python for each tensor that is saved; of a pre-norm vision transformer's bytes three eighths are
-    not kept. Gradients are those of the plain step, bit for bit: each result is computed
-    again at once and compared the first, second, fourth, eighth ... time, and kept if it differs.
-    The result of a norm whose ``forward`` is not torch's, timm's or torchvision's is compared every
-    time. An accelerator is waited for the first time only: what later comparisons say is read in
-    the next forward, and such a norm's result is kept. What is changed through ``.data``, or
+    not kept. Gradients are those of the plain step, bit for bit: each result is computed again at
+    once and compared the first, second, fourth, eighth ... time, and kept if it differs. The result
+    of a norm whose ``forward`` is not torch's, timm's or torchvision's is compared every time. An
+    accelerator is waited for the first time only: what later comparisons say is read in the next
+    forward or ``undo()``, and such a norm's result is kept. What is changed through ``.data``, or
     between two operations under ``no_grad``, in some later steps only goes unnoticed in between. No
     random state is touched; BatchNorm counts once; autocast, DDP, FSDP, slices and the gradient
     cache compose. Beside quantised activations, what is computed again comes from their codes and
@@ -122,6 +123,15 @@ class RecomputedActivations(RuleHandle):
         comparisons, self._comparisons = self._comparisons, []
         for place, found in comparisons:
             self._learn(place, *found.tolist())
+
+    def undo(self) -> None:
+        """Leave the model as it was, and read what was compared in its last forward.
+
+        Raises:
+            RuntimeError: When that differed; the model is as it was then, too.
+        """
+        super().undo()
+        self.begin_forward()
 
     def codec(self, name: str, need: Need, tensor: Tensor, find: FindRecomputation) -> Codec | None:
         """Keep nothing of what can be computed again."""

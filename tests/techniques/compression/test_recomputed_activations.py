@@ -17,6 +17,7 @@ from memengine.techniques.activation_checkpointing.checkpoint_activations import
 from memengine.techniques.activation_offload import offload_activations
 from memengine.techniques.compression.quantized_activations import quantize_activations
 from memengine.techniques.compression.recomputed_activations import recompute_activations
+from memengine.techniques.compression.rule_handle import rules_of
 from memengine.testing import relative_error, saved_bytes
 
 
@@ -428,6 +429,17 @@ def test_on_a_gpu_the_error_comes_in_the_next_forward(within):
     model(x), model(x)
     with pytest.raises(RuntimeError, match=r"Gelu in the first steps .* set exclude=\['2'\]"):
         model(x)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_error_of_the_last_forward_comes_when_it_is_undone():
+    model = nn.Sequential(nn.Linear(16, 16), Edited(1, data=True), nn.Linear(16, 16)).cuda()
+    rule = recompute_activations(model)
+    x = torch.randn(6, 16, device='cuda')
+    model(x), model(x)
+    with pytest.raises(RuntimeError, match=r"Gelu in the first steps .* set exclude=\['2'\]"):
+        rule.undo()
+    assert not rules_of(model)
 
 
 class EditedInOnePlace(nn.Module):
