@@ -15,8 +15,8 @@ docs:
 test:
 	python -m pytest
 
-slow:
-	python -m pytest -m slow --durations=30
+slow:  ## by one more than there are cores: some of them wait for ranks that hang
+	python -m pytest -m slow --durations=30 -n $$(python -c 'import os; print(os.cpu_count() + 1)')
 
 gpu-sim:  ## the tests that need a GPU, on a simulated one; those of techniques, with all of it there
 	python -m pytest -p tests.simulated_gpu.device -m gpu

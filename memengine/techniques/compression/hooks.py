@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from operator import attrgetter
@@ -181,7 +181,7 @@ class _ForwardHooks(saved_tensors_hooks):
 
     @cached_property
     def _owned(self) -> dict[int, Any]:
-        """Storages that are the model's; by plan only constants that were coded are looked for."""
+        """Storages that are the model's; of what a plan codes it is the plan that knows them."""
         return owned_by([self._module])
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -211,8 +211,6 @@ class _ForwardHooks(saved_tensors_hooks):
         count = self._count(tensor, number, forward)
         if kind is CodedAgain:
             assert number is not None
-            if tensor.grad_fn is None and storage_key(tensor.untyped_storage()) in self._owned:
-                return KeptAsIs(tensor)  # a result is none of the model's own, and nor was this
             packed.memory.add_view(packed)  # not before others of it may have been looked at
             self._wait_for_node(packed, number, count)
         return packed
@@ -446,7 +444,7 @@ class _ForwardHooks(saved_tensors_hooks):
             self._code_or_keep(planned)
         for memory in self._all_storages:
             memory.code_or_keep()
-        self._replay.finish()
+        self._replay.finish(self._owned if self._replay.is_noting else {})
 
     def let_go(self) -> None:
         """Let go of everything; hooks that are methods hold themselves."""
@@ -454,16 +452,15 @@ class _ForwardHooks(saved_tensors_hooks):
         self._all_storages = []
         self.pack_hook = _unpack
 
-    def _unseen_nodes(self, outputs: Any) -> list[tuple[int, Any]]:
+    def _unseen_nodes(self, outputs: Any) -> Iterator[tuple[int, Any]]:
         """Nodes of this forward's graph that have not been looked at, and may have to be."""
         tensors = [outputs] if isinstance(outputs, Tensor) else tensors_in(outputs)
         pending = [tensor.grad_fn for tensor in tensors]
         seen, last = self._seen_nodes, next_node_number()
-        first = self._first_node
-        if not self._sees_all_nodes:  # but those that may be waited for
+        first, sees_all = self._first_node, self._sees_all_nodes
+        if not sees_all:  # but those that may be waited for
             first = max(first, min(self.unexamined))  # nodes lead to such as were made before
-        found = []
-        while pending:
+        while pending and (self.unexamined or sees_all):
             node = pending.pop()
             if node is None:
                 continue
@@ -471,9 +468,8 @@ class _ForwardHooks(saved_tensors_hooks):
             if number in seen or not first <= number < last:
                 continue  # a leaf has the largest number there is; others are of an earlier graph
             seen.add(number)
-            found.append((number, node))
+            yield number, node
             pending += [parent for parent, _ in node.next_functions]
-        return found
 
 
 def _held_in_field(node: Any, field: str) -> Any:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from memengine._torch_private.compiled_kernels import without_kernels
 from memengine.techniques import quantize_activations, recompute_activations
 from memengine.techniques.compression.backward_needs import operation_name
 
@@ -40,7 +41,7 @@ def calls_of_a_step(model):
 
 
 @pytest.mark.parametrize(
-    ('technique', 'most'), [(recompute_activations, 25), (quantize_activations, 194)]
+    ('technique', 'most'), [(recompute_activations, 25), (quantize_activations, 116)]
 )
 def test_calls_for_each_saved_tensor(technique, most):
     saved = []
@@ -48,7 +49,9 @@ def test_calls_for_each_saved_tensor(technique, most):
         step(transformer())
     model = transformer()
     technique(model)
-    assert calls_of_a_step(model) - calls_of_a_step(transformer()) <= most * len(saved)
+    with without_kernels():  # which spare 30 calls, where there is a compiler
+        calls = calls_of_a_step(model)
+    assert calls - calls_of_a_step(transformer()) <= most * len(saved)
 
 
 def test_operations_of_one_class_keep_their_own_names():

@@ -598,7 +598,7 @@ def test_rules_that_change_their_mind_have_other_plans():
 def test_plans_of_the_last_few_shapes_are_kept():
     plans = ForwardPlans()
     for length in [*range(1, 20), 19]:
-        plans.begin([torch.empty(length)], [], 0).finish()
+        plans.begin([torch.empty(length)], [], 0).finish({})
     assert len(plans._plans) == 8
     assert ((torch.Size([19]), torch.float32),) in plans._plans
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -79,6 +79,7 @@ class Replay:
         self.is_noting = plan is None
         self._noted: list[Noted | None] = []
         self._steps = () if plan is None else plan.steps
+        self._owned = {} if plan is None else plan.owned
         self._rest: Iterator[Step | None] = iter(self._steps)
         self.has_copies = plan is not None and plan.has_copies
         self._packed: list[weakref.ref[Any] | None] = []  # so far, as the plan has it
@@ -142,9 +143,11 @@ class Replay:
         memory = self._memory_at(how.first, CodedAgain, tensor)
         if memory is None:
             storage = tensor.untyped_storage()
-            if storage.nbytes() != how.nbytes:
+            key = storage_key(storage)
+            owned = self._owned.get(key)
+            if storage.nbytes() != how.nbytes or (owned is not None and owned() is storage):
                 return None
-            memory = self.coded_memories[storage_key(storage)] = CodedMemory(tensor)
+            memory = self.coded_memories[key] = CodedMemory(tensor)
             self.all_coded_memories.append(memory)
         return CodedAgain(tensor, memory, how, module)
 
@@ -220,10 +223,14 @@ class Replay:
         more = version_of(tensor), int(tensor.storage_offset()), storage.nbytes()
         self._noted.append(Noted(step, weakref.ref(packed), type(packed) is KeptAsIs, *more))
 
-    def finish(self) -> None:
-        """The forward has ended, and all is decided."""
+    def finish(self, owned: Mapping[int, torch.UntypedStorage]) -> None:
+        """The forward has ended, and all is decided.
+
+        Args:
+            owned: Storages that are the model's, by key; not asked for where there is a plan.
+        """
         if self.is_noting:
-            self._plans[self._kind] = plan_of(self._noted, self.has_copies)
+            self._plans[self._kind] = plan_of(self._noted, self.has_copies, owned)
         elif next(self._rest, _NO_MORE) is not _NO_MORE:
             self._drop()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -126,11 +127,13 @@ class Plan(NamedTuple):
         steps: For each saved tensor, in the order of saving; None: to be looked at.
         has_copies: Whether copies were saved for operations that worked in place.
         states: Of all rules of modules that saved anything, also of modules within the model.
+        owned: Storages that were the model's own, by key.
     """
 
     steps: Sequence[Step | None]
     has_copies: bool
     states: Sequence[tuple[Rule, Hashable]]
+    owned: Mapping[int, weakref.ref[torch.UntypedStorage]]
 
     @property
     def holds(self) -> bool:
@@ -149,11 +152,14 @@ class Noted(NamedTuple):
     nbytes: int
 
 
-def plan_of(noted: Sequence[Noted | None], has_copies: bool) -> Plan:
+def plan_of(
+    noted: Sequence[Noted | None], has_copies: bool, owned: Mapping[int, torch.UntypedStorage]
+) -> Plan:
     """What later forwards need not look up."""
     rules = {rule for one in noted if one is not None for rule, _ in one.step.rules}
     states = [(rule, rule.state) for rule in rules]
-    return Plan(_Planning(noted).steps(), has_copies, states)
+    storages = {key: weakref.ref(storage) for key, storage in owned.items()}
+    return Plan(_Planning(noted).steps(), has_copies, states, storages)
 
 
 class _Planning:
