@@ -7,11 +7,14 @@ wrong usage answer at once.
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
+import pickle
 import select
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 
 _ON_CONFIG = ('train', 'test', 'data', 'predict', 'measure', 'memory', 'plan')
 _STDOUT = 1
+_TRIES_TO_IMPORT = 30  # a tenth of a second apart
 _RANK_VARIABLES = ('RANK', 'SLURM_PROCID', 'OMPI_COMM_WORLD_RANK', 'PMI_RANK')
 
 
@@ -93,6 +97,7 @@ class _Command:
         # Where torch is there already, nothing is gained, and techniques of one's own may be, too.
         if self.args.command in _ON_CONFIG and 'torch' not in sys.modules:
             check_text(self.args.config, self.args.cfg_options)
+        import_yapf()
         from memengine.engine.cli import commands
 
         args = self.args
@@ -173,6 +178,28 @@ class _Command:
         path = work_dir / f'error_rank{rank}.txt'
         path.write_text(''.join(traceback.format_exception(error)))
         return str(path)
+
+
+def import_yapf() -> None:
+    """Import yapf, as MMEngine does, while another process may be the first that ever has.
+
+    That one renames its cache before it has written all of it (yapf 0.43, ``Grammar.dump``), so
+    that ranks that start in a new environment may read a part.
+
+    Raises:
+        RuntimeError: When it stays cut off, as after a kill.
+    """
+    for _ in range(_TRIES_TO_IMPORT):
+        try:
+            importlib.import_module('yapf')
+            return
+        except (EOFError, pickle.UnpicklingError):
+            time.sleep(0.1)
+    caches = os.environ.get('XDG_CACHE_HOME', '~/.cache')
+    raise RuntimeError(
+        'yapf, which MMEngine imports, was broken off while it wrote its cache: remove the folder '
+        f'{caches}/YAPF'
+    )
 
 
 def _nobody_reads() -> bool:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -629,3 +630,39 @@ def test_two_ranks_under_torchrun(folder):
     assert 'it is in work_dirs/config/error_rank1.txt' in done.stderr
     assert 'ValueError' in Path('work_dirs/config/error_rank1.txt').read_text()
     assert done.stderr.count('Traceback') <= 1, "torchrun's own, at its end"
+
+
+class TestYapfsCache:
+    """It is written by the first process that imports yapf, and is there before all of it is."""
+
+    @pytest.fixture
+    def start(self, tmp_path):
+        """Start a process that imports yapf, whose caches are cut off; they are given, too."""
+        env = {**os.environ, 'XDG_CACHE_HOME': str(tmp_path)}
+        subprocess.run([sys.executable, '-c', 'import yapf'], env=env, check=True)
+        whole = {path: path.read_bytes() for path in tmp_path.glob('YAPF/*/*.pickle')}
+        for path, content in whole.items():
+            path.write_bytes(content[: len(content) // 2])
+        code = 'from memengine.engine.cli.main import import_yapf; print("begins"); import_yapf()'
+
+        def start():
+            process = subprocess.Popen(
+                [sys.executable, '-u', '-c', code], env=env, stdout=-1, stderr=-1, text=True
+            )
+            assert process.stdout.readline() == 'begins\n'
+            return process, whole
+
+        return start
+
+    def test_it_is_waited_for(self, start):
+        process, whole = start()
+        assert whole
+        time.sleep(0.5)
+        for path, content in whole.items():
+            path.write_bytes(content)
+        assert process.communicate()[1] == ''
+        assert process.returncode == 0
+
+    def test_one_that_stays_cut_off_is_named(self, start, tmp_path):
+        error = start()[0].communicate()[1]
+        assert error.endswith(f'remove the folder {tmp_path}/YAPF\n')
