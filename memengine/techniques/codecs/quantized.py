@@ -99,7 +99,7 @@ class QuantizedCode:
 
 def _gpu_kernels(like: Tensor, bits: int, group_size: int) -> Any | None:
     """What quantises a tensor and back in one kernel each, where that is to be had."""
-    if group_size > _LARGEST_GROUP_OF_KERNELS or like.dtype == torch.float64:
+    if like.is_cpu or like.dtype == torch.float64 or group_size > _LARGEST_GROUP_OF_KERNELS:
         return None
     return proven_kernels(_KERNELS, like, bits, group_size)
 
@@ -111,7 +111,7 @@ def _cpu_kernels(like: Tensor, bits: int, group_size: int) -> Any | None:
     """
     if group_size > _LARGEST_GROUP_OF_KERNELS or like.dtype not in _DTYPES_ON_CPU:
         return None
-    if is_fake(like) and like.is_cpu:
+    if type(like) is not Tensor and is_fake(like) and like.is_cpu:
         with without_modes():
             return _cpu_kernels(torch.empty(0, dtype=like.dtype, device='cpu'), bits, group_size)
     return proven_kernels(_KERNELS_ON_CPU, like, bits, group_size, on='cpu')

@@ -163,7 +163,6 @@ class _ForwardHooks(saved_tensors_hooks):
         self.saving_since = 0  # operations that have saved since the last look at some
         self._last_counted = -1
         self._held = 0  # tensors so far
-        self._storages: dict[int, SavedStorage] = {}  # the last that had an address
         self._all_storages: list[SavedStorage] = []  # in the order of saving
         self._counts: dict[CompressedForward, int] = {}  # of what each has saved so far
         self._saving_nodes: set[int] = set()  # that have saved something here
@@ -202,7 +201,7 @@ class _ForwardHooks(saved_tensors_hooks):
             packed = self._look_at(tensor, number, forward)
             replay.note(tensor, packed, number, forward.rules)
             return packed
-        packed = replay.pack(tensor, number, forward, self._memory_of)
+        packed = replay.pack(tensor, number, forward)
         if packed is None:
             return self._look_at(tensor, number, forward)
         kind = type(packed)
@@ -234,11 +233,12 @@ class _ForwardHooks(saved_tensors_hooks):
 
     def _storage_of(self, tensor: Tensor) -> SavedStorage:
         """The memory of a tensor that is looked at, with what a plan has held of it before."""
-        memory, key = self._memory_of(tensor), storage_key(tensor.untyped_storage())
+        replay, key = self._replay, storage_key(tensor.untyped_storage())
+        memory = replay.memory_of(tensor)
         if memory is None:
-            memory = self._storages[key] = SavedStorage(tensor, self._replay.held_whole(key))
+            memory = replay.memories[key] = SavedStorage(tensor, replay.held_whole(key))
             self._all_storages.append(memory)
-            planned = self._replay.coded_memories.get(key)
+            planned = replay.coded_memories.get(key)
             if planned is not None and planned.is_of(tensor):
                 memory.add_planned(planned.coded, planned.kept)
                 for saved in planned.take_undecided():
@@ -264,13 +264,6 @@ class _ForwardHooks(saved_tensors_hooks):
                 self._examine_before(tensor, number)
         count = self._counts[forward] = self._counts.get(forward, 0) + 1
         return count
-
-    def _memory_of(self, tensor: Tensor) -> SavedStorage | None:
-        """The memory of a tensor, if something that is saved of it was looked at."""
-        if not self._storages:
-            return None
-        memory = self._storages.get(storage_key(tensor.untyped_storage()))
-        return memory if memory is not None and memory.is_of(tensor) else None
 
     def _examine_before(self, tensor: Tensor, number: int) -> None:
         """Do not wait for the end of a module that runs many operations itself."""
@@ -441,15 +434,16 @@ class _ForwardHooks(saved_tensors_hooks):
                     self._give_up(saved.memory)
                 _without_plan(saved).is_examined = True
         for planned in self._replay.all_coded_memories:
-            self._code_or_keep(planned)
+            if planned.undecided:
+                self._code_or_keep(planned)
         for memory in self._all_storages:
             memory.code_or_keep()
         self._replay.finish(self._owned if self._replay.is_noting else {})
 
     def let_go(self) -> None:
         """Let go of everything; hooks that are methods hold themselves."""
-        self.unexamined, self._storages, self._counts = {}, {}, {}
-        self._all_storages = []
+        self.unexamined, self._counts, self._all_storages = {}, {}, []
+        self._replay.memories = {}
         self.pack_hook = _unpack
 
     def _unseen_nodes(self, outputs: Any) -> Iterator[tuple[int, Any]]:

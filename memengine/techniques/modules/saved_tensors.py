@@ -88,10 +88,8 @@ def is_in_backward() -> bool:
 
 def is_parameter(tensor: Tensor) -> bool:
     """Also one that FSDP has put together for this forward, or a view of it."""
-    base = base_of(tensor)
-    return _is_itself_parameter(tensor) or (base is not None and _is_itself_parameter(base))
-
-
-def _is_itself_parameter(tensor: Tensor) -> bool:
     # To ask nn.Parameter whether a tensor is one takes ten times as long.
-    return type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)
+    if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
+        return True
+    base = base_of(tensor)
+    return base is not None and type(base) is not Tensor and isinstance(base, nn.Parameter)

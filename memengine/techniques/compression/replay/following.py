@@ -36,7 +36,6 @@ __all__ = ['ForwardPlans', 'Replay']
 
 _MOST_PLANS = 8  # of a model's; inputs may have another shape each time
 
-FindMemory = Callable[[Tensor], SavedStorage | None]
 _NO_MORE = Step(None, torch.Size(), (), torch.bool, ())  # agrees with none
 
 
@@ -68,7 +67,8 @@ class Replay:
     Attributes:
         is_noting: Whether there is none.
         has_copies: Of the plan.
-        coded_memories: That are coded by plan, the last for each storage.
+        memories: That were looked at, the last that had an address.
+        coded_memories: That are coded by plan, likewise.
         all_coded_memories: As well, in the order of saving.
     """
 
@@ -83,19 +83,24 @@ class Replay:
         self._rest: Iterator[Step | None] = iter(self._steps)
         self.has_copies = plan is not None and plan.has_copies
         self._packed: list[weakref.ref[Any] | None] = []  # so far, as the plan has it
+        self.memories: dict[int, SavedStorage] = {}
         self.coded_memories: dict[int, CodedMemory] = {}
         self.all_coded_memories: list[CodedMemory] = []
         self._held: dict[int, weakref.ref[Any]] = {}  # of these what stays, by its storage
         self._looked_up = 0  # how many of them
 
-    def pack(self, tensor: Tensor, node: int | None, saver: Any, find_memory: FindMemory) -> Any:
+    def memory_of(self, tensor: Tensor) -> SavedStorage | None:
+        """The memory of a plain tensor, if something that is saved of it was looked at."""
+        memory = self.memories.get(storage_key(tensor.untyped_storage()))
+        return memory if memory is not None and memory.is_of(tensor) else None
+
+    def pack(self, tensor: Tensor, node: int | None, saver: Any) -> Any:
         """What to keep of a tensor; to be asked once for each, in the order of saving.
 
         Args:
             tensor: That is saved.
             node: The number of its node; None for what no node saves.
             saver: The forward of the module.
-            find_memory: Finds a plain tensor's, if something that is saved of it was looked at.
 
         Returns:
             None for what is to be looked at.
@@ -123,10 +128,10 @@ class Replay:
         ):
             self._drop()
         elif isinstance(how, HowComputed):
-            memory = find_memory(tensor)
+            memory = self.memory_of(tensor)
             if memory is None or not memory.may_be_lossy:
                 packed = self._let_go(tensor, how, saver.module)
-        elif find_memory(tensor) is None and not is_offloading():
+        elif not is_offloading() and (not self.memories or self.memory_of(tensor) is None):
             if how is None:
                 packed = HeldWhole(tensor, saver.module)
             else:
