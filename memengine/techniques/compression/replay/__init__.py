@@ -6,8 +6,8 @@ same answers as it did; no operation is looked up for either: to keep a tensor, 
 very bits again, is right whatever it is for. A lossy code has to be known to serve: what is coded
 waits, in each forward anew, until its module ends and the graph shows its node. If that is of the
 class that it was, and needs the same of the same field, it is coded as it was (``coded_again.py``).
-What differs from the plan drops it. What cannot be seen to differ costs bytes at most, until the
-next forward that follows no plan.
+What differs from the plan drops it. What cannot be seen to differ costs at most bytes, or has the
+code of one rule where another would be nearer by now, until the next forward that follows no plan.
 """
 
 from memengine.techniques.compression.replay.coded_again import CodedAgain, CodedMemory
