@@ -1,7 +1,7 @@
 """Forwards that follow a plan beside a copy that has none: random networks, changed between steps.
 
-Where the network is as it was when its plan was noted, results, gradients (and so the noise) and the
-bytes that are held are the same. Where it has changed since, what is exact is the same.
+Where the network is as it was when its plan was noted, results, gradients (and so the noise) and
+the bytes that are held are the same. Where it has changed since, what is exact is the same.
 """
 
 import copy
