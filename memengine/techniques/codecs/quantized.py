@@ -99,7 +99,7 @@ class QuantizedCode:
 
 def _gpu_kernels(like: Tensor, bits: int, group_size: int) -> Any | None:
     """What quantises a tensor and back in one kernel each, where that is to be had."""
-    if like.is_cpu or like.dtype == torch.float64 or group_size > _LARGEST_GROUP_OF_KERNELS:
+    if group_size > _LARGEST_GROUP_OF_KERNELS or like.dtype == torch.float64:
         return None
     return proven_kernels(_KERNELS, like, bits, group_size)
 
