@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memengine._torch_private.fake import is_fake
 from memengine.techniques.codecs import quantized
 from memengine.techniques.codecs.grids import noise_bits
 from memengine.techniques.codecs.kernels.compile_c import compiled
@@ -53,7 +54,7 @@ def quantize(
     if stochastic:  # as many as the parts would draw for their groups and places, one after another
         number = extremes.shape[1] + parts * group_size
         noise = noise_bits(number, private_generator(flat.device))
-    if type(flat) is not Tensor:  # but a fake one
+    if is_fake(flat):
         flat.sum()  # to those who count operators and bytes, the pass over it
         return packed, extremes
     _library().quantize(
@@ -77,7 +78,7 @@ def dequantize(
 ) -> Tensor:
     """What :func:`memengine.techniques.codecs.quantized.dequantize` gives."""
     flat = extremes.new_empty(numel)
-    if type(flat) is not Tensor:
+    if is_fake(flat):
         return flat.zero_()  # the pass over it
     _library().dequantize(
         packed.data_ptr(),
