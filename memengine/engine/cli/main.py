@@ -195,10 +195,11 @@ def import_yapf() -> None:
             return
         except (EOFError, pickle.UnpicklingError):
             time.sleep(0.1)
-    caches = os.environ.get('XDG_CACHE_HOME', '~/.cache')
+    from platformdirs import user_cache_dir  # as yapf does
+
     raise RuntimeError(
         'yapf, which MMEngine imports, was broken off while it wrote its cache: remove the folder '
-        f'{caches}/YAPF'
+        + user_cache_dir('YAPF', 'Google')
     )
 
 

@@ -111,7 +111,7 @@ def _cpu_kernels(like: Tensor, bits: int, group_size: int) -> Any | None:
     """
     if group_size > _LARGEST_GROUP_OF_KERNELS or like.dtype not in _DTYPES_ON_CPU:
         return None
-    if type(like) is not Tensor and is_fake(like) and like.is_cpu:
+    if is_fake(like) and like.is_cpu:
         with without_modes():
             return _cpu_kernels(torch.empty(0, dtype=like.dtype, device='cpu'), bits, group_size)
     return proven_kernels(_KERNELS_ON_CPU, like, bits, group_size, on='cpu')

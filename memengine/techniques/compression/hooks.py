@@ -454,7 +454,7 @@ class _ForwardHooks(saved_tensors_hooks):
         first, sees_all = self._first_node, self._sees_all_nodes
         if not sees_all:  # but those that may be waited for
             first = max(first, min(self.unexamined))  # nodes lead to such as were made before
-        while pending and (self.unexamined or sees_all):
+        while pending and (self.unexamined or sees_all):  # less by each node that is examined
             node = pending.pop()
             if node is None:
                 continue

@@ -113,15 +113,13 @@ RULES = {
 }
 
 
+def forwards(model):
+    return filter(None, (wrapper_of(module, CompressedForward) for module in model.modules()))
+
+
 def plans(model):
     """All that there are, each for inputs of one kind to one module."""
-    forwards = filter(None, (wrapper_of(one, CompressedForward) for one in model.modules()))
-    return [plan for forward in forwards for plan in forward._plans._plans.values()]
-
-
-def forget_plans(model):
-    for forward in filter(None, (wrapper_of(one, CompressedForward) for one in model.modules())):
-        forward._plans = ForwardPlans()
+    return [plan for forward in forwards(model) for plan in forward._plans._plans.values()]
 
 
 def step(model, x, seed):
@@ -162,7 +160,8 @@ def test_steps_by_plan_are_those_without(rules, seed):
         x = torch.randn(size, 8, WIDTH, generator=torch.Generator().manual_seed(number))
         is_now = [model.get_submodule(where).name for where in functions]
         before = {id(plan): plan for plan in plans(model)}
-        forget_plans(copies[1])
+        for forward in forwards(copies[1]):
+            forward._plans = ForwardPlans()
         (by_plan, held), (without, held_without) = (step(one, x, number) for one in copies)
         if as_noted.get(size) == is_now:
             assert held == held_without
