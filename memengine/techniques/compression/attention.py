@@ -26,7 +26,7 @@ from memengine.techniques.compression.recomputation import (
     Source,
 )
 from memengine.techniques.compression.replay import CodedAgain, HeldWhole
-from memengine.techniques.compression.saved_storage import SavedTensor
+from memengine.techniques.compression.saved.saved_tensor import SavedTensor
 
 __all__ = ['attend_to_codes', 'is_coarse']
 

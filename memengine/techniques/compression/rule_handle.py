@@ -12,7 +12,7 @@ from memengine._torch_private.modules import is_compiled
 from memengine.technique import PausableHandle, Report
 from memengine.techniques.activation_offload import ActivationOffload
 from memengine.techniques.codecs.codec import Codec
-from memengine.techniques.compression.hooks import CompressedForward
+from memengine.techniques.compression.hooks.compressed_forward import CompressedForward
 from memengine.techniques.compression.recomputation import Recomputation
 from memengine.techniques.compression.rules import EXACT, KeptBytes, RecomputedPlace, Rule
 from memengine.techniques.modules.wrapped_forward import THE_MODEL, is_wrapped, wrapper_of

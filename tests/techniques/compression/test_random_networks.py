@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from memengine.memory import SavedBytes
 from memengine.techniques import drop_activations, quantize_activations, recompute_activations
-from memengine.techniques.compression.hooks import CompressedForward
+from memengine.techniques.compression.hooks.compressed_forward import CompressedForward
 from memengine.techniques.compression.replay import ForwardPlans
 from memengine.techniques.modules.private_random import restart_private_generators
 from memengine.techniques.modules.wrapped_forward import wrapper_of

@@ -17,7 +17,8 @@ from memengine.techniques import (
     quantize_activations,
     recompute_activations,
 )
-from memengine.techniques.compression import hooks
+from memengine.techniques.compression.hooks import forward_graph, forward_hooks
+from memengine.techniques.compression.hooks.compressed_forward import CompressedForward
 from memengine.techniques.compression.replay import ForwardPlans
 from memengine.techniques.modules.private_random import restart_private_generators
 from memengine.techniques.modules.wrapped_forward import wrapper_of
@@ -75,15 +76,15 @@ def gradient(model, x):
 
 
 def plans_of(model):
-    return wrapper_of(model, hooks.CompressedForward)._plans._plans
+    return wrapper_of(model, CompressedForward)._plans._plans
 
 
 def count_looks(monkeypatch):
     """What operations were looked at is appended to the list."""
     looked_at = []
-    plain = hooks.needs_of
+    plain = forward_hooks.needs_of
     monkeypatch.setattr(
-        hooks, 'needs_of', lambda node: looked_at.append(node.name()) or plain(node)
+        forward_hooks, 'needs_of', lambda node: looked_at.append(node.name()) or plain(node)
     )
     return looked_at
 
@@ -307,9 +308,11 @@ def test_what_is_coded_is_the_same_by_plan(others, bits, min_numel, monkeypatch)
         drop_activations(model, gamma=0.5)
     quantize_activations(model, bits, min_numel=min_numel)
     looked_into = []
-    plain = hooks._held_in_field
+    plain = forward_graph.saved_by
     monkeypatch.setattr(
-        hooks, '_held_in_field', lambda node, field: looked_into.append(field) or plain(node, field)
+        forward_graph,
+        'saved_by',
+        lambda node, field: looked_into.append(field) or plain(node, field),
     )
     searched = []
     for step in range(7):
@@ -598,7 +601,7 @@ def test_rules_that_change_their_mind_have_other_plans():
 def test_plans_of_the_last_few_shapes_are_kept():
     plans = ForwardPlans()
     for length in [*range(1, 20), 19]:
-        plans.begin([torch.empty(length)], [], 0).finish({})
+        plans.begin([torch.empty(length)], []).finish(False, {})
     assert len(plans._plans) == 8
     assert ((torch.Size([19]), torch.float32),) in plans._plans
 
@@ -624,9 +627,9 @@ class WithBuffer(Changing):
 
 def test_what_the_model_owns_is_not_looked_for_by_plan(monkeypatch):
     asked = []
-    plain_owned_by = hooks.owned_by
+    plain_owned_by = forward_hooks.owned_by
     monkeypatch.setattr(
-        hooks, 'owned_by', lambda owners: asked.append(owners) or plain_owned_by(owners)
+        forward_hooks, 'owned_by', lambda owners: asked.append(owners) or plain_owned_by(owners)
     )
     plain, model = WithBuffer().train(), WithBuffer().train()
     recompute_activations(model)

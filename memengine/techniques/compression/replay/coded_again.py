@@ -19,16 +19,13 @@ from memengine.techniques.compression.recomputation import (
     Recomputation,
     recomputation_of,
 )
-from memengine.techniques.compression.saved_storage import (
-    CodedPart,
-    SavedAs,
+from memengine.techniques.compression.saved.coded_part import CodedPart, coded, view_of
+from memengine.techniques.compression.saved.saved_storage import (
     SavedStorage,
-    SavedTensor,
-    coded,
     still_alive,
     to_be_decided,
-    view_of,
 )
+from memengine.techniques.compression.saved.saved_tensor import SavedAs, SavedTensor
 from memengine.techniques.modules.saved_tensors import KeptAsIs, is_in_backward
 
 if TYPE_CHECKING:

@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memengine._torch_private.autograd import node_number, storage_key, version_of
+from memengine._torch_private.autograd import (
+    next_node_number,
+    node_number,
+    storage_key,
+    version_of,
+)
 from memengine.techniques.activation_offload import is_offloading
 from memengine.techniques.compression.recomputation import (
     ComputedAgain,
@@ -29,7 +34,7 @@ from memengine.techniques.compression.replay.plan import (
     plan_of,
 )
 from memengine.techniques.compression.rules import Rule
-from memengine.techniques.compression.saved_storage import SavedStorage
+from memengine.techniques.compression.saved.saved_storage import SavedStorage
 from memengine.techniques.modules.saved_tensors import KeptAsIs, is_parameter, is_plain
 
 __all__ = ['ForwardPlans', 'Replay']
@@ -46,7 +51,7 @@ class ForwardPlans:
         self._plans: dict[Any, Plan] = {}
         self._uses: dict[Any, int] = {}
 
-    def begin(self, inputs: Sequence[Any], rules: Sequence[Rule], first_node: int) -> Replay:
+    def begin(self, inputs: Sequence[Any], rules: Sequence[Rule]) -> Replay:
         """A forward begins. The first, second, fourth, eighth ... of a kind follows no plan."""
         shapes = ((x.shape, x.dtype) for x in inputs if type(x) is Tensor and is_plain(x))
         kind = *shapes, *(rule.state for rule in rules)
@@ -58,7 +63,7 @@ class ForwardPlans:
         plan = self._plans.get(kind) if uses & (uses - 1) else None
         if plan is not None and not plan.holds:
             plan = None
-        return Replay(self._plans, kind, plan, first_node)
+        return Replay(self._plans, kind, plan)
 
 
 class Replay:
@@ -66,22 +71,22 @@ class Replay:
 
     Attributes:
         is_noting: Whether there is none.
-        has_copies: Of the plan.
+        may_have_copies: Whether copies may be saved for operations that work in place.
+        first_node: The number of the first node that the forward makes.
         memories: That were looked at, the last that had an address.
         coded_memories: That are coded by plan, likewise.
         all_coded_memories: As well, in the order of saving.
     """
 
-    def __init__(
-        self, plans: dict[Any, Plan], kind: Any, plan: Plan | None, first_node: int
-    ) -> None:
-        self._plans, self._kind, self._first_node = plans, kind, first_node
+    def __init__(self, plans: dict[Any, Plan], kind: Any, plan: Plan | None) -> None:
+        self._plans, self._kind = plans, kind
         self.is_noting = plan is None
+        self.may_have_copies = plan is None or plan.has_copies
+        self.first_node = next_node_number()
         self._noted: list[Noted | None] = []
         self._steps = () if plan is None else plan.steps
         self._owned = {} if plan is None else plan.owned
         self._rest: Iterator[Step | None] = iter(self._steps)
-        self.has_copies = plan is not None and plan.has_copies
         self._packed: list[weakref.ref[Any] | None] = []  # so far, as the plan has it
         self.memories: dict[int, SavedStorage] = {}
         self.coded_memories: dict[int, CodedMemory] = {}
@@ -111,7 +116,7 @@ class Replay:
             self._packed.append(None)
             return None
         number, shape, stride, dtype, rules, is_a_parameter, how = step
-        if node is None or node - self._first_node != number:
+        if node is None or node - self.first_node != number:
             self._drop()
         elif is_a_parameter:
             if type(tensor) is nn.Parameter or is_parameter(tensor):
@@ -200,7 +205,7 @@ class Replay:
             if source is None or not source.is_whole or step is None:
                 return None
             assert isinstance(place, int)
-            if node_number(nodes[place]) - self._first_node != step.node:
+            if node_number(nodes[place]) - self.first_node != step.node:
                 return None
             if step.is_parameter and not source.content.untyped_storage().nbytes():
                 return None  # sharded again
@@ -223,19 +228,20 @@ class Replay:
             self._noted.append(None)
             return
         layout = tensor.shape, tensor.stride(), tensor.dtype
-        step = Step(node - self._first_node, *layout, rules, is_parameter(tensor))
+        step = Step(node - self.first_node, *layout, rules, is_parameter(tensor))
         storage = tensor.untyped_storage()
         more = version_of(tensor), int(tensor.storage_offset()), storage.nbytes()
         self._noted.append(Noted(step, weakref.ref(packed), type(packed) is KeptAsIs, *more))
 
-    def finish(self, owned: Mapping[int, torch.UntypedStorage]) -> None:
+    def finish(self, has_copies: bool, owned: Mapping[int, torch.UntypedStorage]) -> None:
         """The forward has ended, and all is decided.
 
         Args:
+            has_copies: Whether copies were saved for operations that worked in place.
             owned: Storages that are the model's, by key; not asked for where there is a plan.
         """
         if self.is_noting:
-            self._plans[self._kind] = plan_of(self._noted, self.has_copies, owned)
+            self._plans[self._kind] = plan_of(self._noted, has_copies, owned)
         elif next(self._rest, _NO_MORE) is not _NO_MORE:
             self._drop()
 
