@@ -120,9 +120,7 @@ class RecomputedActivations(RuleHandle):
         Raises:
             RuntimeError: When something that was computed again differed in an earlier forward.
         """
-        comparisons, self._comparisons = self._comparisons, []
-        for place, found in comparisons:
-            self._learn(place, *found.tolist())
+        self._read_comparisons()
 
     def undo(self) -> None:
         """Leave the model as it was, and read what was compared in its last forward.
@@ -131,7 +129,12 @@ class RecomputedActivations(RuleHandle):
             RuntimeError: When that differed; the model is as it was then, too.
         """
         super().undo()
-        self.begin_forward()
+        self._read_comparisons()
+
+    def _read_comparisons(self) -> None:
+        comparisons, self._comparisons = self._comparisons, []
+        for place, found in comparisons:
+            self._learn(place, *found.tolist())
 
     def codec(self, name: str, need: Need, tensor: Tensor, find: FindRecomputation) -> Codec | None:
         """Keep nothing of what can be computed again."""
