@@ -80,6 +80,22 @@ def test_version_of():
         autograd.check_unmodified(x, 0)
 
 
+@relies_on('leaves the version where .data is given another memory')
+def test_check_of_later_writes():
+    x = torch.zeros(2, 3, requires_grad=True).exp()
+    memory = weakref.ref(x.untyped_storage())
+    checks = [autograd.check_of_later_writes(each) for each in (x, x[0])]
+    for check in checks:
+        check()
+    with torch.no_grad():
+        x.view(6)[3:].zero_()
+    del x
+    assert memory() is None
+    for check, shape in zip(checks, (r'\(2, 3\)', r'\(3,\)'), strict=True):
+        with pytest.raises(RuntimeError, match=f'of shape {shape} is at version 1; expected'):
+            check()
+
+
 @relies_on('names in _base what a tensor is a view of')
 def test_base_of():
     x = torch.zeros(2, 2)

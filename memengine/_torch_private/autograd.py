@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter, methodcaller
 from threading import get_ident
 from typing import Any, TypeAlias
@@ -21,14 +21,21 @@ version_of: Callable[[Tensor], int] = attrgetter('_version')
 """How often a tensor was written to in place, which hooks have to check themselves."""
 
 
-def check_unmodified(tensor: Tensor, version: int) -> None:
+def check_unmodified(tensor: Tensor, version: int, shape: torch.Size | None = None) -> None:
     """Raise autograd's RuntimeError when a tensor was written to since it had this version."""
     if version_of(tensor) != version:
         raise RuntimeError(
             'one of the variables needed for gradient computation has been modified by an inplace '
-            f'operation: {tensor.type()} of shape {tuple(tensor.shape)} is at version '
+            f'operation: {tensor.type()} of shape {tuple(shape or tensor.shape)} is at version '
             f'{version_of(tensor)}; expected version {version} instead'
         )
+
+
+def check_of_later_writes(tensor: Tensor) -> Callable[[], None]:
+    """The same for a tensor whose memory is not to be held: to be called later."""
+    counter = tensor.detach()
+    counter.data = counter.new_empty(0)  # in place of the memory, and not of the version
+    return partial(check_unmodified, counter, version_of(tensor), tensor.shape)
 
 
 base_of: Callable[[Tensor], Tensor | None] = attrgetter('_base')

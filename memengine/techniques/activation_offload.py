@@ -21,7 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memengine._torch_private.autograd import is_under_functorch, storage_key, version_of
+from memengine._torch_private.autograd import (
+    check_of_later_writes,
+    is_under_functorch,
+    storage_key,
+    version_of,
+)
 from memengine._torch_private.ops import do_not_compile, pytree
 from memengine.memory.ledger import owned_by
 from memengine.technique import PausableHandle, Report, Settings, Technique, setting, with_settings
@@ -173,6 +178,8 @@ class _Offloading(saved_tensors_hooks):
         _state.offloading = self._outside
         self._leaving.wait()
         super().__exit__(*exception)
+        # A hook that is a method holds its object, and so the inputs, until garbage is collected.
+        self.pack_hook, self._stays = _unpack, {}
 
     def pack(self, tensor: Tensor, is_part: bool | None = None) -> Any:
         """What stands for a saved tensor; it may be said whether it is a part without a base."""
@@ -184,10 +191,11 @@ class _Offloading(saved_tensors_hooks):
             return KeptAsIs(tensor)
         if is_part is None:
             is_part = is_part_without_base(tensor)
+        check = check_of_later_writes(tensor)
         if is_part:  # its version says nothing of the rest of the memory
             tensor = tensor.clone()
             storage = tensor.untyped_storage()
-        return _OffloadedView(self._storage_of(tensor, storage), tensor)
+        return _OffloadedView(self._storage_of(tensor, storage), tensor, check)
 
     def _storage_of(self, tensor: Tensor, storage: Any) -> _OffloadedStorage:
         """What holds the storage as it is now."""
@@ -236,14 +244,23 @@ def _unpack(packed: Any) -> Tensor:
 
 
 class _OffloadedView:
-    """A saved tensor whose storage moved out."""
+    """A saved tensor whose storage moved out.
 
-    def __init__(self, stored: _OffloadedStorage, tensor: Tensor) -> None:
-        self._storage, self._dtype = stored, tensor.dtype
+    Args:
+        stored: The storage.
+        tensor: The tensor.
+        check: Raises once what was saved has been written to, though that is not what comes back.
+    """
+
+    def __init__(
+        self, stored: _OffloadedStorage, tensor: Tensor, check: Callable[[], None]
+    ) -> None:
+        self._storage, self._dtype, self._check = stored, tensor.dtype, check
         stored.views.add(id(self))
         self._layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def tensor(self) -> Tensor:
+        self._check()
         base = self._storage.fetch(id(self))
         return base.new_empty(0, dtype=self._dtype).set_(base.untyped_storage(), *self._layout)
 

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import sys
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -217,18 +218,36 @@ def test_backward_twice_double_backward_and_a_graph_that_is_thrown_away():
     'refused',
     'A saved tensor that is written to, as in the plain step',
 )
-def test_a_saved_tensor_that_stays_and_is_overwritten_is_an_error():
-    class Overwriting(nn.Module):
-        def forward(self, x):
-            y = x.sin()
-            z = y.exp()
-            z.mul_(2)
-            return z.sum()
+class Overwriting(nn.Module):
+    def forward(self, x):
+        z = x.sin().exp()
+        z.view(-1)[1:].mul_(2)
+        return z.sum()
 
+
+@pytest.mark.parametrize('min_bytes', [0, 2**20])  # it moves, or stays
+def test_a_saved_tensor_that_is_overwritten_is_an_error_as_without(min_bytes):
     model = Overwriting()
-    offload_activations(model, 'host')
-    with pytest.raises(RuntimeError, match='modified by an inplace operation'):
-        model(torch.ones(3, requires_grad=True)).backward()
+    offload = offload_activations(model, 'host', min_bytes=min_bytes)
+    loss = model(torch.ones(3, 2, requires_grad=True))
+    with pytest.raises(RuntimeError, match=r'modified by an inplace operation.* shape \(3, 2\)'):
+        loss.backward()
+    assert bool(offload.moved_bytes[0]) == (not min_bytes)
+
+
+def test_inputs_are_let_go_without_a_collection_of_garbage():
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    offload_activations(model, 'host', min_bytes=0)
+    gc.collect()
+    gc.disable()
+    try:
+        x = torch.randn(2, 4)
+        memory = weakref.ref(x.untyped_storage())
+        model(x).sum().backward()
+        del x
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 def test_autocast():
