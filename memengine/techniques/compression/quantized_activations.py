@@ -180,6 +180,16 @@ class QuantizedActivations(RuleHandle):
             return self._running.setdefault(kind, RunningRangeQuantizer(dim))
         return self._quantizers[width]
 
+    def rewinding(self) -> Callable[[], None]:
+        """Running ranges become what they are now."""
+        bounds = {kind: quantizer.bounds for kind, quantizer in self._running.items()}
+
+        def rewind() -> None:
+            for kind, quantizer in self._running.items():
+                quantizer.bounds = bounds.get(kind)
+
+        return rewind
+
     def _width_at(self, place: _NeedAt) -> int:
         stated = self._stated.get(place)
         if stated is None:

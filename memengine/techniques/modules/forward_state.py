@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memengine._torch_private.autograd import version_of
 from memengine._torch_private.modules import BatchOrInstanceNorm, own_buffers, own_parameters
 from memengine._torch_private.ops import draw_from_known_generators_when_compiled
+from memengine.memory.ledger import tensors_in
 from memengine.techniques.modules.private_random import generators
 
 _ABSENT: Any = object()  # in place of a value: there is no such entry
@@ -155,16 +156,19 @@ class ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self._tables: list[_Table] = []
+        self._attributes: list[_Table] = []  # of these, all but parameters and buffers
         for path, inner in module.named_modules():
             if isinstance(inner, DistributedDataParallel):
                 continue
-            self._tables += [_Table(path, vars(inner)), _Table(path, own_parameters(inner))]
+            self._tables.append(_Table(path, own_parameters(inner)))
+            self._attributes.append(_Table(path, vars(inner)))
             if not (isinstance(inner, BatchOrInstanceNorm) and inner.training):
                 self._tables.append(_Table(path, own_buffers(inner)))
             for name, value in vars(inner).items():
                 if name not in _STANDARD_ATTRIBUTES and isinstance(value, (dict, list)):
                     kind = _Table if isinstance(value, dict) else _ListTable
-                    self._tables.append(kind(path, value, name))
+                    self._attributes.append(kind(path, value, name))
+        self._tables += self._attributes
         self._versions = [
             (table, name, tensor, version_of(tensor))
             for table in self._tables
@@ -190,6 +194,22 @@ class ModuleState:
             if is_held and table.now().get(name) is not tensor:
                 self._versions.remove(entry)
                 table.forget(name)
+
+    def forget_results(self) -> None:
+        """Let go of tensors, and what holds any, that are no parameters or buffers; leave them.
+
+        They are what earlier forwards have kept, as a rule, and the next one replaces.
+        """
+        for table in self._attributes:
+            for name, value in list(table.held.items()):
+                may_hold = isinstance(value, (Tensor, dict, list, tuple))
+                if (
+                    may_hold
+                    and name not in _STANDARD_ATTRIBUTES
+                    and next(tensors_in(value), None) is not None
+                ):
+                    table.forget(name)
+        self._versions = [entry for entry in self._versions if entry[1] in entry[0].held]
 
     def changes(self, later: ModuleState | None = None) -> list[Change]:
         """Entries that are others in a later state of the same module, or at present."""

@@ -1,8 +1,8 @@
 """Steps that run out of memory, repeated in smaller slices as if they had not been tried.
 
 The size of a slice never changes the gradient, so a step that did not fit may be undone and run
-again with smaller ones: random state, buffers and gradients are put back first, and the run is the
-one that smaller slices would have given from the start.
+again with smaller ones: random state, gradients, and what modules hold are put back first, and the
+run is the one that smaller slices would have given from the start.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -19,13 +20,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from memengine._torch_private.autograd import version_of
 from memengine._torch_private.distributed import (
     FORGETS_SHARDED_STEPS,
     around_collectives,
     forget_reduction,
     gradient_holders,
 )
+from memengine.techniques.compression.rule_handle import rules_of
 from memengine.techniques.modules.forward_state import (
+    ModuleState,
     PrivateRandomState,
     RandomState,
     accelerators_of,
@@ -56,35 +60,39 @@ def run_until_it_fits(
     shrink: Callable[[], bool],
     module: nn.Module,
     group: dist.ProcessGroup | None = None,
+    inputs: Iterable[Tensor] = (),
 ) -> T:
     """Run a step; whenever it runs out of memory, undo it, shrink its slices and repeat it.
 
     Args:
         step: Adds the step's gradient.
         shrink: Makes slices smaller for the next try; False when they are as small as can be.
-        module: What the step runs. Its buffers and gradients are put back.
+        module: What the step runs. Its buffers, attributes and gradients are put back.
         group: On several ranks a gloo group of all of them, in which nobody else speaks. They run
             the step together, and all take part in each of its collectives, in whatever group.
+        inputs: What the step reads, in full.
 
     Returns:
         What ``step`` returned.
 
     Raises:
-        torch.OutOfMemoryError: On every rank, when the smallest slices do not fit either, or the
-            module is one that FSDP shards and torch is older than 2.14, which cannot forget a step
-            of it. On the rank that ran out, where a collective itself did.
+        torch.OutOfMemoryError: On every rank, when the smallest slices do not fit either, when the
+            step has written into its inputs, or when the module is one that FSDP shards and torch
+            is older than 2.14, which cannot forget a step of it. On the rank that ran out, where a
+            collective itself did.
 
     Several ranks: before each collective they tell each other whether all have come so far. One
     that has run out of memory says so there, wherever it was, so that none waits for it: all shrink
     and repeat the step. So between this and the collective nothing has to be allocated.
 
-    Cost: a copy of the buffers, and of the gradients where earlier iterations left some; on the
-    host where the device has no room for it. On several ranks 4 bytes over gloo before each
+    Cost: that of a :class:`StepStart`: copies of buffers, and of the gradients where earlier
+    iterations left some. On several ranks 4 bytes over gloo before each
     collective and at the end of the step; the device is not waited for.
     """
     ranks = None if group is None or group.size() == 1 else _Ranks(group)
     sharded = _sharded_roots(module)
     before = StepStart(module)
+    versions = [(each, version_of(each)) for each in inputs if not each.is_inference()]
     is_repeated = False
     while True:
         try:
@@ -105,6 +113,13 @@ def run_until_it_fits(
             raise torch.OutOfMemoryError(
                 f'{words}; torch {torch.__version__} cannot repeat a step of a model that FSDP '
                 'shards: set smaller slices (micro_batch_size or chunk_size), or install 2.14'
+            )
+        is_spoilt = any(version_of(tensor) != version for tensor, version in versions)
+        if ranks.any(is_spoilt) if ranks else is_spoilt:
+            raise torch.OutOfMemoryError(
+                f'{words}; a step that has written into its batch cannot be repeated in smaller '
+                'slices: set these from the start (micro_batch_size or chunk_size), or have the '
+                'model write into a copy'
             )
         for device in accelerators_of(module):
             torch.get_device_module(device).empty_cache()
@@ -128,7 +143,10 @@ def _sharded_roots(module: nn.Module) -> list[Any]:
 
 
 class StepStart:
-    """What a step changes before the update: generators, buffers and gradients, to be put back.
+    """What a step changes before the update, to be put back.
+
+    That is generators, gradients, buffers, the modules' attributes but for tensors, and ranges of
+    quantised activations. What a model makes in its first forward (lazy modules) stays as it is.
 
     Args:
         module: What the step runs.
@@ -138,12 +156,17 @@ class StepStart:
         random: The global generators, and those of the module's own.
 
     Cost: a copy of the buffers, of ``tensors``, and of the gradients that are there; on the host
-    where the device has no room for it.
+    where the device has no room for it. Some 10 microseconds for each module inside.
     """
 
     def __init__(self, module: nn.Module, tensors: Iterable[Tensor] = ()) -> None:
         self.random = RandomState.of(module)
         self._private_random = PrivateRandomState()
+        self._rewind = [rule.rewinding() for rule in rules_of(module)]
+        self._modules: ModuleState | None = None
+        if not any(map(is_lazy, chain(module.parameters(), module.buffers()))):
+            self._modules = ModuleState(module)
+            self._modules.forget_results()
         held = {id(t): t for t in (*module.buffers(), *tensors) if not is_lazy(t)}
         self._tensors = [(tensor, _copy(tensor)) for tensor in held.values()]
         is_sharded = bool(_sharded_roots(module))
@@ -157,6 +180,10 @@ class StepStart:
         """Put all of it back; what was not written to is left alone."""
         self.random.restore()
         self._private_random.restore()
+        for rewind in self._rewind:
+            rewind()
+        for change in self._modules.changes() if self._modules is not None else ():
+            change.undo()
         for tensor, value in self._tensors:
             is_known = is_plain(tensor) and tensor.device == value.device
             if not (is_known and torch.equal(tensor, value)):

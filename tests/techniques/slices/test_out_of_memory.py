@@ -73,8 +73,8 @@ def test_generators_buffers_and_gradients_are_put_back():
     assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2])
 
 
-@pytest.mark.parametrize('bits', [2, 8])
-def test_quantised_activations_draw_what_the_smaller_slices_would_have_drawn(bits):
+@pytest.mark.parametrize('how', [dict(bits=2), dict(bits=8), dict(ranges='running')], ids=str)
+def test_quantised_activations_are_what_the_smaller_slices_would_have_made_them(how):
     def gradient_of_slices(*sizes):
         torch.manual_seed(0)
         restart_private_generators()
@@ -87,12 +87,72 @@ def test_quantised_activations_draw_what_the_smaller_slices_would_have_drawn(bit
                 if number and tries[1:]:  # in the second slice
                     raise torch.OutOfMemoryError('CUDA out of memory.')
 
-        with quantize_activations(model, bits=bits, min_numel=1):
+        with quantize_activations(model, **how, min_numel=1):
             run_until_it_fits(step, lambda: bool(tries.pop(0)), model)
         return model[0].weight.grad
 
     assert torch.equal(gradient_of_slices(4, 2), gradient_of_slices(2))
     assert not torch.equal(gradient_of_slices(4), gradient_of_slices(2))
+
+
+class Stateful(nn.Module):
+    """Replaces a buffer in each forward, counts, and keeps what it has seen and computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls, self.means, self.kept = nn.Linear(4, 4), 0, [], None
+        self.register_buffer('mean', torch.zeros(4))
+
+    def forward(self, x):
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        self.means.append(float(x.mean()))
+        self.kept = self.layer(x - self.mean) * 0.9**self.calls
+        return self.kept
+
+
+def test_what_modules_replace_is_put_back():
+    def after_slices(*sizes):
+        torch.manual_seed(0)
+        model, images, tries = Stateful(), torch.rand(8, 4) + 3, list(sizes)
+
+        def step():
+            for number, images_of_slice in enumerate(images.split(tries[0])):
+                model(images_of_slice).square().sum().backward()
+                if number and tries[1:]:  # in the second slice
+                    raise torch.OutOfMemoryError('CUDA out of memory.')
+
+        run_until_it_fits(step, lambda: bool(tries.pop(0)), model)
+        return model
+
+    tried, small = after_slices(4, 2), after_slices(2)
+    assert (tried.calls, tried.means) == (small.calls, small.means)
+    for one, other in zip(tried.state_dict().values(), small.state_dict().values(), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(tried.layer.weight.grad, small.layer.weight.grad)
+
+
+def test_what_a_module_keeps_is_not_held_for_the_next_try():
+    model = Stateful()
+    model(torch.rand(2, 4))
+    kept = weakref.ref(model.kept)
+
+    def step():
+        model(torch.rand(2, 4))
+        assert kept() is None
+
+    run_until_it_fits(step, lambda: False, model)
+
+
+def test_a_batch_that_was_written_to_is_not_taken_for_the_batch():
+    model, images = nn.Linear(4, 4), torch.rand(8, 4)
+
+    def step():
+        model(images[:4].sub_(0.5)).sum().backward()
+        raise torch.OutOfMemoryError('CUDA out of memory.')
+
+    with pytest.raises(torch.OutOfMemoryError, match=r'written into its batch .*micro_batch_size'):
+        run_until_it_fits(step, lambda: True, model, inputs=[images])
 
 
 def test_the_failed_step_leaves_no_tensor_behind():
