@@ -165,7 +165,10 @@ def scaled_product(
     in half precision already is rounded no further. In backward the gradient of the result is an
     operand, too, and is rounded like them.
     """
-    scale = torch.as_tensor(scale, dtype=products.sums, device=left.device).reshape(())
+    if isinstance(scale, Tensor):
+        scale = scale.to(left.device, products.sums).reshape(())
+    else:  # filled in there: to copy it from here would wait for the device
+        scale = torch.full((), scale, dtype=products.sums, device=left.device)
     return _ScaledProduct.apply(left, right, scale, products)
 
 

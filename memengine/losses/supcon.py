@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from memengine.losses.batch_loss import (
     BatchLoss,
@@ -67,11 +68,11 @@ def positives_of(
     if labels is not None:
         labels = labels.flatten().to(samples.device)
         everyone = labels if group is None else Gather(labels, group)
-        classes, members = everyone.unique(return_inverse=True)
-        sums = samples.new_zeros(len(classes), samples.shape[1])
+        members, classes = _numbered(everyone)
+        sums = samples.new_zeros(classes, samples.shape[1])
         sums = sum_over_ranks(sums.index_add(0, members[own], samples), group)  # [classes, D]
-        counts = members.bincount(minlength=len(classes)).to(samples.dtype)
-        return Positives(sums[members[own]], counts[members[own]], ones)
+        counts = members.new_zeros(classes).index_add(0, members, torch.ones_like(members))
+        return Positives(sums[members[own]], counts[members[own]].to(samples.dtype), ones)
     if mask is None:
         return Positives(samples, ones, ones)
     everyone = samples if group is None else Gather(samples, group)
@@ -82,6 +83,16 @@ def positives_of(
         )
     mask = mask.to(samples)
     return Positives(mask @ everyone, mask.sum(dim=1), mask.diagonal(own.start))
+
+
+def _numbered(labels: Tensor) -> tuple[Tensor, int]:
+    """Each label's number among the different ones, [N], and how many there are at most."""
+    if labels.is_cpu:
+        classes, members = labels.unique(return_inverse=True)
+        return members, len(classes)
+    ordered, order = labels.sort()  # the host would wait for unique(), to learn how many there are
+    numbers = F.pad(ordered[1:].ne(ordered[:-1]).cumsum(0), (1, 0))
+    return torch.empty_like(order).scatter(0, order, numbers), len(labels)
 
 
 def check_positives(batch_size: int, labels: Tensor | None, mask: Tensor | None) -> None:

@@ -5,6 +5,7 @@ import timm
 import torch
 from torch.nn import functional as F
 
+from memengine.losses import ClipLoss, NTXentLoss, SigLipLoss, SupConLoss
 from memengine.techniques.activation_checkpointing.checkpoint_activations import (
     checkpoint_activations,
 )
@@ -91,3 +92,24 @@ def test_no_step_but_the_first_waits_for_the_device(device, network, technique):
         assert not [line for line in first.waits if of_proofs not in line]
     if network is vit and technique in MOST_OPERATIONS:
         assert others[-1].kernels.total() <= MOST_OPERATIONS[technique]
+
+
+LOSSES = {  # of embeddings [2, 6, D], with labels
+    'NT-Xent': lambda z, labels: NTXentLoss(0.5)(z[0], z[1]),
+    'NT-Xent, tiled': lambda z, labels: NTXentLoss(0.5, tile_size=4)(z[0], z[1]),
+    'SupCon': lambda z, labels: SupConLoss(0.1)(z.transpose(0, 1), labels),
+    'CLIP': lambda z, labels: ClipLoss()(z[0], z[1], 10.0),
+    'sigmoid': lambda z, labels: SigLipLoss()(z[0], z[1], 10.0, -10.0),
+}
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize('loss', LOSSES)
+def test_no_loss_waits_for_the_device(device, loss, dtype):
+    host = torch.randn(2, 6, 16).to(dtype), torch.tensor([0, 1, 0, 7, 1, 3])
+    embeddings, labels = host[0].cuda().requires_grad_(), host[1].cuda()
+    with device.counted() as counts:
+        found = LOSSES[loss](embeddings, labels)
+        found.backward()
+    assert not counts.waits
+    torch.testing.assert_close(found.cpu(), LOSSES[loss](*host))

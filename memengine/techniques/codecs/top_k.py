@@ -11,7 +11,7 @@ Legend: n elements, k of them kept, r blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import reduce
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -174,7 +174,8 @@ def _least_on_cpu(keys: Keys, kept: int) -> tuple[Tensor, Tensor, Tensor]:
     else:
         least = int(_take_largest(near[None], rank).amin())
         above, ties = above + int((near > least).sum()), int((near == least).sum())
-    return torch.tensor([least]), torch.tensor([above]), torch.tensor([ties])
+    tensor = partial(torch.tensor, device='cpu')  # whatever the default device is
+    return tensor([least]), tensor([above]), tensor([ties])
 
 
 def _bounds(keys: Keys, kept: int, every: tuple[int, int]) -> tuple[int, int]:

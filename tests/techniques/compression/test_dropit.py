@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from memengine.memory import SavedBytes
 from memengine.techniques.activation_offload import offload_activations
+from memengine.techniques.codecs.quantized import Quantizer
 from memengine.techniques.codecs.sparse import Cast
 from memengine.techniques.compiling import compile_blocks
 from memengine.techniques.compression.dropit import drop_activations, to_dropit, undo_dropit
@@ -94,6 +95,16 @@ def test_padding_modes_drop_of_what_the_convolution_sees(mode):
     assert torch.equal(output, plain)
     distance = (dropped['weight'] - oracle).norm() / oracle.norm()
     assert distance < (1e-12 if mode == 'zeros' else 0.05)  # of equal elements any may go
+
+
+@pytest.mark.parametrize('strategy', STRATEGIES)
+@pytest.mark.parametrize('values', [None, Cast(torch.bfloat16), Quantizer(8)], ids=str)
+def test_a_model_on_the_cpu_whatever_the_default_device(strategy, values):
+    model, x = nn.Linear(64, 8), torch.randn(16, 64)
+    drop_activations(model, strategy, 0.5, values=values)
+    with torch.device('meta'):
+        model(x).sum().backward()
+    assert model.weight.grad.isfinite().all()
 
 
 class Functional(nn.Module):
