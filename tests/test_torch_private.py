@@ -34,6 +34,7 @@ from memengine._torch_private import (
     distributed,
     fake,
     fake_operators,
+    grad_scaler,
     matrix_products,
     modules,
     ops,
@@ -919,3 +920,16 @@ def test_record_of_allocations(monkeypatch, tmp_path):
         assert len(done) == 1 and done[0].get('enabled', 'all')
     assert done[1] == {'filename': str(tmp_path / 'snapshot.pickle')}
     assert not done[2]['enabled']
+
+
+@relies_on("makes a gradient scaler's state, _scale and then _growth_tracker, when it first scales")
+def test_forget_half_made_state():
+    loss = torch.ones(())
+    scaler = torch.amp.GradScaler('cpu', init_scale=4.0)
+    scaler._scale = torch.full((), 4.0)  # as where memory ends before the other one
+    grad_scaler.forget_half_made_state(scaler)
+    assert scaler.scale(loss) == 4
+    scaler._scale.fill_(2.0)
+    grad_scaler.forget_half_made_state(scaler)
+    assert scaler.scale(loss) == 2
+    assert scaler._growth_tracker == 0

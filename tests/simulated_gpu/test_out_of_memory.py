@@ -178,3 +178,35 @@ def test_two_ranks_of_which_one_runs_out_anywhere(device, tmp_path):
     finally:
         for rank in ranks:
             rank.kill()
+
+
+def test_at_every_allocation_of_a_first_step_in_fp16(device):
+    """In which the gradient scaler makes its state."""
+
+    def train(size, refused=0):
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).cuda()
+        optimizer = torch.optim.SGD(network.parameters(), 0.1)
+        wrapper = AccumulationOptimWrapper(optimizer, 4, precision='fp16')
+        images, sizes = torch.rand(8, 3).cuda(), [size, 2]
+
+        def step():
+            with wrapper.precision.autocast():
+                losses = [network(part).square().mean() for part in images.split(sizes[0])]
+            for loss in losses:
+                wrapper.add_gradient(loss / len(losses))
+
+        with device.refusing(refused):
+            run_until_it_fits(step, lambda: bool(sizes.pop(0)), network)
+            count = device.allocations()
+        wrapper.finish_step(torch.zeros((), device='cuda'))
+        return sizes[0], count, [p.detach().clone() for p in network.parameters()]
+
+    (_, count, _), (_, _, small) = train(4), train(2)
+    repeated = 0
+    for refused in range(1, count + 1):
+        size, _, found = train(4, refused)
+        if size == 2:
+            repeated += 1
+            assert all(map(torch.equal, found, small))
+    assert repeated > count / 2

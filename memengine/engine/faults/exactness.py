@@ -193,8 +193,7 @@ class _GradientTaker:
         return self._wrapper.precision.autocast()
 
     def update_params(self, loss: Tensor) -> None:
-        loss, scaler = self._wrapper.scale_loss(loss), self._wrapper.precision.scaler
-        loss = loss if scaler is None else scaler.scale(loss)
+        loss = self._wrapper.precision.scaled(self._wrapper.scale_loss(loss))
         found = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         pairs = zip(found, self._parameters, strict=True)
         self.gradients = [torch.zeros_like(p) if g is None else g for g, p in pairs]

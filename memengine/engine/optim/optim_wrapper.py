@@ -11,6 +11,7 @@ from mmengine.optim import OptimWrapper as _OptimWrapper
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from memengine._torch_private.grad_scaler import forget_half_made_state
 from memengine._torch_private.ops import do_not_compile
 from memengine.engine.faults.guard import OnNonFinite, StepGuard
 from memengine.engine.step import SlicedModel, plain_step, unwrap
@@ -79,6 +80,14 @@ class Precision:
         if self.dtype is torch.float32:
             return nullcontext()
         return torch.autocast(_device_type(self._optimizer), dtype=self.dtype)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """What backward starts from: in fp16 the loss times its scale."""
+        if self.scaler is None:
+            return loss
+        forget_half_made_state(self.scaler)
+        scaled: Tensor = self.scaler.scale(loss)
+        return scaled
 
 
 def _device_type(optimizer: Optimizer) -> str:
@@ -192,13 +201,11 @@ class OptimWrapper(_OptimWrapper):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backward of the loss, scaled in fp16."""
         self._loss = loss.detach()
-        scaler = self.precision.scaler
-        super().backward(loss if scaler is None else scaler.scale(loss), **kwargs)
+        super().backward(self.precision.scaled(loss), **kwargs)
 
     def add_gradient(self, loss: Tensor) -> None:
         """Backward of a part of the step: scaled as the whole, but not counted as an iteration."""
-        scaler, loss = self.precision.scaler, self.scale_loss(loss)
-        (loss if scaler is None else scaler.scale(loss)).backward()
+        self.precision.scaled(self.scale_loss(loss)).backward()
 
     @contextmanager
     def sync_context(self, model: nn.Module) -> Iterator[None]:
