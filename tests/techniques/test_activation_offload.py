@@ -213,11 +213,6 @@ def test_backward_twice_double_backward_and_a_graph_that_is_thrown_away():
     assert_same_step(gradients(model), gradients(plain))
 
 
-@pytest.mark.edge(
-    'activation_offload',
-    'refused',
-    'A saved tensor that is written to, as in the plain step',
-)
 class Overwriting(nn.Module):
     def forward(self, x):
         z = x.sin().exp()
@@ -225,6 +220,11 @@ class Overwriting(nn.Module):
         return z.sum()
 
 
+@pytest.mark.edge(
+    'activation_offload',
+    'refused',
+    'A saved tensor that is written to, as in the plain step, whether it has moved or not',
+)
 @pytest.mark.parametrize('min_bytes', [0, 2**20])  # it moves, or stays
 def test_a_saved_tensor_that_is_overwritten_is_an_error_as_without(min_bytes):
     model = Overwriting()
@@ -235,6 +235,9 @@ def test_a_saved_tensor_that_is_overwritten_is_an_error_as_without(min_bytes):
     assert bool(offload.moved_bytes[0]) == (not min_bytes)
 
 
+@pytest.mark.edge(
+    'activation_offload', 'exact', 'A step’s inputs: nothing holds them once it is over'
+)
 def test_inputs_are_let_go_without_a_collection_of_garbage():
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
     offload_activations(model, 'host', min_bytes=0)

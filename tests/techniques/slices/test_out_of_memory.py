@@ -111,6 +111,12 @@ class Stateful(nn.Module):
         return self.kept
 
 
+@pytest.mark.edge(
+    'accumulation',
+    'exact',
+    'Memory that ends in the middle of a step: what modules count, replace and write to is as '
+    'smaller slices would have left it',
+)
 def test_what_modules_replace_is_put_back():
     def after_slices(*sizes):
         torch.manual_seed(0)
@@ -144,6 +150,11 @@ def test_what_a_module_keeps_is_not_held_for_the_next_try():
     run_until_it_fits(step, lambda: False, model)
 
 
+@pytest.mark.edge(
+    'accumulation',
+    'refused',
+    'The same, of a model that has written into its batch: the step is not repeated',
+)
 def test_a_batch_that_was_written_to_is_not_taken_for_the_batch():
     model, images = nn.Linear(4, 4), torch.rand(8, 4)
 
