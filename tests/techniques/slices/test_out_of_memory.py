@@ -153,7 +153,7 @@ def test_what_a_module_keeps_is_not_held_for_the_next_try():
 @pytest.mark.edge(
     'accumulation',
     'refused',
-    'The same, of a model that has written into its batch: the step is not repeated',
+    'Memory that ends in a step whose model has written into its batch: it is not repeated',
 )
 def test_a_batch_that_was_written_to_is_not_taken_for_the_batch():
     model, images = nn.Linear(4, 4), torch.rand(8, 4)
