@@ -32,6 +32,7 @@ from memengine.memory.ledger import owned_by
 from memengine.technique import PausableHandle, Report, Settings, Technique, setting, with_settings
 from memengine.techniques.modules.saved_tensors import (
     KeptAsIs,
+    is_in_backward,
     is_parameter,
     is_part_without_base,
     is_plain,
@@ -286,6 +287,9 @@ class _OffloadedStorage:
 
     def fetch(self, view: int) -> Tensor:
         """The storage as bytes on its device; those that are asked for next are on their way."""
+        if not is_in_backward():  # somebody compares, who asks for no others, and lets go of it
+            self._offload.count_bytes(back=self._nbytes)
+            return self._read()()
         arriving = self.start_fetch()
         first = max(self._index - self._offload.look_ahead, 0)
         following = reversed(self._storages[first : self._index])

@@ -18,6 +18,7 @@ from memengine.techniques.activation_checkpointing.checkpoint_activations import
     checkpoint_activations,
 )
 from memengine.techniques.activation_offload import is_offloading, offload_activations
+from memengine.techniques.compression.recomputed_activations import recompute_activations
 from memengine.testing import assert_same_step, saved_bytes
 from tests.techniques.activation_checkpointing.test_checkpoint_activations import (
     make,
@@ -370,6 +371,22 @@ def test_the_device_holds_less_though_the_host_runs_ahead(look_ahead):
     assert reserved_by_a_step(model, images) < 0.5 * plain
     for name, gradient in gradients(model).items():
         assert torch.equal(gradient, expected[name]), name
+
+
+@pytest.mark.gpu
+def test_what_is_compared_in_a_forward_does_not_come_back_to_stay():
+    def held_after_first_forward(look_ahead):
+        model, images = vit().cuda(), torch.randn(16, 3, 32, 32, device='cuda')
+        before = torch.cuda.memory_allocated()
+        recompute_activations(model)
+        offload_activations(model, 'host', min_bytes=2**10, look_ahead=look_ahead)
+        loss = model(images).sum()
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated() - before
+        loss.backward()
+        return held
+
+    assert held_after_first_forward(look_ahead=2) == held_after_first_forward(look_ahead=0)
 
 
 @pytest.mark.gpu
