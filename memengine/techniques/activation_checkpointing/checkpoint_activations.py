@@ -83,8 +83,9 @@ def checkpoint_activations(
     forward of each module more in the first step, and some 10 microseconds per op.
 
     Random state (of torch, Python and NumPy) is replayed. BatchNorm uses the batch's statistics
-    again and counts its running ones once. Autocast is as in the first forward. DDP (with
-    ``static_graph`` too), FSDP (``fully_shard``), accumulation and the gradient cache compose.
+    again and counts its running ones once. Autocast is as in the first forward; with ``keep`` or a
+    ``budget`` it casts a weight for each of its uses, whose gradients are then added in float32. DDP
+    (with ``static_graph`` too), FSDP (``fully_shard``), accumulation and the gradient cache compose.
     Under ``torch.compile``, modules with a ``budget`` run as they are, uncompiled (the budget that
     torch has of its own there repeats dropout with other masks: pytorch/pytorch#190758).
 
