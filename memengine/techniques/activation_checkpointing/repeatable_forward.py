@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from memengine._torch_private.autograd import version_of
-from memengine._torch_private.modules import BatchOrInstanceNorm, own_buffers
+from memengine._torch_private.modules import BatchOrInstanceNorm
 from memengine._torch_private.ops import (
     CHECKPOINT_HEEDS_HOOKS,
     compiled_checkpoints_write_twice,
@@ -27,6 +27,7 @@ from memengine.techniques.activation_checkpointing.budget import (
 )
 from memengine.techniques.activation_checkpointing.op_policy import KeepCalls, keep_ops
 from memengine.techniques.modules.forward_state import ModuleState, RandomState
+from memengine.techniques.modules.running_statistics import SmallBuffers, copied_statistics
 from memengine.techniques.modules.wrapped_forward import WrappedForward
 
 __all__ = ['SETTING', 'CheckpointedForward']
@@ -155,12 +156,12 @@ class _RepeatContext:
 
     Made just before the first forward, whose random state, modes and weights it brings back. Norm
     layers count into copies of their statistics: without any they would save other tensors than in
-    the first forward.
+    the first forward. So does what writes to other small buffers in silence, from their values.
     """
 
     def __init__(self, random: RandomState, name: str, module: nn.Module) -> None:
         self._random, self.name = random, name
-        self.state = ModuleState(module)
+        self.state, self._buffers = ModuleState(module), SmallBuffers(module)
         self.inside: list[Any] = []  # more contexts
         self._norms = [m for m in module.modules() if isinstance(m, BatchOrInstanceNorm)]
         self._stack = ExitStack()
@@ -170,7 +171,8 @@ class _RepeatContext:
         with ExitStack() as stack:
             stack.enter_context(self._random.replay())
             stack.enter_context(self.state.restored())
-            stack.enter_context(_copied_statistics(self._norms))
+            stack.enter_context(self._buffers.restored())
+            stack.enter_context(copied_statistics(self._norms))
             for context in self.inside:
                 stack.enter_context(context)
             self._stack = stack.pop_all()
@@ -192,20 +194,6 @@ class _RepeatContext:
                 f'{SETTING}: {changed} of {self.name} changes {when}, so the forward cannot be '
                 'repeated as it was; leave the module out'
             )
-
-
-@contextmanager
-def _copied_statistics(norms: list[BatchOrInstanceNorm]) -> Iterator[None]:
-    buffers = [dict(own_buffers(layer)) for layer in norms]
-    for layer in norms:
-        if layer.training and layer.track_running_stats:
-            present = {key: b for key, b in own_buffers(layer).items() if b is not None}
-            own_buffers(layer).update({key: b.clone() for key, b in present.items()})
-    try:
-        yield
-    finally:
-        for layer, own in zip(norms, buffers, strict=True):
-            own_buffers(layer).update(own)
 
 
 @contextmanager
