@@ -82,35 +82,30 @@ class CheckpointedForward(WrappedForward):
         if self.planner.is_paused:
             return self.plain(*args, **kwargs)
         self.calls += 1
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        run = _FlatCall(self.plain, (args, kwargs))
+        tensors = [leaf for leaf in run.leaves if isinstance(leaf, Tensor)]
         if not torch.is_grad_enabled() or not self._needs_gradient(tensors):
             return self.plain(*args, **kwargs)
-        run = _FlatCall(self.plain, structure, (args, kwargs))
         state = RandomState.of(self.module, tensors)
         kept = self.planner.kept(
-            self.name, self.module.training, partial(self._measure, run, leaves, tensors, state)
+            self.name, self.module.training, partial(self._measure, run, tensors, state)
         )
         self.checkpointed += 1
         if kept is None:
             return self.plain(*args, **kwargs)
         again = _RepeatContext(state, self.name, self.module)
         with _refusing_changes(again, tensors):
-            return self._checkpoint(run, leaves, again, kept)
+            return self._checkpoint(run, again, kept)
 
     def _needs_gradient(self, tensors: list[Tensor]) -> bool:
         parameters = self.module.parameters()
         return any(t.requires_grad for t in tensors) or any(p.requires_grad for p in parameters)
 
-    def _measure(
-        self, run: _FlatCall, leaves: list[Any], tensors: list[Tensor], state: RandomState
-    ) -> Trace:
+    def _measure(self, run: _FlatCall, tensors: list[Tensor], state: RandomState) -> Trace:
         with _RepeatContext(state, self.name, self.module):
-            return measure(self.module, partial(run.repeat, *leaves), tensors)
+            return measure(self.module, partial(run.repeat, *run.leaves), tensors)
 
-    def _checkpoint(
-        self, run: _FlatCall, leaves: list[Any], again: _RepeatContext, kept: Kept
-    ) -> Any:
+    def _checkpoint(self, run: _FlatCall, again: _RepeatContext, kept: Kept) -> Any:
         options: dict[str, Any] = dict(context_fn=lambda: (ExitStack(), again))
         with ExitStack() as stack:
             if kept:
@@ -121,7 +116,7 @@ class CheckpointedForward(WrappedForward):
                     options['respect_saved_tensors_hooks'] = True
                 stack.enter_context(without_autocast_cache())
             return checkpoint(
-                run, *leaves, use_reentrant=False, preserve_rng_state=False, **options
+                run, *run.leaves, use_reentrant=False, preserve_rng_state=False, **options
             )
 
     def _traced_by_compile(self, *args: Any, **kwargs: Any) -> Any:
@@ -134,10 +129,18 @@ class CheckpointedForward(WrappedForward):
 
 
 class _FlatCall:
-    """A forward on flat arguments, so that every tensor in them is one that checkpoint saves."""
+    """A forward on flat arguments, so that every tensor in them is one that checkpoint saves.
 
-    def __init__(self, forward: Callable[..., Any], structure: Any, given: Any) -> None:
-        self._forward, self._structure = forward, structure
+    Attributes:
+        leaves: The arguments, each object once: a forward may ask whether two are the same.
+    """
+
+    def __init__(self, forward: Callable[..., Any], given: Any) -> None:
+        self._forward = forward
+        leaves, self._structure = pytree.tree_flatten(given)
+        self.leaves = list({id(leaf): leaf for leaf in leaves}.values())
+        numbers = {id(leaf): number for number, leaf in enumerate(self.leaves)}
+        self._places = [numbers[id(leaf)] for leaf in leaves]
         self._given = [given]  # for the first forward the very objects: it may write into a list
 
     def __call__(self, *leaves: Any) -> Any:
@@ -147,7 +150,8 @@ class _FlatCall:
         return self._forward(*args, **kwargs)
 
     def repeat(self, *leaves: Any) -> Any:
-        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        everything = [leaves[place] for place in self._places]
+        args, kwargs = pytree.tree_unflatten(everything, self._structure)
         return self._forward(*args, **kwargs)
 
 
