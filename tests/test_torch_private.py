@@ -134,6 +134,14 @@ def test_functorch():
     assert seen == [(False, False), (True, True)]
 
 
+@relies_on('tells whether tensors may have tangents')
+def test_forward_ad():
+    assert not autograd.is_under_forward_ad()
+    with torch.autograd.forward_ad.dual_level():
+        assert autograd.is_under_forward_ad()
+    assert not autograd.is_under_forward_ad()
+
+
 @relies_on('tells tensors of other devices, layouts and kinds by their dispatch keys')
 def test_dispatch_keys():
     plain = torch.zeros(2, 2)

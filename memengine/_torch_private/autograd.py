@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 SavedTensorHooks: TypeAlias = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -63,6 +64,11 @@ is_functorch_tensor: Callable[[Tensor], bool] = torch._C._functorch.is_functorch
 def is_under_functorch() -> bool:
     """Whether a transform of ``torch.func`` is in force, which keeps its own graph."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_under_forward_ad() -> bool:
+    """Whether a ``torch.autograd.forward_ad.dual_level()`` is entered: tensors have tangents."""
+    return forward_ad._current_level >= 0
 
 
 # --- nodes of the graph ---

@@ -307,7 +307,7 @@ def mean_over_ranks(losses: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def log_partition(
     contrasts: Tensor,
     anchors: int,
-    temperature: float,
+    temperature: Tensor | float,
     products: Products,
     tile_size: int | str | None = None,
     group: dist.ProcessGroup | None = None,
@@ -317,7 +317,7 @@ def log_partition(
     Args:
         contrasts: [N, D], beginning with the anchors.
         anchors: Their number M.
-        temperature: Positive.
+        temperature: Positive; gets its gradient.
         products: How the similarities are computed, and their gradients.
         tile_size: None for the reference, else see
             :func:`~memengine.losses.logsumexp.others_logsumexp`.

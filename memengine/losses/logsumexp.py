@@ -145,7 +145,7 @@ def softmax_slope(
 def others_logsumexp(
     z: Tensor,
     anchors: int,
-    scale: float,
+    scale: Tensor | float,
     tile_size: int | str,
     products: Products,
     group: dist.ProcessGroup | None = None,
@@ -155,7 +155,7 @@ def others_logsumexp(
     Args:
         z: [N, D].
         anchors: Number M of rows to sum for, the first; all N are summed over.
-        scale: Of the similarities.
+        scale: Of the similarities, positive; gets its gradient.
         tile_size: Rows and columns of a tile, or ``'auto'``.
         products: How the similarities are computed, and their gradients.
         group: With ranks, the sum is over the rows of all.
@@ -172,6 +172,10 @@ def others_logsumexp(
     and the gradient. A second derivative is refused.
     """
     size = choose_tile_size(tile_size, len(z), z.device, products.sums)
+    if isinstance(scale, Tensor):
+        scale = scale.to(z.device, products.sums).reshape(())
+    else:
+        scale = torch.full((), scale, dtype=products.sums, device=z.device)
     if group is None:
         return _OthersLogSumExp.apply(z, anchors, scale, size, products)
     ranks = rows_per_rank(z, group)
@@ -183,7 +187,7 @@ class _OthersLogSumExp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, z: Tensor, anchors: int, scale: float, tile_size: int, products: Products
+        ctx: Any, z: Tensor, anchors: int, scale: Tensor, tile_size: int, products: Products
     ) -> Tensor:
         ctx.dtype, z = z.dtype, products.narrowed(z)
         total = RunningLogSumExp(anchors, products.sums, z.device)
@@ -192,29 +196,30 @@ class _OthersLogSumExp(torch.autograd.Function):
             of_columns = total if tile.rows.start < tile.cols.start < anchors else None
             add_tile(tile, total, of_columns, without_diagonal=True)
         lse = total.result()
-        ctx.save_for_backward(z, lse)
-        ctx.scale, ctx.tile_size, ctx.products = scale, tile_size, products
+        ctx.save_for_backward(z, lse, scale)
+        ctx.tile_size, ctx.products = tile_size, products
         return lse
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        z, lse = ctx.saved_tensors
+        z, lse, scale = ctx.saved_tensors
         anchors, products = len(lse), ctx.products
         unit = products.unit(grad)
         grad = grad / unit
         grad_z = torch.zeros(z.shape, dtype=lse.dtype, device=z.device)
         visits = upper_tiles(anchors, len(z), ctx.tile_size)
-        for tile in tiles(z, z, ctx.scale, visits, ctx.tile_size, products):
+        for tile in tiles(z, z, scale, visits, ctx.tile_size, products):
             rows, cols = tile.rows, tile.cols
             of_columns = (lse, grad) if rows.start < cols.start < anchors else None
             slope = softmax_slope(tile, (lse, grad), of_columns)
-            right = tile.right if products.is_half else tile.right.mul(ctx.scale)
+            right = tile.right if products.is_half else tile.right.mul(scale)
             products.add(grad_z[rows], slope, right)
             products.add(grad_z[cols], slope.T, tile.left)
         if products.is_half:
-            grad_z *= unit * ctx.scale
-        return grad_z.to(ctx.dtype), None, None, None, None
+            grad_z *= unit * scale
+        grad_scale = _of_scale(z, grad_z, scale) if ctx.needs_input_grad[2] else None
+        return grad_z.to(ctx.dtype), None, grad_scale, None, None
 
 
 class _OthersOnRanks(torch.autograd.Function):
@@ -225,7 +230,7 @@ class _OthersOnRanks(torch.autograd.Function):
         ctx: Any,
         z: Tensor,
         anchors: int,
-        scale: float,
+        scale: Tensor,
         tile_size: int,
         products: Products,
         ranks: list[int],
@@ -238,15 +243,15 @@ class _OthersOnRanks(torch.autograd.Function):
         for tile in tiles(z, everything, scale, visits, tile_size, products):
             add_tile(tile, total, None, first, without_diagonal=True)
         lse = total.result()
-        ctx.save_for_backward(everything, lse)
-        ctx.scale, ctx.tile_size, ctx.products = scale, tile_size, products
+        ctx.save_for_backward(everything, lse, scale)
+        ctx.tile_size, ctx.products = tile_size, products
         ctx.ranks, ctx.group = ranks, group
         return lse
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        everything, lse = ctx.saved_tensors
+        everything, lse, scale = ctx.saved_tensors
         products = ctx.products
         rank = dist.get_rank(ctx.group)
         first, mine = sum(ctx.ranks[:rank]), ctx.ranks[rank]
@@ -263,7 +268,14 @@ class _OthersOnRanks(torch.autograd.Function):
         of_own = all_lse[part], all_grad[part]
         grad_z = torch.zeros(z.shape, dtype=lse.dtype, device=z.device)
         visits = grid(mine, len(everything), ctx.tile_size)
-        for tile in tiles(z, everything, ctx.scale, visits, ctx.tile_size, products):
+        for tile in tiles(z, everything, scale, visits, ctx.tile_size, products):
             slope = softmax_slope(tile, of_own, of_all, first)
             products.add(grad_z[tile.rows], slope, tile.right)
-        return grad_z.mul_(unit * ctx.scale).to(ctx.dtype), *[None] * 6
+        grad_z *= unit * scale
+        grad_scale = _of_scale(z, grad_z, scale) if ctx.needs_input_grad[2] else None
+        return grad_z.to(ctx.dtype), None, grad_scale, *[None] * 4
+
+
+def _of_scale(z: Tensor, grad_z: Tensor, scale: Tensor) -> Tensor:
+    """The scale's gradient; all is a function of ``scale * z_m . z_n``, in which z stands twice."""
+    return torch.dot(z.to(grad_z.dtype).flatten(), grad_z.flatten()) / (2 * scale)

@@ -27,7 +27,7 @@ class NTXentLoss(BatchLoss):
     temperature``.
 
     Args:
-        temperature: Of the similarities.
+        temperature: Of the similarities; a learned one gets its gradient.
         tile_size: See :class:`~memengine.losses.batch_loss.BatchLoss`, also for the loss over
             several ranks.
         precision: See there, too.
@@ -47,7 +47,7 @@ class NTXentLoss(BatchLoss):
 
     def __init__(
         self,
-        temperature: float = 0.5,
+        temperature: Tensor | float = 0.5,
         tile_size: int | str | None = None,
         precision: Precision = 'auto',
     ) -> None:

@@ -121,7 +121,7 @@ def contrastive_rows(
     contrasts: Tensor,
     anchors: int,
     positives: Positives,
-    temperature: float,
+    temperature: Tensor | float,
     products: Products,
     tile_size: int | str | None = None,
     group: dist.ProcessGroup | None = None,
@@ -185,7 +185,8 @@ class SupConLoss(BatchLoss):
     counts in it, as in the SupContrast repository.
 
     Args:
-        temperature: Of the similarities; right down to 0.01 and below.
+        temperature: Of the similarities; right down to 0.01 and below. A learned one gets its
+            gradient.
         contrast_mode: ``'all'`` views are anchors, or ``'one'``: the first of each sample only.
         base_temperature: The loss is in units of ``temperature / base_temperature``.
         tile_size: See :class:`~memengine.losses.batch_loss.BatchLoss`, also for the loss over
@@ -208,7 +209,7 @@ class SupConLoss(BatchLoss):
 
     def __init__(
         self,
-        temperature: float = 0.07,
+        temperature: Tensor | float = 0.07,
         contrast_mode: Literal['all', 'one'] = 'all',
         base_temperature: float = 0.07,
         tile_size: int | str | None = None,

@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memengine._torch_private.autograd import (
     check_of_later_writes,
+    is_under_forward_ad,
     is_under_functorch,
     storage_key,
     version_of,
@@ -132,7 +133,8 @@ class ActivationOffload(WrappedForward, PausableHandle):
     @do_not_compile(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; what it saves moves."""
-        if self.is_paused or not torch.is_grad_enabled() or is_under_functorch():
+        is_transformed = is_under_functorch() or is_under_forward_ad()  # nothing moves there
+        if self.is_paused or not torch.is_grad_enabled() or is_transformed:
             return self.plain(*args, **kwargs)
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         with _Offloading(self, inputs):

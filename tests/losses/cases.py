@@ -181,6 +181,25 @@ def pair_case(scale: float, bias: float | None = None) -> Case:
     )
 
 
+def learned_temperature(case: Case, formula: Callable) -> Case:
+    """The same loss, whose temperature is one of the tensors."""
+
+    def split(tensors: Tensors) -> tuple[Tensors, Tensor]:
+        rest = {name: tensor for name, tensor in tensors.items() if name != 'temperature'}
+        return rest, tensors['temperature']
+
+    def call(loss: torch.nn.Module, tensors: Tensors) -> Tensor:
+        rest, loss.temperature = split(tensors)
+        return case.call(loss, rest)
+
+    return Case(
+        case.make,
+        call,
+        lambda t: formula(*split(t)),
+        lambda size: case.tensors(size) | {'temperature': torch.tensor(0.3, dtype=torch.float64)},
+    )
+
+
 CASES = {
     'clip': pair_case(14.3),
     'clip, scale 100': pair_case(100.0),
@@ -189,8 +208,15 @@ CASES = {
     'siglip, scale 100': pair_case(100.0, 5.0),
     'ntxent': tower_case(0.5, 3.0),
     'ntxent, temperature 0.01': tower_case(0.01, 3.0),
+    'ntxent, learned temperature': learned_temperature(
+        tower_case(0.5, 3.0), lambda t, temperature: ntxent(**t, temperature=temperature)
+    ),
     'supcon without labels': view_case(SupConLoss, (2, 1)),
     'supcon, temperature 0.01': view_case(SupConLoss, (2, 1), 'labels', 0.01),
+    'supcon one, learned temperature': learned_temperature(
+        view_case(SupConLoss, (3, 1), 'labels', mode='one'),
+        lambda t, temperature: views(t, temperature, 'one', False, False),
+    ),
     'supcon with labels': view_case(SupConLoss, (3, 1), 'labels'),
     'supcon with a mask': view_case(SupConLoss, (2, 1), 'mask'),
     'supcon of one view': view_case(SupConLoss, (1, 1), 'labels'),

@@ -50,7 +50,7 @@ def test_low_precision_is_computed_with_in_fp32_where_that_is_said(name, dtype):
         key: value.to(dtype) if value.dtype.is_floating_point else value
         for key, value in exact.items()
     }
-    for key in ('scale', 'bias'):
+    for key in ('scale', 'bias', 'temperature'):
         low |= {key: exact[key].float()} if key in exact else {}
     expected, loss = step(case.formula, exact), case.make(5)
     loss.precision = 'fp32'

@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from memengine.memory import SavedBytes
@@ -304,9 +305,10 @@ def test_under_compile():
 @pytest.mark.edge(
     'activation_offload',
     'exact',
-    '`torch.func.jvp`, `vjp` and `grad`: nothing moves',
+    '`torch.func.jvp`, `vjp` and `grad`, and tangents of `torch.autograd.forward_ad`: nothing '
+    'moves',
 )
-@pytest.mark.parametrize('transform', ['jvp', 'vjp', 'grad'])
+@pytest.mark.parametrize('transform', ['jvp', 'vjp', 'grad', 'dual level'])
 def test_transforms_of_torch_func_run_as_without(transform):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6)).double()
@@ -318,6 +320,10 @@ def test_transforms_of_torch_func_run_as_without(transform):
         if transform == 'vjp':
             out, pull = torch.func.vjp(model, x)
             return out, *pull(tangent)
+        if transform == 'dual level':
+            with forward_ad.dual_level():
+                out, pushed = forward_ad.unpack_dual(model(forward_ad.make_dual(x, tangent)))
+                return out, pushed, *torch.autograd.grad(out.sum(), list(model.parameters()))
         return torch.func.grad(lambda x: model(x).square().sum())(x)
 
     plain = result()

@@ -1,6 +1,7 @@
 """What exact techniques do not notice: each is a wrong gradient without a word, and known.
 
-All are edits that autograd does not count either (``.data``), or things that no technique can see:
+All are edits that autograd does not count (``.data``, ``F.batch_norm``), or things that no
+technique can see:
 what code reads beside its module, generators of its own, samples that meet inside an encoder. In
 each the error is beyond the tolerance of ``verify_exactness``.
 """
@@ -126,6 +127,36 @@ def test_checkpointing_replays_global_generators_only():
     assert relative_error(gradient(model, x), gradient(same, x)) > TOLERANCE
 
 
+class FrozenStatistics(nn.Module):
+    """Adds statistics that are parameters, and that F.batch_norm writes without a version."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(12, 6)
+        self.mean = nn.Parameter(torch.zeros(6), requires_grad=False)
+        self.variance = nn.Parameter(torch.ones(6), requires_grad=False)
+
+    def forward(self, x):
+        x = self.layer(x)
+        return F.batch_norm(x, self.mean, self.variance, training=True) + x * self.mean.clone()
+
+
+@pytest.mark.edge(
+    'activation_checkpointing',
+    'unnoticed',
+    'Statistics that are no buffers (parameters without a gradient) and that `F.batch_norm` '
+    'writes to: they count twice',
+)
+def test_checkpointing_copies_no_statistics_that_are_parameters():
+    torch.manual_seed(0)
+    model, x = FrozenStatistics().double(), rows(8, 12)
+    same = copy.deepcopy(model)
+    checkpoint_activations(model, '')
+    for each in (model, same):
+        each(x).square().sum().backward()
+    assert relative_error(model.layer.weight.grad, same.layer.weight.grad) > TOLERANCE
+
+
 @pytest.mark.edge(
     'activation_offload',
     'unnoticed',
@@ -235,6 +266,7 @@ def cached_error(encoder, chunk):
     return max(
         relative_error(p.grad, q.grad)
         for p, q in zip(model.parameters(), same.parameters(), strict=True)
+        if p.requires_grad
     )
 
 
@@ -270,6 +302,16 @@ def test_slices_of_an_encoder_in_which_samples_meet_have_another_gradient():
 )
 def test_the_gradient_cache_does_not_see_data_edits_of_the_input():
     assert cached_error(WritingIntoItsInput, None) > TOLERANCE
+
+
+@pytest.mark.edge(
+    'grad_cache',
+    'unnoticed',
+    'Statistics that are no buffers (parameters without a gradient) and that `F.batch_norm` '
+    'writes to: they count twice',
+)
+def test_the_gradient_cache_copies_no_statistics_that_are_parameters():
+    assert cached_error(FrozenStatistics, 4) > TOLERANCE
 
 
 @pytest.mark.edge(

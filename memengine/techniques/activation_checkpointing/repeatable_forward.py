@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from memengine._torch_private.autograd import version_of
-from memengine._torch_private.modules import BatchOrInstanceNorm, own_buffers
+from memengine._torch_private.modules import BatchOrInstanceNorm
 from memengine._torch_private.ops import (
     CHECKPOINT_HEEDS_HOOKS,
     compiled_checkpoints_write_twice,
@@ -27,6 +27,7 @@ from memengine.techniques.activation_checkpointing.budget import (
 )
 from memengine.techniques.activation_checkpointing.op_policy import KeepCalls, keep_ops
 from memengine.techniques.modules.forward_state import ModuleState, RandomState
+from memengine.techniques.modules.running_statistics import SmallBuffers, copied_statistics
 from memengine.techniques.modules.wrapped_forward import WrappedForward
 
 __all__ = ['SETTING', 'CheckpointedForward']
@@ -81,35 +82,30 @@ class CheckpointedForward(WrappedForward):
         if self.planner.is_paused:
             return self.plain(*args, **kwargs)
         self.calls += 1
-        leaves, structure = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        run = _FlatCall(self.plain, (args, kwargs))
+        tensors = [leaf for leaf in run.leaves if isinstance(leaf, Tensor)]
         if not torch.is_grad_enabled() or not self._needs_gradient(tensors):
             return self.plain(*args, **kwargs)
-        run = _FlatCall(self.plain, structure, (args, kwargs))
         state = RandomState.of(self.module, tensors)
         kept = self.planner.kept(
-            self.name, self.module.training, partial(self._measure, run, leaves, tensors, state)
+            self.name, self.module.training, partial(self._measure, run, tensors, state)
         )
         self.checkpointed += 1
         if kept is None:
             return self.plain(*args, **kwargs)
         again = _RepeatContext(state, self.name, self.module)
         with _refusing_changes(again, tensors):
-            return self._checkpoint(run, leaves, again, kept)
+            return self._checkpoint(run, again, kept)
 
     def _needs_gradient(self, tensors: list[Tensor]) -> bool:
         parameters = self.module.parameters()
         return any(t.requires_grad for t in tensors) or any(p.requires_grad for p in parameters)
 
-    def _measure(
-        self, run: _FlatCall, leaves: list[Any], tensors: list[Tensor], state: RandomState
-    ) -> Trace:
+    def _measure(self, run: _FlatCall, tensors: list[Tensor], state: RandomState) -> Trace:
         with _RepeatContext(state, self.name, self.module):
-            return measure(self.module, partial(run.repeat, *leaves), tensors)
+            return measure(self.module, partial(run.repeat, *run.leaves), tensors)
 
-    def _checkpoint(
-        self, run: _FlatCall, leaves: list[Any], again: _RepeatContext, kept: Kept
-    ) -> Any:
+    def _checkpoint(self, run: _FlatCall, again: _RepeatContext, kept: Kept) -> Any:
         options: dict[str, Any] = dict(context_fn=lambda: (ExitStack(), again))
         with ExitStack() as stack:
             if kept:
@@ -120,7 +116,7 @@ class CheckpointedForward(WrappedForward):
                     options['respect_saved_tensors_hooks'] = True
                 stack.enter_context(without_autocast_cache())
             return checkpoint(
-                run, *leaves, use_reentrant=False, preserve_rng_state=False, **options
+                run, *run.leaves, use_reentrant=False, preserve_rng_state=False, **options
             )
 
     def _traced_by_compile(self, *args: Any, **kwargs: Any) -> Any:
@@ -133,10 +129,18 @@ class CheckpointedForward(WrappedForward):
 
 
 class _FlatCall:
-    """A forward on flat arguments, so that every tensor in them is one that checkpoint saves."""
+    """A forward on flat arguments, so that every tensor in them is one that checkpoint saves.
 
-    def __init__(self, forward: Callable[..., Any], structure: Any, given: Any) -> None:
-        self._forward, self._structure = forward, structure
+    Attributes:
+        leaves: The arguments, each object once: a forward may ask whether two are the same.
+    """
+
+    def __init__(self, forward: Callable[..., Any], given: Any) -> None:
+        self._forward = forward
+        leaves, self._structure = pytree.tree_flatten(given)
+        self.leaves = list({id(leaf): leaf for leaf in leaves}.values())
+        numbers = {id(leaf): number for number, leaf in enumerate(self.leaves)}
+        self._places = [numbers[id(leaf)] for leaf in leaves]
         self._given = [given]  # for the first forward the very objects: it may write into a list
 
     def __call__(self, *leaves: Any) -> Any:
@@ -146,7 +150,8 @@ class _FlatCall:
         return self._forward(*args, **kwargs)
 
     def repeat(self, *leaves: Any) -> Any:
-        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        everything = [leaves[place] for place in self._places]
+        args, kwargs = pytree.tree_unflatten(everything, self._structure)
         return self._forward(*args, **kwargs)
 
 
@@ -155,12 +160,12 @@ class _RepeatContext:
 
     Made just before the first forward, whose random state, modes and weights it brings back. Norm
     layers count into copies of their statistics: without any they would save other tensors than in
-    the first forward.
+    the first forward. So does what writes to other small buffers in silence, from their values.
     """
 
     def __init__(self, random: RandomState, name: str, module: nn.Module) -> None:
         self._random, self.name = random, name
-        self.state = ModuleState(module)
+        self.state, self._buffers = ModuleState(module), SmallBuffers(module)
         self.inside: list[Any] = []  # more contexts
         self._norms = [m for m in module.modules() if isinstance(m, BatchOrInstanceNorm)]
         self._stack = ExitStack()
@@ -170,7 +175,8 @@ class _RepeatContext:
         with ExitStack() as stack:
             stack.enter_context(self._random.replay())
             stack.enter_context(self.state.restored())
-            stack.enter_context(_copied_statistics(self._norms))
+            stack.enter_context(self._buffers.restored())
+            stack.enter_context(copied_statistics(self._norms))
             for context in self.inside:
                 stack.enter_context(context)
             self._stack = stack.pop_all()
@@ -192,20 +198,6 @@ class _RepeatContext:
                 f'{SETTING}: {changed} of {self.name} changes {when}, so the forward cannot be '
                 'repeated as it was; leave the module out'
             )
-
-
-@contextmanager
-def _copied_statistics(norms: list[BatchOrInstanceNorm]) -> Iterator[None]:
-    buffers = [dict(own_buffers(layer)) for layer in norms]
-    for layer in norms:
-        if layer.training and layer.track_running_stats:
-            present = {key: b for key, b in own_buffers(layer).items() if b is not None}
-            own_buffers(layer).update({key: b.clone() for key, b in present.items()})
-    try:
-        yield
-    finally:
-        for layer, own in zip(norms, buffers, strict=True):
-            own_buffers(layer).update(own)
 
 
 @contextmanager

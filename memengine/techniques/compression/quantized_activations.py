@@ -29,7 +29,7 @@ from memengine.techniques.compression.rules import (
 )
 from memengine.techniques.modules.blocks import Selector
 from memengine.techniques.modules.forward_state import RandomState
-from memengine.techniques.modules.running_statistics import frozen_statistics
+from memengine.techniques.modules.running_statistics import SmallBuffers, frozen_statistics
 from memengine.techniques.modules.wrapped_forward import THE_MODEL
 
 __all__ = ['Bits', 'QuantizedActivations', 'QuantizedActivationsSettings', 'quantize_activations']
@@ -269,7 +269,8 @@ class QuantizedActivations(RuleHandle):
     ) -> list[Tensor | None]:
         self._trial_bits = widths
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        with state.replay(), frozen_statistics(self.model):
+        buffers = SmallBuffers(self.model)
+        with state.replay(), buffers.restored(), frozen_statistics(self.model):
             return list(torch.autograd.grad(loss(), parameters, allow_unused=True))
 
 

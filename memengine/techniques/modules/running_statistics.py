@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from memengine._torch_private.autograd import version_of
-from memengine._torch_private.modules import BatchNorm, InstanceNorm, own_buffers
+from memengine._torch_private.modules import (
+    BatchNorm,
+    BatchOrInstanceNorm,
+    InstanceNorm,
+    own_buffers,
+)
+from memengine.techniques.modules.saved_tensors import is_plain
+
+_MOST_ELEMENTS = 2**16  # of a buffer that is copied
 
 
 def layers_with_batch_statistics(module: nn.Module) -> list[str]:
@@ -20,18 +29,91 @@ def layers_with_batch_statistics(module: nn.Module) -> list[str]:
     ]
 
 
+class SmallBuffers:
+    """Small buffers of a module as they are now, for a forward that writes to them in silence.
+
+    ``F.batch_norm`` and fused observers of quantisation write to numbers, one for each channel as a
+    rule, without counting a version. Left out are those of norm layers, which only count.
+
+    Cost: a copy of buffers of at most one dimension, by a single operation for each of their types.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        buffers: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
+        self._entries: list[tuple[dict[str, Tensor | None], str, int]] = []
+        for layer in module.modules():
+            if isinstance(layer, BatchOrInstanceNorm):
+                continue
+            table = own_buffers(layer)
+            for name, buffer in table.items():
+                if buffer is not None and _may_be_statistics(buffer):
+                    buffers.setdefault((buffer.device, buffer.dtype), {})[id(buffer)] = buffer
+                    self._entries.append((table, name, id(buffer)))
+        self._copied = [
+            (found, torch.cat([buffer.reshape(-1) for buffer in found.values()]))
+            for found in buffers.values()
+        ]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Run a forward from their values, which counts into copies of them."""
+        copies: dict[int, Tensor] = {}
+        for found, values in self._copied:
+            parts = values.clone().split([buffer.numel() for buffer in found.values()])
+            for (key, buffer), part in zip(found.items(), parts, strict=True):
+                copies[key] = part.view(buffer.shape).data  # with a version of its own
+        now = [(table, name, table.get(name), copies[key]) for table, name, key in self._entries]
+        for table, name, _, copy in now:
+            table[name] = copy
+        try:
+            yield
+        finally:
+            for table, name, present, copy in now:
+                if table.get(name) is copy:
+                    table[name] = present
+
+
+def _may_be_statistics(buffer: Tensor) -> bool:
+    is_small = buffer.dim() <= 1 and buffer.numel() <= _MOST_ELEMENTS
+    return is_small and not buffer.requires_grad and is_plain(buffer)
+
+
+@contextmanager
+def copied_statistics(norms: Collection[BatchOrInstanceNorm]) -> Iterator[None]:
+    """Run a forward in which norm layers count into copies of their statistics."""
+    buffers = [(own_buffers(layer), dict(own_buffers(layer))) for layer in norms]
+    for layer in norms:
+        if layer.training and layer.track_running_stats:
+            present = {key: b for key, b in own_buffers(layer).items() if b is not None}
+            own_buffers(layer).update({key: b.clone() for key, b in present.items()})
+    try:
+        yield
+    finally:
+        for table, own in buffers:
+            table.update(own)
+
+
 @contextmanager
 def frozen_statistics(module: nn.Module) -> Iterator[None]:
     """Run forward passes of slices whose statistics are counted already.
 
     Normalisation layers in training mode use the batch's statistics as always and leave
-    ``running_mean``, ``running_var`` and ``num_batches_tracked`` alone. Other buffers that a
-    forward replaces by new ones are put back.
+    ``running_mean``, ``running_var`` and ``num_batches_tracked`` alone; those with a forward of
+    their own, which may give them to ``F.batch_norm`` all the same, count into copies. Other
+    buffers that a forward replaces by new ones are put back.
 
     Raises:
         RuntimeError: When another buffer is written to, as the pass that did so before cannot be
             repeated.
     """
+    norms = (layer for layer in module.modules() if isinstance(layer, BatchNorm))
+    own = [x for x in norms if not type(x).forward.__module__.startswith('torch.nn.')]
+    with copied_statistics(own), _untracked_statistics(module):
+        yield
+
+
+@contextmanager
+def _untracked_statistics(module: nn.Module) -> Iterator[None]:
     training = [layer for layer in module.modules() if layer.training]
     layers = [x for x in training if isinstance(x, BatchNorm) and x.track_running_stats]
     before = [

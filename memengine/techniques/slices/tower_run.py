@@ -26,6 +26,7 @@ from memengine.techniques.modules.forward_state import (
     own_generators,
 )
 from memengine.techniques.modules.running_statistics import (
+    SmallBuffers,
     layers_with_batch_statistics,
     unrepeatable,
 )
@@ -65,14 +66,14 @@ class FirstForwards:
             RuntimeError: When it writes into a tensor that modules keep, as the forwards before it
                 could then not be repeated. The first one may: values that are set once.
         """
-        modules = ModuleState(self._module)
+        modules, buffers = ModuleState(self._module), SmallBuffers(self._module)
         random_state = RandomState(self._devices, own_generators(self._module))
         yield random_state
         written = modules.written_to() if self._before else None
         if written is not None:
             raise unrepeatable(self._module, written)
         for _ in range(slices):
-            self.replays.append(partial(self._replay, len(self._before), random_state))
+            self.replays.append(partial(self._replay, len(self._before), random_state, buffers))
             self._before.append(modules)
 
     def keep_others(self) -> None:
@@ -87,7 +88,9 @@ class FirstForwards:
             self._after = ModuleState(self._module)
 
     @contextmanager
-    def _replay(self, number: int, random_state: RandomState) -> Iterator[None]:
+    def _replay(
+        self, number: int, random_state: RandomState, buffers: SmallBuffers
+    ) -> Iterator[None]:
         changes = self._before[number].changes(self._after)
         places = {change.place for change in changes}
         # What an earlier slice has computed and kept has that slice's graph, if it has one.
@@ -95,7 +98,7 @@ class FirstForwards:
         for change in changes:
             change.undo()
         try:
-            with random_state.replay():
+            with random_state.replay(), buffers.restored():
                 yield
         finally:
             self._note_kept_results(number, changes)

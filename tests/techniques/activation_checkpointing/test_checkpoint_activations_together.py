@@ -47,6 +47,21 @@ def coupled(embeddings):
     return torch.logsumexp(embeddings @ embeddings.t(), dim=1).mean()
 
 
+@pytest.mark.parametrize('options', [{}, dict(keep='matmuls'), dict(budget=0.5)])
+def test_a_tensor_that_is_given_three_times_is_one_when_moved_and_repeated(options):
+    """By which attention knows that it is self-attention."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, norm_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double()
+    plain, x = copy.deepcopy(model), torch.randn(3, 5, 8, dtype=torch.float64)
+    checkpoint_activations(model, ['layers.*.self_attn'], **options)
+    offload_activations(model, 'host', min_bytes=64)
+    for each in (model, plain):
+        for _ in range(2):
+            each(x).square().sum().backward()
+    assert_same_step(state(model), state(plain), tolerance=1e-12)
+
+
 @pytest.mark.parametrize('reentrant', [False, True])
 @pytest.mark.parametrize('options', [{}, dict(keep='matmuls'), dict(budget=0.5)])
 def test_within_a_checkpoint_of_the_models_own(options, reentrant):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.nn import functional as F
 
 from memengine.techniques import checkpoint_activations
 
@@ -148,6 +149,40 @@ def test_a_buffer_that_is_written_to_is_refused_in_whichever_call(warm_up):
     with pytest.raises(ValueError, match='count of the model changes in its forward'):
         for _ in range(3):
             gradients(model.train())
+
+
+class Silent(nn.Module):
+    """Normalises by statistics of its own, which F.batch_norm writes without a version."""
+
+    def __init__(self, reads):
+        super().__init__()
+        self.reads, self.layer = reads, nn.Linear(6, 6).double()
+        self.register_buffer('mean', torch.zeros(6).double())
+        self.register_buffer('variance', torch.ones(6).double())
+
+    def forward(self, x):
+        x = self.layer(x)
+        y = F.batch_norm(x, self.mean, self.variance, training=True)
+        return torch.tanh(x * self.mean.clone() if self.reads else y)  # autograd saves the clone
+
+
+@pytest.mark.edge(
+    'activation_checkpointing',
+    'exact',
+    'Small buffers that `F.batch_norm` or a fused observer writes to without counting a version: '
+    'once, and the repetition reads what the forward has read',
+)
+@pytest.mark.parametrize('kept', [{}, {'keep': 'matmuls'}, {'budget': 0.5}])
+@pytest.mark.parametrize('reads', [False, True])
+def test_buffers_that_are_written_to_without_a_version_count_once(reads, kept):
+    torch.manual_seed(0)
+    model = nn.Sequential(Silent(reads), nn.Linear(6, 6).double())
+    same = copy.deepcopy(model)
+    checkpoint_activations(model, ['0'], **kept)
+    for found, value in zip(gradients(model, calls=3), gradients(same, calls=3), strict=True):
+        torch.testing.assert_close(found, value, rtol=1e-12, atol=0)
+    for found, value in zip(model.buffers(), same.buffers(), strict=True):
+        torch.testing.assert_close(found, value, rtol=0, atol=0)
 
 
 class KeepingResults(nn.Module):

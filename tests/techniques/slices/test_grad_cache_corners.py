@@ -73,6 +73,46 @@ def test_another_buffer_that_changes_is_refused():
         cached([Counting()], [torch.randn(8, 12)], torch.Tensor.sum)
 
 
+class Silent(nn.Module):
+    """Normalises by statistics of its own, which F.batch_norm writes without a version."""
+
+    def __init__(self, features):
+        super().__init__()
+        self.register_buffer('mean', torch.zeros(features))
+        self.register_buffer('variance', torch.ones(features))
+
+    def forward(self, x):
+        y = F.batch_norm(x, self.mean, self.variance, training=True)
+        return y + x * self.mean.clone()  # autograd saves the clone
+
+
+class OwnBatchNorm(nn.BatchNorm1d):
+    """Gives its statistics to F.batch_norm whatever ``track_running_stats`` says."""
+
+    def forward(self, x):
+        statistics = self.running_mean, self.running_var
+        return F.batch_norm(x, *statistics, self.weight, self.bias, self.training, 0.3)
+
+
+@pytest.mark.edge(
+    'grad_cache',
+    'exact',
+    'Small buffers that `F.batch_norm` or a fused observer writes to without counting a version, '
+    'and running statistics of a subclass of BatchNorm: once, and the second pass reads what the '
+    'first has read',
+)
+@pytest.mark.parametrize('keep_graph', [0, 1])
+@pytest.mark.parametrize('norm', [Silent, OwnBatchNorm])
+def test_buffers_that_are_written_to_without_a_version_count_once(norm, keep_graph):
+    torch.manual_seed(0)
+    model, x = Encoder(norm=norm(16)).double(), torch.randn(10, 12, dtype=torch.float64)
+    expected = copy.deepcopy(model)
+    plain([expected], [x], lambda z: (z.sum(0) ** 3).sum())
+    cached([model], [x], lambda z: (z.sum(0) ** 3).sum(), keep_graph=keep_graph)
+    assert_same_step(gradients(model), gradients(expected))
+    assert_same_step(model.state_dict(), expected.state_dict())
+
+
 @pytest.mark.edge('grad_cache', 'refused', 'An encoder that writes into its input')
 def test_an_encoder_that_changes_its_input_is_refused():
     encoder = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(12, 6))
