@@ -99,6 +99,12 @@ class Products:
         kind = default_fp32_products() if self.fp32 is None else self.fp32
         return self.operands == torch.float32 and kind == 'tf32'
 
+    def scalar(self, value: Tensor | float, device: torch.device) -> Tensor:
+        """A scale or bias in the type of sums, with its gradient; the host waits for no copy."""
+        if isinstance(value, Tensor):
+            return value.to(device, self.sums).reshape(())
+        return torch.full((), value, dtype=self.sums, device=device)
+
     def rounded(self, rows: Tensor) -> Tensor:
         """The rows in the type of sums, with values that operands can have; the same gradient.
 
@@ -165,11 +171,7 @@ def scaled_product(
     in half precision already is rounded no further. In backward the gradient of the result is an
     operand, too, and is rounded like them.
     """
-    if isinstance(scale, Tensor):
-        scale = scale.to(left.device, products.sums).reshape(())
-    else:  # filled in there: to copy it from here would wait for the device
-        scale = torch.full((), scale, dtype=products.sums, device=left.device)
-    return _ScaledProduct.apply(left, right, scale, products)
+    return _ScaledProduct.apply(left, right, products.scalar(scale, left.device), products)
 
 
 class _ScaledProduct(torch.autograd.Function):

@@ -97,7 +97,7 @@ def tiled_losses(
     rank's rows go to the owners of the columns, and these sums and the upstream gradients come
     back in backward; then the gradient of the images is complete, and that of the texts is summed.
     """
-    scale = torch.as_tensor(scale, dtype=products.sums, device=images.device).reshape(())
+    scale = products.scalar(scale, images.device)
     ranks = None if group is None else rows_per_rank(texts, group)
     size = choose_tile_size(tile_size, len(images), images.device, products.sums)
     return _TiledLosses.apply(images, texts, scale, size, products, ranks, group)

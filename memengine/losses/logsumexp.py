@@ -172,10 +172,7 @@ def others_logsumexp(
     and the gradient. A second derivative is refused.
     """
     size = choose_tile_size(tile_size, len(z), z.device, products.sums)
-    if isinstance(scale, Tensor):
-        scale = scale.to(z.device, products.sums).reshape(())
-    else:
-        scale = torch.full((), scale, dtype=products.sums, device=z.device)
+    scale = products.scalar(scale, z.device)
     if group is None:
         return _OthersLogSumExp.apply(z, anchors, scale, size, products)
     ranks = rows_per_rank(z, group)

@@ -70,12 +70,9 @@ def tiled_losses(
 
     With ranks, the gradient of ``a`` is complete on its rank, and that of ``b`` is summed.
     """
-    dtype = products.sums
-    scale, bias = (
-        torch.as_tensor(value, dtype=dtype, device=a.device).reshape(()) for value in (scale, bias)
-    )
+    scale, bias = (products.scalar(value, a.device) for value in (scale, bias))
     ranks = None if group is None else rows_per_rank(b, group)
-    size = choose_tile_size(tile_size, len(a), a.device, dtype)
+    size = choose_tile_size(tile_size, len(a), a.device, products.sums)
     return _TiledLosses.apply(a, b, scale, bias, size, products, ranks, group)
 
 

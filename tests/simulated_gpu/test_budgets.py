@@ -99,7 +99,9 @@ LOSSES = {  # of embeddings [2, 6, D], with labels
     'NT-Xent, tiled': lambda z, labels: NTXentLoss(0.5, tile_size=4)(z[0], z[1]),
     'SupCon': lambda z, labels: SupConLoss(0.1)(z.transpose(0, 1), labels),
     'CLIP': lambda z, labels: ClipLoss()(z[0], z[1], 10.0),
+    'CLIP, tiled': lambda z, labels: ClipLoss(tile_size=4)(z[0], z[1], 10.0),
     'sigmoid': lambda z, labels: SigLipLoss()(z[0], z[1], 10.0, -10.0),
+    'sigmoid, tiled': lambda z, labels: SigLipLoss(tile_size=4)(z[0], z[1], 10.0, -10.0),
 }
 
 

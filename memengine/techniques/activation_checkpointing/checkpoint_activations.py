@@ -84,10 +84,11 @@ def checkpoint_activations(
 
     Random state (of torch, Python and NumPy) is replayed. BatchNorm uses the batch's statistics
     again and counts its running ones once. Autocast is as in the first forward; with ``keep`` or a
-    ``budget`` it casts a weight for each of its uses, whose gradients are then added in float32. DDP
-    (with ``static_graph`` too), FSDP (``fully_shard``), accumulation and the gradient cache compose.
-    Under ``torch.compile``, modules with a ``budget`` run as they are, uncompiled (the budget that
-    torch has of its own there repeats dropout with other masks: pytorch/pytorch#190758).
+    ``budget`` it casts a weight for each of its uses, whose gradients are added in float32 then.
+    DDP (with ``static_graph`` too), FSDP (``fully_shard``), accumulation and the gradient cache
+    compose. Under ``torch.compile``, modules with a ``budget`` run as they are, uncompiled (the
+    budget that torch has of its own there repeats dropout with other masks:
+    pytorch/pytorch#190758).
 
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016 (arXiv:1604.06174).
 
