@@ -113,7 +113,7 @@ def check_positives(batch_size: int, labels: Tensor | None, mask: Tensor | None)
 def given_positives(labels: Tensor | None, mask: Tensor | None) -> str:
     """What tells the positives; over ranks, the same on all."""
     if labels is not None:
-        return 'labels'
+        return f'labels of {labels.dtype}'
     return 'none' if mask is None else f'mask [b, *{list(mask.shape[1:])}]'
 
 

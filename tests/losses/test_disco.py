@@ -150,6 +150,7 @@ def _one_refuses(rank, world_size):
             'labels and mask': lambda m=supcon: m(pairs, labels, mask if alone else None),
             'flat mask': lambda m=supcon: m(pairs, mask=mask.flatten() if alone else mask),
             'labels': lambda m=supcon: m(pairs, labels if alone else None),
+            'type': lambda m=supcon: m(pairs, labels.int() if alone else labels.long()),
             'mask': lambda m=selfcon: m(pairs, mask=mask if alone else None),
             'columns': lambda m=supcon: m(pairs, mask=mask[:, rank:]),
             'option': lambda m=selfcon: m(pairs, supcon_s=alone),
@@ -168,12 +169,13 @@ def test_what_one_rank_refuses_all_refuse():
     first, second = run_ranks(2, _one_refuses, timeout_s=60.0)
     assert first == second
     for (name, _), said in first.items():
-        if name in ('labels', 'mask', 'columns', 'option', 'gradient', 'tiles'):
+        if name in ('labels', 'type', 'mask', 'columns', 'option', 'gradient', 'tiles'):
             assert 'the ranks must call it alike' in said, name
             assert 'on rank 0' in said and 'on rank 1' in said
         else:
             assert said.startswith('refused on all ranks: '), name
             assert said.endswith(' on rank 1') and 'on rank 0' not in said
+    assert 'labels of torch.int64' in first['type', None] and 'int32' in first['type', None]
     assert '(0, 4)' in first['no rows, clip', None]
     assert 'labels must be one per sample, [3], got (2,)' in first['short labels', 2]
 

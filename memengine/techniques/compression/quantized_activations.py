@@ -175,6 +175,8 @@ class QuantizedActivations(RuleHandle):
         if width == _UNCOMPRESSED or numel < self._min_numel:
             return None
         if self.codes_each_view:
+            if tensor.ndim == 0:  # which has no channels
+                return None
             kind = (*place, tuple(tensor.shape[1:]))
             dim = 1 if tensor.ndim > 3 else -1  # heads or channels, which stand second or last
             return self._running.setdefault(kind, RunningRangeQuantizer(dim))

@@ -239,7 +239,8 @@ class TowerRun:
             leaf = torch.cat(chunks) if len(chunks) > 1 else chunks[0].detach()
             differentiable = leaf.is_floating_point() or leaf.is_complex()
             self._leaves.append(leaf.requires_grad_(self.trained and differentiable))
-        parts = [self._leaves, *self._graphs] if self._leaves else self._graphs
+        leaves = [_AsComputed.apply(leaf) if leaf.requires_grad else leaf for leaf in self._leaves]
+        parts = [leaves, *self._graphs] if leaves else self._graphs
         self._graphs, self._chunks = [], []
         whole = [torch.cat(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True)]
         assert self._structure is not None
@@ -262,6 +263,18 @@ class TowerRun:
             if output.requires_grad:
                 pairs.append((output, rows))
         return pairs
+
+
+class _AsComputed(torch.autograd.Function):
+    """A leaf as the result of an operation, which a loss may change in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def _tensors_in(tree: Any) -> list[Tensor]:

@@ -350,6 +350,19 @@ def test_running_ranges_as_in_mesa():
         quantize_activations(Block(), 4, ranges='running')
 
 
+def test_a_scalar_has_no_channels_with_ranges_of_their_own():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y * F.gelu(y.square().mean())
+
+    torch.manual_seed(0)
+    model, x = Scaled(64, 64), torch.randn(8, 64)
+    _, exact = step(model, x)
+    quantize_activations(model, 8, ranges='running', min_numel=1)
+    assert distance(step(model, x)[1], exact) < 0.05
+
+
 def test_dropout_draws_what_it_would_have_drawn_and_steps_can_be_repeated():
     torch.manual_seed(0)
     model, x = Block(), torch.randn(4, 32, 64)

@@ -113,6 +113,18 @@ def test_buffers_that_are_written_to_without_a_version_count_once(norm, keep_gra
     assert_same_step(model.state_dict(), expected.state_dict())
 
 
+@pytest.mark.edge('grad_cache', 'exact', 'A loss that changes embeddings in place')
+@pytest.mark.parametrize('keep_graph', [0, 1])
+def test_a_loss_may_change_the_embeddings_in_place(keep_graph):
+    torch.manual_seed(0)
+    model, x = Encoder().double(), torch.randn(10, 12, dtype=torch.float64)
+    expected = copy.deepcopy(model)
+    loss_fn = lambda z: (z.mul_(2).sum(0) ** 3).sum()  # noqa: E731
+    plain([expected], [x], loss_fn)
+    cached([model], [x], loss_fn, keep_graph=keep_graph)
+    assert_same_step(gradients(model), gradients(expected))
+
+
 @pytest.mark.edge('grad_cache', 'refused', 'An encoder that writes into its input')
 def test_an_encoder_that_changes_its_input_is_refused():
     encoder = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(12, 6))
