@@ -6,6 +6,7 @@ import ast
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,25 @@ def values_in_text(file: Path) -> dict[str, Any] | None:
             return None
         values |= read
     return merged(values, own)
+
+
+def values_in_dump(text: str) -> dict[str, Any]:
+    """The settings of a config that was written out (``Config.pretty_text``); nothing is run.
+
+    Args:
+        text: The config; a checkpoint holds that of its run.
+
+    Returns:
+        Values by name, :data:`UNKNOWN` where one is no plain value; classes by their dotted names.
+        A setting that is no Python is left out.
+    """
+    values: dict[str, Any] = {}
+    for setting in re.split(r'^(?=\w+\s*=)', text, flags=re.MULTILINE):
+        with suppress(SyntaxError, ValueError, RecursionError):
+            for node in ast.parse(re.sub(r"<class ('[\w.]+')>", r'\1', setting)).body:
+                if isinstance(node, ast.Assign):
+                    values[ast.unparse(node.targets[0])] = _value(node.value, {})
+    return values
 
 
 def merged(base: Any, changes: Any) -> Any:

@@ -25,6 +25,13 @@ def each_optim_wrapper(optim_wrapper: Any) -> list[Any]:
     return [] if optim_wrapper is None else [optim_wrapper]
 
 
+def only_refused(optim_wrapper: Any) -> bool:
+    """Whether steps were refused since the last checkpoint, and none was carried out."""
+    guards = [getattr(wrapper, 'guard', None) for wrapper in each_optim_wrapper(optim_wrapper)]
+    seen = [guard for guard in guards if guard is not None]
+    return any(guard.refused for guard in seen) and not any(guard.has_updated for guard in seen)
+
+
 def refuse_nonfinite_state(model: nn.Module, optim_wrapper: Any) -> None:
     """Refuse to save weights or an optimiser's state that hold a NaN or an infinity.
 

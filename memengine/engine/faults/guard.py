@@ -53,13 +53,23 @@ class StepGuard:
     Attributes:
         bad_step: The present iteration's, if it was refused.
         grad_norm: Of the last step that was looked at.
+        refused: Steps that were refused since the last checkpoint that was newer than one before.
+        has_updated: Whether a step has been carried out since the last checkpoint, and not taken
+            back.
     """
 
     def __init__(self, most_overflows: int = 24) -> None:
         self.most_overflows = most_overflows
         self.bad_step: BadStep | None = None
         self.grad_norm = 0.0
+        self.refused = 0
+        self.has_updated = False
         self._overflows = 0
+
+    def note_checkpoint(self) -> None:
+        """A checkpoint was written: what was refused before it counts on if nothing else was."""
+        if self.has_updated:
+            self.refused, self.has_updated = 0, False
 
     def passes(
         self,
@@ -93,6 +103,7 @@ class StepGuard:
                 return not bad_gradient
         if not (bad_loss or bad_gradient):
             return True
+        self.refused += 1
         self.bad_step = BadStep(own_loss, self.grad_norm, gradient_digest(parameters))
         return False
 

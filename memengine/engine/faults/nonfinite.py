@@ -20,7 +20,7 @@ from mmengine.hooks import Hook
 
 from memengine.engine.faults.capture import StepStart, capture_step
 from memengine.engine.faults.finite_state import NonFiniteError, each_optim_wrapper
-from memengine.engine.faults.guard import BadStep, Guarded, StepGuard
+from memengine.engine.faults.guard import Guarded, StepGuard
 from memengine.engine.step import unwrap
 from memengine.registry import HOOKS
 
@@ -55,7 +55,6 @@ class NonFiniteHook(Hook):
         self.captures = captures
         self._guarded: list[Guarded] = []
         self._start: StepStart | None = None
-        self._bad_steps = 0  # since the last checkpoint
         self._checkpoint: Any = None
 
     def before_train(self, runner: Any) -> None:
@@ -67,9 +66,13 @@ class NonFiniteHook(Hook):
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Keep what the forward pass changes."""
+        latest = runner.message_hub.get_info('last_ckpt')
+        is_new, self._checkpoint = latest != self._checkpoint, latest
         for wrapper in self._guarded:
             wrapper.guard = StepGuard() if wrapper.guard is None else wrapper.guard
             wrapper.guard.bad_step = None
+            if is_new:
+                wrapper.guard.note_checkpoint()
         if self._start is not None:
             self._start.keep()
 
@@ -79,7 +82,7 @@ class NonFiniteHook(Hook):
         """Do with a bad step what the settings say."""
         for wrapper in self._guarded:
             if wrapper.guard is not None and wrapper.guard.bad_step is not None:
-                return self._act(runner, wrapper, wrapper.guard.bad_step, data_batch)
+                return self._act(runner, wrapper, wrapper.guard, data_batch)
         if not self._guarded and isinstance(outputs, Mapping) and 'loss' in outputs:
             loss = outputs['loss'].item()
             if not math.isfinite(loss):
@@ -91,20 +94,17 @@ class NonFiniteHook(Hook):
         for wrapper in self._guarded:
             wrapper.guard = None
 
-    def _act(self, runner: Any, wrapper: Guarded, bad: BadStep, data_batch: Any) -> None:
-        assert self._start is not None
+    def _act(self, runner: Any, wrapper: Guarded, guard: StepGuard, data_batch: Any) -> None:
+        bad = guard.bad_step
+        assert self._start is not None and bad is not None
         self._start.put_back_buffers()
-        latest = runner.message_hub.get_info('last_ckpt')
-        if latest != self._checkpoint:
-            self._checkpoint, self._bad_steps = latest, 0
-        self._bad_steps += 1
         captured = ''
         if self.captures:
             self.captures -= 1
             captured = capture_step(runner, wrapper, self._start, bad, data_batch)
         if wrapper.on_nonfinite == 'stop':
             raise _error(runner, str(bad), captured)
-        if self._bad_steps > wrapper.nonfinite_limit:
+        if guard.refused > wrapper.nonfinite_limit:
             limit = f'optim_wrapper.nonfinite_limit={wrapper.nonfinite_limit} steps were refused'
             raise _error(runner, f'{bad}, after {limit},', captured)
         if wrapper.on_nonfinite == 'rollback':
@@ -112,11 +112,14 @@ class NonFiniteHook(Hook):
                 raise _error(
                     runner, f'{bad}, and there is no checkpoint to roll back to,', captured
                 )
+            for other in self._guarded:
+                if other.guard is not None:
+                    other.guard.has_updated = False
             done = f'weights and optimiser are those of {checkpoint} again, and the data go on'
         else:
             done = 'the step is skipped'
         runner.logger.warning(
-            f'Iteration {runner.iter + 1}: {bad}; {done} ({self._bad_steps} of at most '
+            f'Iteration {runner.iter + 1}: {bad}; {done} ({guard.refused} of at most '
             f'{wrapper.nonfinite_limit} since the last checkpoint). {captured}'
         )
 

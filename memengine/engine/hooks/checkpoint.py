@@ -18,6 +18,7 @@ from memengine.engine.checkpoint.convert import export_weights
 from memengine.engine.checkpoint.files import read_pickle
 from memengine.engine.checkpoint.saving import SaveError, write_file
 from memengine.engine.distributed.processes import group_of_one
+from memengine.engine.faults.finite_state import only_refused
 from memengine.registry import HOOKS
 from memengine.suggest import did_you_mean
 
@@ -51,7 +52,8 @@ class CheckpointHook(_CheckpointHook):
     """MMEngine's CheckpointHook, which can also write sharded checkpoints, and in the background.
 
     Outdated checkpoints, the best one before among them, are removed only once the new one is
-    whole. When one cannot be written, training goes on; after three in a row it ends.
+    whole. When one cannot be written, training goes on; after three in a row it ends. None is
+    written when all steps since the last one were refused, as NaN or infinite.
 
     Args:
         sharded: Write folders ``epoch_3.dcp``, each rank its share, instead of files
@@ -130,6 +132,17 @@ class CheckpointHook(_CheckpointHook):
                 f'{self.last_ckpt}: see to the error above and go on from it with --resume'
             )
         super().after_train(runner)
+
+    def _save_checkpoint(self, runner: Any) -> None:
+        """Save one, unless nothing but refused steps would take the place of an older one."""
+        if only_refused(runner.optim_wrapper):
+            latest = runner.message_hub.get_info('last_ckpt', 'the beginning')
+            runner.logger.warning(
+                f'Iteration {runner.iter + 1}: no checkpoint is written, as training has come no '
+                f'further since {latest}: steps were not finite'
+            )
+            return
+        super()._save_checkpoint(runner)
 
     def _save_checkpoint_with_step(self, runner: Any, step: int, meta: dict[str, Any]) -> None:
         """Write a checkpoint, then point to it, and then remove the one that is outdated."""

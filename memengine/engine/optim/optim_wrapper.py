@@ -124,7 +124,7 @@ class OptimWrapper(_OptimWrapper):
         on_nonfinite: What follows a step whose loss or gradient is NaN or infinite on any rank,
             and which is never carried out: ``'stop'`` ends training, ``'skip'`` goes on with the
             next batch, ``'rollback'`` does so from the last checkpoint's weights and optimiser.
-        nonfinite_limit: Most such steps between two checkpoints; at one more training ends.
+        nonfinite_limit: Most such steps since the last checkpoint; at one more training ends.
 
     Raises:
         ValueError: For a setting out of range; in a step, when samples meet in the loss of a model
@@ -272,6 +272,8 @@ class OptimWrapper(_OptimWrapper):
                 self.optimizer.step(**kwargs)
             else:
                 scaler.step(self.optimizer, **kwargs)  # which looks for overflows itself
+            if guard is not None:
+                guard.has_updated = True
         if scaler is not None:
             is_bad = guard is not None and guard.bad_step is not None
             scaler.update(scaler.get_scale() if is_bad else self.precision.fixed_scale)

@@ -13,7 +13,7 @@ from memengine.engine.checkpoint.latest import checkpoint_of, find_latest, newes
 from memengine.engine.checkpoint.state import ShardLayout, check_resumable, read_checkpoint
 from memengine.engine.checkpoint.weights import advise, load_weights, only_matching_part, select
 from memengine.engine.distributed.processes import cpu_group, do_on_all_ranks
-from memengine.engine.faults.finite_state import each_optim_wrapper
+from memengine.engine.runner.changed_settings import param_groups, settings_of_groups
 from memengine.engine.step import unwrap
 
 
@@ -108,17 +108,11 @@ def roll_back(runner: Any) -> str | Path | None:
     checkpoint = read_checkpoint(str(latest), trusted, layout, with_optimizer=True)
     runner.call_hook('before_roll_back', checkpoint=checkpoint)
     unwrap(runner.model).load_state_dict(checkpoint['state_dict'])
-    scheduled = [
-        {k: v for k, v in group.items() if k != 'params'} for group in _param_groups(runner)
-    ]
+    scheduled = settings_of_groups(runner)
     runner.optim_wrapper.load_state_dict(checkpoint['optimizer'])
-    for group, values in zip(_param_groups(runner), scheduled, strict=True):
+    for group, values in zip(param_groups(runner), scheduled, strict=True):
         group.update(values)
     return latest
-
-
-def _param_groups(runner: Any) -> list[dict[str, Any]]:
-    return [g for w in each_optim_wrapper(runner.optim_wrapper) for g in w.param_groups]
 
 
 def _verify(runner: Any, filename: str) -> None:

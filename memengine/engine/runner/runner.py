@@ -45,6 +45,7 @@ from memengine.engine.hooks import (
     NonFiniteHook,
     RandomStateHook,
 )
+from memengine.engine.runner.changed_settings import changed_settings
 from memengine.engine.runner.loading import load, resume_newest, roll_back
 from memengine.engine.runner.saving import collect
 from memengine.engine.runner.wrapping import initialize_weights, refuse_lone_samples, wrap
@@ -325,9 +326,13 @@ class Runner(_Runner):
             self._has_loaded = resume_newest(self)
 
     def resume(self, filename: str, *args: Any, **kwargs: Any) -> None:
-        """Go on from a checkpoint, on any number of ranks that see as many samples together."""
+        """Go on from a checkpoint, on any number of ranks that see as many samples together.
+
+        What the config has changed of optimisers and schedules since holds.
+        """
         self._resume = True  # loading is strict, and reads the optimiser's state too
         super().resume(filename, *args, **kwargs)
+        self._hold_settings()
 
     def roll_back(self) -> str | Path | None:
         """Set weights and optimiser back to the last checkpoint's, at the present learning rate.
@@ -368,11 +373,14 @@ class Runner(_Runner):
             CheckpointError: When the file is damaged, wants to run code that is not allowed, or
                 does not fit; when it is to be resumed from and is not all of a run.
             FileNotFoundError: When it is not there.
-            ValueError: When resuming with another number of samples in a step.
+            ValueError: When resuming with another number of samples in a step, or with settings of
+                the optimiser that its state does not go with.
         """
         given = (filename, map_location, strict, revise_keys, part, into)
         checkpoint = load(self, *given, self._resume, isinstance(self._train_loop, BaseLoop))
         self._has_loaded = True
+        if self._resume:
+            self._hold_settings = changed_settings(self, checkpoint, filename)
         return checkpoint
 
     def save_checkpoint(

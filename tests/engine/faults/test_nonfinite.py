@@ -148,6 +148,50 @@ def test_too_many_bad_steps_end_training(tmp_path):
     assert len(list((tmp_path / 'nonfinite').glob('iter_*.pth'))) == 3  # captures
 
 
+class Poison(Hook):
+    """Makes the batches of some iterations NaN."""
+
+    def __init__(self, iterations):
+        self.iterations = iterations
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        if runner.iter in self.iterations:
+            data_batch['inputs'].fill_(torch.nan)
+
+
+def poisoned(tmp_path, iterations, on_nonfinite, limit, interval):
+    checkpoint = dict(interval=interval, by_epoch=False, max_keep_ckpts=2)
+    optim = dict(on_nonfinite=on_nonfinite, nonfinite_limit=limit)
+    runner = build(tmp_path, optim_wrapper=optim, default_hooks=dict(checkpoint=checkpoint))
+    runner.register_hook(Poison(iterations))
+    return runner
+
+
+@pytest.mark.fault(
+    'All steps from some on are NaN, and checkpoints are frequent',
+    'the limit holds across checkpoints, and the good ones are kept',
+)
+@pytest.mark.parametrize('on_nonfinite', ['skip', 'rollback'])
+def test_a_checkpoint_does_not_begin_the_count_anew(tmp_path, on_nonfinite):
+    runner = poisoned(tmp_path, range(4, 12), on_nonfinite, limit=3, interval=1)
+    with pytest.raises(NonFiniteError, match='in iteration 8'):
+        runner.train()
+    assert {path.name for path in tmp_path.glob('*.pth')} == {'iter_3.pth', 'iter_4.pth'}
+    assert (tmp_path / 'last_checkpoint').read_text().endswith('iter_4.pth')
+
+
+def test_a_step_that_succeeds_before_a_checkpoint_begins_the_count_anew(tmp_path):
+    poisoned(tmp_path, range(1, 12, 2), 'skip', limit=1, interval=2).train()
+    assert {path.name for path in tmp_path.glob('*.pth')} == {'iter_10.pth', 'iter_12.pth'}
+
+
+def test_steps_that_are_rolled_back_did_not_succeed(tmp_path):
+    runner = poisoned(tmp_path, range(5, 12, 2), 'rollback', limit=3, interval=2)
+    with pytest.raises(NonFiniteError, match='in iteration 12'):
+        runner.train()
+    assert {path.name for path in tmp_path.glob('*.pth')} == {'iter_2.pth', 'iter_4.pth'}
+
+
 @pytest.mark.parametrize('custom_hooks', [[], [AVERAGE]], ids=['', 'average'])
 @pytest.mark.parametrize('kind', ['OptimWrapper', 'OptimizerInBackwardOptimWrapper'])
 def test_a_run_rolls_back_to_the_last_checkpoint_and_goes_on(tmp_path, kind, custom_hooks):

@@ -1,0 +1,126 @@
+"""A run that is resumed takes what its config has changed of the optimiser, or says why not."""
+
+import pytest
+import torch
+from mmengine.hooks import Hook
+
+from memengine.engine.config.base_files import UNKNOWN, values_in_dump
+from tests.engine.toy import Losses, params, toy_runner
+
+ADAMW = dict(type='AdamW', lr=0.05, weight_decay=0.1)
+SCHEDULES = {
+    'none': None,
+    'cosine': [dict(type='CosineAnnealingLR', eta_min=0.01, convert_to_iter_based=True)],
+    'several': [
+        dict(type='LinearLR', start_factor=0.1, by_epoch=False, end=4),
+        dict(type='MultiStepLR', milestones=[1, 2]),
+        dict(type='CosineWeightDecay', end_value=0.4, by_epoch=False),
+        dict(type='CosineAnnealingMomentum', eta_min=0.5, by_epoch=False),
+    ],
+}
+
+
+class Settings(Hook):
+    """Keeps what each iteration was taken with."""
+
+    def __init__(self):
+        self.seen = []
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        groups = runner.optim_wrapper.param_groups
+        kept = [(g['lr'], g['weight_decay'], g['betas'], g['eps']) for g in groups]
+        self.seen.append((runner.iter, kept))
+
+
+def run(work_dir, schedule='cosine', optimizer=ADAMW, hook=None, stop=None, **kwargs):
+    """A toy's run whose config is whole."""
+    wrapper = dict(optimizer=optimizer, paramwise_cfg=kwargs.pop('paramwise', None))
+    schedule = SCHEDULES.get(schedule, schedule) if isinstance(schedule, str) else schedule
+    runner = toy_runner(
+        work_dir,
+        cfg=dict(optim_wrapper=wrapper, param_scheduler=schedule),
+        optim_wrapper=wrapper,
+        param_scheduler=schedule,
+        custom_hooks=[hook] if hook else None,
+        train_cfg=dict(by_epoch=True, max_epochs=3, stop_at_iter=stop),
+        **kwargs,
+    )
+    runner.train()
+    return runner
+
+
+@pytest.mark.parametrize('schedule', SCHEDULES)
+@pytest.mark.parametrize('paramwise', [None, dict(bias_lr_mult=2.0, norm_decay_mult=0.0)])
+@pytest.mark.parametrize('stop', [3, 10, 12])
+def test_a_changed_setting_holds_and_schedules_go_on(tmp_path, capfd, schedule, stop, paramwise):
+    lower = dict(ADAMW, lr=0.002, weight_decay=0.3, eps=1e-6)
+    whole, rest = Settings(), Settings()
+    run(tmp_path / 'whole', schedule, lower, whole, paramwise=paramwise)
+    run(tmp_path / 'parts', schedule, stop=stop, paramwise=paramwise)
+    run(tmp_path / 'parts', schedule, lower, rest, paramwise=paramwise, resume=True)
+    assert rest.seen == whole.seen[stop:]
+    said = capfd.readouterr().out
+    for change in (
+        'lr from 0.05 to 0.002',
+        'weight_decay from 0.1 to 0.3',
+        'eps from its default to 1e-06',
+    ):
+        assert f'optim_wrapper.optimizer.{change}' in said
+
+
+@pytest.mark.parametrize('schedule', ['none', [dict(type='MultiStepLR', milestones=[1, 2])]])
+def test_a_changed_schedule_holds(tmp_path, schedule):
+    whole, rest = Settings(), Settings()
+    run(tmp_path / 'whole', schedule, hook=whole)
+    run(tmp_path / 'parts', 'several', stop=7)
+    run(tmp_path / 'parts', schedule, hook=rest, resume=True)
+    assert rest.seen == whole.seen[7:]
+
+
+@pytest.mark.parametrize('schedule', SCHEDULES)
+@pytest.mark.parametrize('spelling', [{}, dict(amsgrad=False)])
+def test_what_means_the_same_goes_on_bit_for_bit(tmp_path, capfd, schedule, spelling):
+    whole, first, second = Losses(), Losses(), Losses()
+    final = params(run(tmp_path / 'whole', schedule, hook=whole))
+    run(tmp_path / 'parts', schedule, hook=first, stop=7)
+    capfd.readouterr()
+    runner = run(tmp_path / 'parts', schedule, {**ADAMW, **spelling}, second, resume=True)
+    assert first.seen + second.seen == whole.seen
+    assert all(torch.equal(value, final[name]) for name, value in params(runner).items())
+    assert bool(spelling) == ('other settings' in capfd.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ('change', 'said'),
+    [
+        (dict(optimizer=dict(ADAMW, type='SGD')), 'type from AdamW to SGD.*load_from without'),
+        (
+            dict(optimizer=dict(ADAMW, amsgrad=True)),
+            'amsgrad from its default to True.*state lacks',
+        ),
+        (dict(paramwise=dict(bias_lr_mult=2.0)), 'optim_wrapper.paramwise_cfg.*other groups'),
+        (dict(schedule=[dict(type='ReduceOnPlateauLR', monitor='x')]), 'ReduceOnPlateauLR.*meas'),
+    ],
+)
+def test_what_the_state_does_not_go_with_is_refused(tmp_path, change, said):
+    run(tmp_path, stop=3)
+    steps = Losses()
+    with pytest.raises(ValueError, match=said):
+        run(tmp_path, **change, hook=steps, resume=True)
+    assert steps.seen == []
+
+
+def test_groups_that_fall_together_are_refused(tmp_path):
+    paramwise = dict(bias_decay_mult=0.0, norm_decay_mult=0.5)
+    run(tmp_path, paramwise=paramwise, stop=3)
+    with pytest.raises(ValueError, match='weight_decay puts parameters into other groups'):
+        run(tmp_path, optimizer=dict(ADAMW, weight_decay=0.0), paramwise=paramwise, resume=True)
+
+
+def test_a_config_that_was_written_out_is_read_without_running_it():
+    text = "a=dict(\n    kind=<class 'torch.optim.Adam'>,\n    lr=0.1)\nb = f(1)\nc=<x at 1>\nd=[1]"
+    assert values_in_dump(text) == {
+        'a': {'kind': 'torch.optim.Adam', 'lr': 0.1},
+        'b': UNKNOWN,
+        'd': [1],
+    }
