@@ -4,6 +4,7 @@ import copy
 import gc
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -157,6 +158,9 @@ def test_ddp_gives_its_buckets_away_before_it_makes_others(tmp_path):
                 raise torch.OutOfMemoryError('CUDA out of memory.')
 
         def shrink():
+            deadline = time.monotonic() + 10  # for backward's thread, to let go of its last tensor
+            while torch.cuda.memory_allocated() > starts[2] and time.monotonic() < deadline:
+                time.sleep(0.01)
             torch.cuda.reset_peak_memory_stats()
             return True
 
