@@ -147,3 +147,13 @@ def beside_a_gpu(monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+
+
+@pytest.fixture
+def fresh_memory_is_nan():
+    """What is read before it is filled is no number, in place of whatever lies there."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -25,6 +25,7 @@ from memengine._torch_private.autograd import (
     check_of_later_writes,
     is_under_forward_ad,
     is_under_functorch,
+    next_node_number,
     storage_key,
     version_of,
 )
@@ -37,6 +38,7 @@ from memengine.techniques.modules.saved_tensors import (
     is_parameter,
     is_part_without_base,
     is_plain,
+    may_be_unfilled,
 )
 from memengine.techniques.modules.wrapped_forward import WrappedForward, is_wrapped
 
@@ -171,7 +173,8 @@ class _Offloading(saved_tensors_hooks):
         self._latest: dict[int, tuple[weakref.ref[Any], int, weakref.ref[_OffloadedStorage]]] = {}
         self._leaving = _Leaving()
         self._outside: _Offloading | None = None
-        super().__init__(self.pack, _unpack)
+        self._waiting: deque[_Waiting] = deque()
+        super().__init__(self.pack_saved, _unpack)
 
     def __enter__(self) -> None:
         super().__enter__()  # first: where hooks are forbidden, it raises
@@ -179,13 +182,33 @@ class _Offloading(saved_tensors_hooks):
 
     def __exit__(self, *exception: object) -> None:
         _state.offloading = self._outside
+        if self._waiting and exception[0] is None:
+            self._move_filled(next_node_number() + 1)
         self._leaving.wait()
         super().__exit__(*exception)
         # A hook that is a method holds its object, and so the inputs, until garbage is collected.
         self.pack_hook, self._stays = _unpack, {}
 
+    def pack_saved(self, tensor: Tensor) -> Any:
+        """What stands for a tensor that an operation saves."""
+        number = next_node_number()
+        if self._waiting:
+            self._move_filled(number)
+        if not may_be_unfilled(tensor):
+            return self.pack(tensor)
+        self._waiting.append(_Waiting(tensor, number))
+        return self._waiting[-1]
+
+    @do_not_compile
+    def _move_filled(self, number: int) -> None:
+        """Move what waits of nodes before the one after which autograd makes that number."""
+        while self._waiting and self._waiting[0].number < number:
+            waiting = self._waiting.popleft()
+            if not waiting.packed.is_modified:
+                waiting.packed = self.pack(waiting.packed.content)
+
     def pack(self, tensor: Tensor, is_part: bool | None = None) -> Any:
-        """What stands for a saved tensor; it may be said whether it is a part without a base."""
+        """What stands for a tensor; it may be said whether it is a part without a base."""
         if not is_plain(tensor):
             return tensor
         storage = tensor.untyped_storage()
@@ -240,6 +263,17 @@ def offload_tensor(tensor: Tensor, is_part: bool | None = None) -> Callable[[], 
 def is_offloading() -> bool:
     """Whether an offload is active."""
     return _state.offloading is not None
+
+
+class _Waiting:
+    """A saved tensor that moves once the operation that saved it is done."""
+
+    def __init__(self, tensor: Tensor, number: int) -> None:
+        self.packed: Any = KeptAsIs(tensor)
+        self.number = number  # of the node that is made after its own
+
+    def tensor(self) -> Tensor:
+        return _unpack(self.packed)
 
 
 def _unpack(packed: Any) -> Tensor:

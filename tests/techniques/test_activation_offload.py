@@ -331,6 +331,29 @@ def test_transforms_of_torch_func_run_as_without(transform):
     torch.testing.assert_close(result(), plain, rtol=0, atol=0)
 
 
+@pytest.mark.edge(
+    'activation_offload',
+    'exact',
+    'RReLU, which saves its noise before it fills it: what is fresh moves after its operation',
+)
+@pytest.mark.parametrize('inplace', [False, True])
+@pytest.mark.parametrize('last', [False, True])
+def test_noise_that_is_filled_after_it_is_saved(inplace, last, fresh_memory_is_nan):
+    torch.manual_seed(0)
+    after = [] if last else [nn.Linear(6, 6)]
+    model = nn.Sequential(nn.Linear(6, 6), nn.RReLU(inplace=inplace), *after).double()
+    x = torch.randn(3, 6, dtype=torch.float64)
+
+    def gradient():
+        torch.manual_seed(1)
+        return torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+
+    expected = gradient()
+    handle = offload_activations(model, 'host', min_bytes=0)
+    torch.testing.assert_close(gradient(), expected, rtol=0, atol=0)
+    assert handle.moved_bytes[0] >= 2 * x.nbytes
+
+
 @pytest.mark.edge('activation_offload', 'exact', 'A forward that raises: the offload ends with it')
 def test_offload_ends_with_a_forward_that_raises():
     model = nn.Linear(6, 6)

@@ -127,6 +127,27 @@ def test_checkpointing_replays_global_generators_only():
     assert relative_error(gradient(model, x), gradient(same, x)) > TOLERANCE
 
 
+class EndingInNoise(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return F.rrelu(self.layer(x), training=True)
+
+
+@pytest.mark.edge(
+    'activation_checkpointing',
+    'unnoticed',
+    'A module that ends in `F.rrelu`, where no `nn.RReLU` is inside: the repetition stops before '
+    'its noise is filled, as in torch',
+)
+def test_checkpointing_stops_before_the_noise_of_a_function_is_filled(fresh_memory_is_nan):
+    model = EndingInNoise().double()
+    checkpoint_activations(model, '')
+    assert gradient(model, rows(4, 6)).isnan().any()
+
+
 class FrozenStatistics(nn.Module):
     """Adds statistics that are parameters, and that F.batch_norm writes without a version."""
 

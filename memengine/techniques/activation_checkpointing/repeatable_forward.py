@@ -9,7 +9,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 from memengine._torch_private.autograd import version_of
 from memengine._torch_private.modules import BatchOrInstanceNorm
@@ -63,6 +67,7 @@ class CheckpointedForward(WrappedForward):
         self.planner = planner
         self.calls = self.checkpointed = 0
         self.has_buffers = any(True for _ in module.buffers())
+        self._has_rrelu = any(isinstance(part, nn.RReLU) for part in module.modules())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; what it computes is computed again in backward."""
@@ -108,6 +113,8 @@ class CheckpointedForward(WrappedForward):
     def _checkpoint(self, run: _FlatCall, again: _RepeatContext, kept: Kept) -> Any:
         options: dict[str, Any] = dict(context_fn=lambda: (ExitStack(), again))
         with ExitStack() as stack:
+            if self._has_rrelu:  # stopped when all is saved again, it has yet to fill its noise
+                stack.enter_context(set_checkpoint_early_stop(False))
             if kept:
                 forward, repeated = create_selective_checkpoint_contexts(KeepCalls(kept))
                 again.inside.append(repeated)

@@ -81,6 +81,15 @@ def is_part_without_base(tensor: Tensor) -> bool:
     return base_of(tensor) is None and nbytes < tensor.untyped_storage().nbytes()
 
 
+def may_be_unfilled(tensor: Tensor) -> bool:
+    """Whether an operation may have saved a tensor that it has yet to fill, as RReLU its noise.
+
+    Such a tensor is fresh: without a graph, no view, and written to by nobody.
+    """
+    is_constant = not tensor.requires_grad and tensor.is_floating_point()
+    return is_constant and base_of(tensor) is None and version_of(tensor) == 0 and is_plain(tensor)
+
+
 def is_in_backward() -> bool:
     """Whether autograd runs a backward in this thread."""
     return current_backward() != -1

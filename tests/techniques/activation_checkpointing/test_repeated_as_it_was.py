@@ -246,6 +246,23 @@ def test_a_weight_that_a_hook_computes_outside_is_the_one_of_its_call():
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
+@pytest.mark.edge(
+    'activation_checkpointing',
+    'exact',
+    'A module that ends in `nn.RReLU`, which saves its noise before it fills it: it is repeated to '
+    'its end',
+)
+@pytest.mark.parametrize('kept', [{}, {'keep': 'matmuls'}, {'budget': 0.5}])
+def test_noise_that_is_filled_after_it_is_saved(kept, fresh_memory_is_nan):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.RReLU()).double()
+    expected = gradients(copy.deepcopy(model))
+    checkpoint_activations(model, '', **kept)
+    for _ in range(2):
+        for found, value in zip(gradients(model), expected, strict=True):
+            torch.testing.assert_close(found, value, rtol=1e-12, atol=0)
+
+
 class Stashing(nn.Module):
     """Keeps its last result, with its graph."""
 
