@@ -11,7 +11,13 @@ from memengine.engine.checkpoint.checksums import verify
 from memengine.engine.checkpoint.files import CheckpointError, DamagedError
 from memengine.engine.checkpoint.latest import checkpoint_of, find_latest, newest_first
 from memengine.engine.checkpoint.state import ShardLayout, check_resumable, read_checkpoint
-from memengine.engine.checkpoint.weights import advise, load_weights, only_matching_part, select
+from memengine.engine.checkpoint.weights import (
+    advise,
+    load_from_options,
+    load_weights,
+    only_matching_part,
+    select,
+)
 from memengine.engine.distributed.processes import cpu_group, do_on_all_ranks
 from memengine.engine.runner.changed_settings import param_groups, settings_of_groups
 from memengine.engine.step import unwrap
@@ -68,6 +74,23 @@ def load(
     if left:
         runner.logger.warning(f'{filename}: {left}')
     return checkpoint
+
+
+def load_or_resume(runner: Any) -> None:
+    """As ``Runner.load_or_resume``, where nothing is loaded yet."""
+    if runner._load_from is not None:
+        if not runner._resume:
+            runner.load_checkpoint(**load_from_options(runner._load_from))
+        elif isinstance(runner._load_from, str):
+            runner.resume(runner._load_from)
+        else:
+            raise ValueError(
+                'resume=True goes on with all of a checkpoint: name it by load_from=PATH, '
+                f'not {runner._load_from}'
+            )
+        runner._has_loaded = True
+    elif runner._resume:
+        runner._has_loaded = resume_newest(runner)
 
 
 def resume_newest(runner: Any) -> bool:
