@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch.utils.data import Dataset
 
 from memengine.datasets.build import build
 from memengine.datasets.image_dataset import ImageDataset
+from memengine.datasets.sources.classes import NamedClasses
 from memengine.registry import DATASETS, DatasetConfig
 
 
@@ -24,7 +26,9 @@ class BankAndQueries(Dataset):
         queries: Dataset (or its config) that is classified: the held-out set.
 
     Raises:
-        ValueError: When the two do not have the same classes in the same order.
+        ValueError: When the queries have a class that the bank lacks.
+
+    Labels of both are numbered as the bank's classes are.
     """
 
     def __init__(self, bank: DatasetConfig, queries: DatasetConfig) -> None:
@@ -32,11 +36,27 @@ class BankAndQueries(Dataset):
         self.queries = build(DATASETS, queries, 'queries')
         self.metainfo: dict[str, Any] = dict(self.bank.metainfo)
         mine, other = self.metainfo['classes'], self.queries.metainfo['classes']
-        if mine != other:
+        if mine != other and isinstance(self.queries, NamedClasses):
+            try:
+                self.queries.follow_classes(mine, of='the bank')
+            except ValueError as error:
+                raise ValueError(f'queries: {error}') from error
+        elif mine != other:
             raise ValueError(
                 f'bank and queries must have the same classes in the same order, got {len(mine)} '
                 f'({", ".join(mine[:3])}, ...) and {len(other)} ({", ".join(other[:3])}, ...)'
             )
+
+    def follow_classes(self, classes: Sequence[str]) -> None:
+        """Number the labels of both parts as training does.
+
+        Raises:
+            ValueError: For a class that training lacks.
+        """
+        parts = (self.bank, self.queries)
+        for part in parts if all(isinstance(part, NamedClasses) for part in parts) else ():
+            part.follow_classes(classes)
+        self.metainfo = dict(self.bank.metainfo)
 
     def __len__(self) -> int:
         return len(self.bank) + len(self.queries)

@@ -11,13 +11,14 @@ from torch.utils.data import Dataset
 
 from memengine.datasets.build import build, one_line
 from memengine.datasets.sources.broken import BrokenSamples, OnError
+from memengine.datasets.sources.classes import NamedClasses
 from memengine.datasets.sources.protocols import HasCaptions, HasLabels, HasPaths
 from memengine.datasets.transforms.pipeline import Pipeline
 from memengine.registry import DATASETS, DatasetConfig, TransformConfig
 
 
 @DATASETS.register_module()
-class ImageDataset(Dataset):
+class ImageDataset(NamedClasses, Dataset):
     """The items ``dict(inputs=..., data_samples=dict(label=int, index=int))`` of a source.
 
     Args:
@@ -94,7 +95,8 @@ class ImageDataset(Dataset):
             row = position % len(self)
             sample = self._load(row)
             if sample is not None:
-                results: dict[str, Any] = {'img': sample[0], 'label': int(sample[1]), 'index': row}
+                label = self.label_of(int(sample[1]))
+                results: dict[str, Any] = {'img': sample[0], 'label': label, 'index': row}
                 if self._path is not None:
                     results['img_path'] = self._path(self.indices[row])
                 if self._captions is not None:

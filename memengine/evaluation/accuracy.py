@@ -31,6 +31,7 @@ class AccuracyMetric(BaseMetric):
     """
 
     default_prefix = ''
+    needs_trained_classes = True  # the Runner numbers labels as training does
 
     def __init__(self, topk: Sequence[int] = (1,), prefix: str | None = None) -> None:
         super().__init__(prefix=prefix)

@@ -49,12 +49,29 @@ def test_an_index_outside_is_refused(index):
         both[index]
 
 
-def test_other_classes_are_refused():
-    other = ImageDataset(Colours(2), PIPELINE, metainfo=dict(classes=['odd', 'even']))
-    with pytest.raises(
-        ValueError, match=r'same classes .* \(even, odd, \.\.\.\) and 2 \(odd, even'
-    ):
+@pytest.mark.parametrize('classes', [['odd', 'even'], ['odd']])
+def test_queries_are_numbered_as_the_bank(classes):
+    bank = ImageDataset(Colours(3), PIPELINE)
+    queries = ImageDataset(Colours(len(classes)), PIPELINE, metainfo=dict(classes=classes))
+    both = BankAndQueries(bank, queries)
+    assert [item['data_samples']['label'] for item in both] == [0, 1, 0, 1, 0][: len(both)]
+    both.follow_classes(['none', 'odd', 'even'])
+    assert [item['data_samples']['label'] for item in both] == [2, 1, 2, 1, 2][: len(both)]
+    assert both.metainfo['classes'] == ['none', 'odd', 'even']
+
+
+def test_a_class_that_the_bank_lacks_is_refused():
+    other = ImageDataset(Colours(2), PIPELINE, metainfo=dict(classes=['even', 'uneven']))
+    with pytest.raises(ValueError, match="queries: there is a class 'uneven' that the bank lacks"):
         BankAndQueries(ImageDataset(Colours(3), PIPELINE), other)
+
+
+def test_foreign_queries_must_have_the_banks_classes():
+    class Foreign:
+        metainfo = dict(classes=['odd', 'even'])
+
+    with pytest.raises(ValueError, match=r'same classes .* \(even, odd, \.\.\.\) and 2 \(odd, ev'):
+        BankAndQueries(ImageDataset(Colours(3), PIPELINE), Foreign())
 
 
 def test_errors_say_which_part_is_wrong():

@@ -1,10 +1,16 @@
 """A run that is resumed takes what its config has changed of the optimiser, or says why not."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from mmengine.config import Config
 from mmengine.hooks import Hook
+from mmengine.optim import OptimWrapperDict, StepLR
 
 from memengine.engine.config.base_files import UNKNOWN, values_in_dump
+from memengine.engine.optim import OptimWrapper
+from memengine.engine.runner.changed_settings import changed_settings, param_groups
 from tests.engine.toy import Losses, params, toy_runner
 
 ADAMW = dict(type='AdamW', lr=0.05, weight_decay=0.1)
@@ -115,6 +121,41 @@ def test_groups_that_fall_together_are_refused(tmp_path):
     run(tmp_path, paramwise=paramwise, stop=3)
     with pytest.raises(ValueError, match='weight_decay puts parameters into other groups'):
         run(tmp_path, optimizer=dict(ADAMW, weight_decay=0.0), paramwise=paramwise, resume=True)
+
+
+def of_two_optimizers(rates):
+    """A run of two optimisers, one with a momentum of its own, at the end of its first epoch."""
+    settings = [dict(type='Adam', lr=rates[0]), dict(type='SGD', lr=rates[1], momentum=0.9)]
+    kinds = [torch.optim.Adam, torch.optim.SGD]
+    wrappers = OptimWrapperDict(
+        **{
+            f'w{i}': OptimWrapper(
+                kind([torch.nn.Parameter(torch.ones(1))], **{k: its[k] for k in its if k != 'type'})
+            )
+            for i, (kind, its) in enumerate(zip(kinds, settings, strict=True))
+        }
+    )
+    config = Config(dict(optim_wrapper={f'w{i}': dict(optimizer=settings[i]) for i in range(2)}))
+    logger = SimpleNamespace(warning=lambda said: None)
+    schedules = {n: [StepLR(wrapper, step_size=1)] for n, wrapper in wrappers.items()}
+    return SimpleNamespace(
+        optim_wrapper=wrappers,
+        param_schedulers=schedules,
+        cfg=config,
+        train_dataloader=range(3),
+        logger=logger,
+    )
+
+
+def test_of_several_optimisers_the_changed_one_is_set():
+    before, now = of_two_optimizers([0.1, 0.2]), of_two_optimizers([0.1, 0.3])
+    optimizer = before.optim_wrapper.state_dict()
+    meta = dict(cfg=before.cfg.pretty_text, iter=3, epoch=1)
+    hold = changed_settings(now, dict(meta=meta, optimizer=optimizer), 'epoch_1.pth')
+    now.optim_wrapper.load_state_dict(optimizer)
+    hold()
+    assert [g['lr'] for g in param_groups(now)] == [pytest.approx(0.01), pytest.approx(0.03)]
+    assert [g.get('momentum') for g in param_groups(now)] == [None, 0.9]
 
 
 def test_a_config_that_was_written_out_is_read_without_running_it():

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from memengine.datasets.build import build
 from memengine.datasets.image_dataset import make_item
 from memengine.datasets.sources.broken import BrokenSamples, OnError
+from memengine.datasets.sources.classes import NamedClasses
 from memengine.datasets.sources.folders import MOST_PIXELS, load_rgb
 from memengine.datasets.streamed.reading import Reader, Stream
 from memengine.datasets.transforms.pipeline import Pipeline
@@ -24,7 +25,7 @@ _MOST_IN_A_ROW = 100
 
 
 @DATASETS.register_module()
-class StreamedImageDataset(Dataset):
+class StreamedImageDataset(NamedClasses, Dataset):
     """The items ``dict(inputs=..., data_samples=dict(label=int, index=int))`` of a stream.
 
     Each worker of each rank reads a part of the stream; pass follows pass, and an epoch is a number
@@ -114,7 +115,7 @@ class StreamedImageDataset(Dataset):
                 continue
             results = dict(
                 img=image,
-                label=sample.label,
+                label=self.label_of(sample.label),
                 index=index,
                 img_path=sample.name,
                 captions=sample.captions,

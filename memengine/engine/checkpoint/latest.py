@@ -40,7 +40,7 @@ def checkpoint_of(path: str | Path) -> str:
         CheckpointError: When there is none in the folder, or the best of several metrics.
     """
     text = str(path)
-    if '://' in text or not Path(path).is_dir() or is_sharded(text):
+    if not is_run(text):
         return text
     best = sorted(p for p in Path(path).glob('best_*') if p.suffix in ('.pth', SUFFIX))
     if len(best) > 1:
@@ -50,6 +50,11 @@ def checkpoint_of(path: str | Path) -> str:
     if found is None:
         raise CheckpointError(f'there is no checkpoint of a run in {path}')
     return str(found)
+
+
+def is_run(path: str) -> bool:
+    """Whether a path is the folder of a run, rather than a checkpoint or a URL."""
+    return '://' not in path and Path(path).is_dir() and not is_sharded(path)
 
 
 def newest_first(

@@ -90,6 +90,7 @@ def run_command(args: argparse.Namespace, cfg: Config) -> str:
 
         return examine_data(cfg)
     check_model(cfg)
+    _make_work_dir(cfg.work_dir)
     loader = cfg.get(f'{args.command}_dataloader')
     set_threads(loader.get('num_workers', 0) if isinstance(loader, dict) else 0)
     runner = RUNNERS.build(cfg)
@@ -143,11 +144,27 @@ def replay(args: argparse.Namespace) -> str:
     return '\n'.join(map(str, findings)) if get_rank() == 0 else ''
 
 
-def _check_exists(checkpoint: str, option: str) -> None:
-    is_there = os.path.isfile(checkpoint) or is_sharded(checkpoint) and os.path.isdir(checkpoint)
+def _check_exists(checkpoint: str, option: str, or_run: bool = False) -> None:
+    """Refuse a checkpoint, or the folder of a run where one may stand for it, that is not there."""
+    path = os.path.expanduser(checkpoint)
+    is_there = os.path.isfile(path) or (or_run or is_sharded(path)) and os.path.isdir(path)
     if '://' not in checkpoint and not is_there:
         like = similar_files(checkpoint, ('*.pth', '*.dcp', '*.safetensors'))
-        raise ConfigError(f'{option}: there is no checkpoint {checkpoint}{like}')
+        advice = '; name a checkpoint, or the folder of a run' if or_run and not like else ''
+        raise ConfigError(f'{option}: there is no checkpoint {checkpoint}{like or advice}')
+
+
+def _make_work_dir(path: str) -> None:
+    try:
+        os.makedirs(path, exist_ok=True)
+        reason = None if os.access(path, os.W_OK) else 'it may not be written to'
+    except OSError as error:
+        reason = 'there is a file' if os.path.isfile(path) else error.strerror
+    if reason is not None:
+        raise ConfigError(
+            f'work_dir: {path} cannot be the folder of a run: {reason}; name another by --work-dir '
+            'or work_dir'
+        )
 
 
 def _ranks(args: argparse.Namespace) -> int:
@@ -186,8 +203,11 @@ def _set_train_options(cfg: Config, args: argparse.Namespace) -> None:
     if args.resume in (True, 'auto'):
         _resume_latest(cfg)
     elif args.resume is not None:
-        _check_exists(args.resume, '--resume')
+        _check_exists(args.resume, '--resume', or_run=True)
         cfg.resume, cfg.load_from = True, args.resume
+    if load_from := cfg.get('load_from'):
+        path = load_from['path'] if isinstance(load_from, dict) else load_from
+        _check_exists(str(path), 'load_from', or_run=True)
 
 
 def _stop_after(cfg: Config, iterations: int) -> None:

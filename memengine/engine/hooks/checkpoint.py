@@ -212,9 +212,19 @@ class CheckpointHook(_CheckpointHook):
         ) from error
 
     def _save_best_checkpoint(self, runner: Any, metrics: dict[str, Any]) -> None:
-        """As MMEngine's, but the best one before is removed after the new one is written."""
+        """As MMEngine's, but the best one before is removed after the new one is written.
+
+        Raises:
+            ValueError: For a name in ``save_best`` that no metric has.
+        """
         if not self.save_best:
             return
+        if lacking := [key for key in self.key_indicators if key not in {'auto', *metrics}]:
+            raise ValueError(
+                f'save_best: no metric is called {lacking[0]!r}'
+                f'{did_you_mean(lacking[0], metrics, after=";")}; this evaluation gives '
+                f'{", ".join(metrics)}: set save_best to one of these, then go on with --resume'
+            )
         self._settle(runner)
         several = len(self.key_indicators) > 1
         paths = self.best_ckpt_path_dict if several else self.__dict__

@@ -118,7 +118,7 @@ def _why_not(
             return f'{name} puts parameters into other groups than its state is of'
         if key in _SHAPES_STATE and now.get(name) and not before.get(name):
             return f'its state lacks what {name} needs'
-        if name != 'param_scheduler' and not all(key in group for group in groups):
+        if name != 'param_scheduler' and not any(key in group for group in groups):
             return f'{name} cannot be changed once an optimiser has a state'
     # The groups of a run may have one more than the optimiser: MMEngine's, for the log.
     kept = sum(len(w.optimizer.param_groups) for w in each_optim_wrapper(runner.optim_wrapper))

@@ -9,9 +9,15 @@ from typing import Any
 
 from memengine.engine.checkpoint.checksums import verify
 from memengine.engine.checkpoint.files import CheckpointError, DamagedError
-from memengine.engine.checkpoint.latest import checkpoint_of, find_latest, newest_first
+from memengine.engine.checkpoint.latest import checkpoint_of, find_latest, is_run, newest_first
 from memengine.engine.checkpoint.state import ShardLayout, check_resumable, read_checkpoint
-from memengine.engine.checkpoint.weights import advise, load_weights, only_matching_part, select
+from memengine.engine.checkpoint.weights import (
+    advise,
+    load_from_options,
+    load_weights,
+    only_matching_part,
+    select,
+)
 from memengine.engine.distributed.processes import cpu_group, do_on_all_ranks
 from memengine.engine.runner.changed_settings import param_groups, settings_of_groups
 from memengine.engine.step import unwrap
@@ -70,14 +76,43 @@ def load(
     return checkpoint
 
 
-def resume_newest(runner: Any) -> bool:
-    """Go on from the newest checkpoint that is whole; never from scratch if there is any.
+def load_or_resume(runner: Any) -> None:
+    """As ``Runner.load_or_resume``, where nothing is loaded yet."""
+    if runner._load_from is not None:
+        if not runner._resume:
+            runner.load_checkpoint(**load_from_options(runner._load_from))
+        elif isinstance(runner._load_from, str):
+            if not is_run(runner._load_from):
+                runner.resume(runner._load_from)
+            elif not resume_newest(runner, runner._load_from):
+                raise CheckpointError(
+                    f'--resume: there is no checkpoint of a run in {runner._load_from}'
+                )
+        else:
+            raise ValueError(
+                'resume=True goes on with all of a checkpoint: name it by load_from=PATH, '
+                f'not {runner._load_from}'
+            )
+        runner._has_loaded = True
+    elif runner._resume:
+        runner._has_loaded = resume_newest(runner, runner.work_dir)
+        if not runner._has_loaded:
+            runner.logger.info(
+                f'No checkpoint to resume in {runner.work_dir}: training starts from scratch.'
+            )
+
+
+def resume_newest(runner: Any, folder: str) -> bool:
+    """Go on from the newest checkpoint of a run that is whole.
+
+    Returns:
+        Whether there is any.
 
     Raises:
         CheckpointError: When there are some, and none is whole.
     """
     trusted = runner.cfg.get('trusted_globals', ())
-    found = newest_first(runner.work_dir, trusted, runner.logger.warning) if not runner.rank else ()
+    found = newest_first(folder, trusted, runner.logger.warning) if not runner.rank else ()
     paths, damaged = iter(found), 0
     while path := do_on_all_ranks(lambda: next(paths, None), cpu_group('checkpoint'))[0]:
         try:
@@ -88,12 +123,9 @@ def resume_newest(runner: Any) -> bool:
             damaged += 1
     if damaged:
         raise CheckpointError(
-            f'none of the {damaged} checkpoint(s) in {runner.work_dir} is whole; name another '
+            f'none of the {damaged} checkpoint(s) in {folder} is whole; name another '
             'one with --resume PATH, or remove them to train from scratch'
         )
-    runner.logger.info(
-        f'No checkpoint to resume in {runner.work_dir}: training starts from scratch.'
-    )
     return False
 
 

@@ -22,7 +22,6 @@ from memengine.engine.checkpoint.files import atomic_write
 from memengine.engine.checkpoint.saving import CheckpointWriter, SaveError
 from memengine.engine.checkpoint.sharded import SUFFIX
 from memengine.engine.checkpoint.state import samples_per_step
-from memengine.engine.checkpoint.weights import load_from_options
 from memengine.engine.cli.console import describe_run, log_environment, set_up_console
 from memengine.engine.config.memory_budget import keep_budget
 from memengine.engine.config.schema.bounds_of_settings import DEFAULT_HOOK_TYPES
@@ -46,7 +45,8 @@ from memengine.engine.hooks import (
     RandomStateHook,
 )
 from memengine.engine.runner.changed_settings import changed_settings
-from memengine.engine.runner.loading import load, resume_newest, roll_back
+from memengine.engine.runner.evaluated_classes import follow_training_classes
+from memengine.engine.runner.loading import load, load_or_resume, roll_back
 from memengine.engine.runner.saving import collect
 from memengine.engine.runner.wrapping import initialize_weights, refuse_lone_samples, wrap
 from memengine.engine.step import unwrap
@@ -95,6 +95,7 @@ class Runner(_Runner):
     def __init__(self, *args: Any, default_scope: str = 'memengine', **kwargs: Any) -> None:
         self._writer = CheckpointWriter()
         self._watch: RankWatch | None = None  # of one rank among several
+        self._loaded_meta: dict[str, Any] = {}  # of the checkpoint
         super().__init__(*args, default_scope=default_scope, **kwargs)
 
     @classmethod
@@ -309,21 +310,9 @@ class Runner(_Runner):
 
     def load_or_resume(self) -> None:
         """Load weights or resume, as the config says; say so when there is nothing to resume."""
-        if self._has_loaded:
-            return
-        if self._load_from is not None:
-            if not self._resume:
-                self.load_checkpoint(**load_from_options(self._load_from))
-            elif isinstance(self._load_from, str):
-                self.resume(self._load_from)
-            else:
-                raise ValueError(
-                    'resume=True goes on with all of a checkpoint: name it by load_from=PATH, '
-                    f'not {self._load_from}'
-                )
-            self._has_loaded = True
-        elif self._resume:
-            self._has_loaded = resume_newest(self)
+        if not self._has_loaded:
+            load_or_resume(self)
+        follow_training_classes(self, self._loaded_meta)
 
     def resume(self, filename: str, *args: Any, **kwargs: Any) -> None:
         """Go on from a checkpoint, on any number of ranks that see as many samples together.
@@ -378,7 +367,7 @@ class Runner(_Runner):
         """
         given = (filename, map_location, strict, revise_keys, part, into)
         checkpoint = load(self, *given, self._resume, isinstance(self._train_loop, BaseLoop))
-        self._has_loaded = True
+        self._has_loaded, self._loaded_meta = True, checkpoint['meta']
         if self._resume:
             self._hold_settings = changed_settings(self, checkpoint, filename)
         return checkpoint

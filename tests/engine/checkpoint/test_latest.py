@@ -126,6 +126,17 @@ def test_a_run_whose_checkpoints_none_can_be_read_does_not_begin_again(run, poin
         resume(folder, suffix)
 
 
+def test_the_folder_of_a_run_stands_for_its_newest_that_is_whole(run, tmp_path):
+    folder, suffix = run
+    damage(folder / f'epoch_3{suffix}')
+    losses, options = Losses(), dict(resume=True, default_hooks=HOOKS[suffix])
+    toy_runner(tmp_path / 'other', losses, load_from=str(folder), **options).train()
+    assert [iteration for iteration, _ in losses.seen] == [10, 11, 12, 13, 14]
+    (tmp_path / 'empty').mkdir()
+    with pytest.raises(CheckpointError, match='no checkpoint of a run in .*empty'):
+        toy_runner(tmp_path / 'other', load_from=str(tmp_path / 'empty'), **options).train()
+
+
 def test_one_that_the_user_names_is_that_one_or_none(run):
     folder, suffix = run
     damage(folder / f'epoch_2{suffix}')

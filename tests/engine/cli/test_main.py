@@ -308,7 +308,32 @@ def test_values_of_options(cli):
         ),
         (
             ['config.py', '--resume', 'x.pth'],
-            'memengine: error: --resume: there is no checkpoint x.pth',
+            'memengine: error: --resume: there is no checkpoint x.pth; name a checkpoint, or the '
+            'folder of a run',
+        ),
+        (
+            ['config.py', *options('load_from=x.pth')],
+            'memengine: error: load_from: there is no checkpoint x.pth; name a checkpoint, or the '
+            'folder of a run',
+        ),
+        (
+            ['config.py', *options('load_from=dict(path="x", part="net")')],
+            'memengine: error: load_from: there is no checkpoint x; name a checkpoint, or the '
+            'folder of a run',
+        ),
+        (
+            ['config.py', '--work-dir', 'config.py'],
+            'memengine: error: work_dir: config.py cannot be the folder of a run: there is a file; '
+            'name another by --work-dir or work_dir',
+        ),
+        (
+            ['config.py', '--work-dir', 'config.py/x'],
+            'memengine: error: work_dir: config.py/x cannot be the folder of a run: Not a '
+            'directory; name another by --work-dir or work_dir',
+        ),
+        (
+            ['config.py', '--seed', '-1'],
+            'memengine: error: randomness.seed: must be an integer of 0 or more, or None, got -1',
         ),
         (
             ['config.py', '--max-iters', '0'],

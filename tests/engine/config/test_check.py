@@ -332,7 +332,11 @@ REFUSED = [
         "env_cfg.mp_cfg.start_method: there is no such setting: did you mean 'mp_start_method'?",
     ),
     ('randomness', dict(sed=1), "randomness.sed: there is no such setting: did you mean 'seed'?"),
-    ('randomness', dict(seed='x'), "randomness.seed: must be an integer or None, got 'x'"),
+    (
+        'randomness',
+        dict(seed='x'),
+        "randomness.seed: must be an integer of 0 or more, or None, got 'x'",
+    ),
     (
         'launcher',
         'pytroch',

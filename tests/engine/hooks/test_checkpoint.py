@@ -49,7 +49,7 @@ def train(folder, scores=None, epochs=5, resume=False, losses=None, **checkpoint
             val_cfg=dict(),
             val_evaluator=[Scores(scores)],
         )
-        checkpoint.update(save_best='score', rule='greater')
+        checkpoint = {'save_best': 'score', 'rule': 'greater', **checkpoint}
     runner = toy_runner(
         folder,
         losses,
@@ -154,3 +154,15 @@ def test_killed_in_a_save(tmp_path, kind, sync):
     outdated = {'epoch_1'}  # is left if the kill came just before it was removed
     assert {'epoch_4'} <= {*left(tmp_path / 'killed')} <= {'epoch_4'} | outdated
     assert not list((tmp_path / 'killed').glob('.*'))
+
+
+@pytest.mark.parametrize('named', ['scores', ['score', 'top1']])
+def test_a_best_by_a_metric_that_there_is_not_names_those_there_are(tmp_path, named):
+    said = (
+        f"save_best: no metric is called '{named if named == 'scores' else 'top1'}'.*gives score:"
+    )
+    with pytest.raises(ValueError, match=said):
+        train(tmp_path, scores=[1.0], save_best=named)
+    assert left(tmp_path) == ['epoch_1'], 'nothing that was trained is lost'
+    train(tmp_path, scores=[1.0, 2.0], epochs=2, resume=True)
+    assert 'best_score_epoch_2' in left(tmp_path)

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _SEED = Constraint(
-    'an integer or None', lambda value: value is None or NON_NEGATIVE_INT.holds(value)
+    'an integer of 0 or more, or None', lambda value: value is None or NON_NEGATIVE_INT.holds(value)
 )
 
 _POSITIVE_OR_INF = Constraint(
