@@ -138,7 +138,7 @@ def killed_at(sync, folder, kind):
 def test_killed_in_a_save(tmp_path, kind, sync):
     whole, losses = Losses(), Losses()
     expected = params(train(tmp_path / 'whole', epochs=4, losses=whole))
-    run = multiprocessing.get_context('fork').Process(
+    run = multiprocessing.get_context('forkserver').Process(  # without threads of autograd
         target=killed_at, args=(sync, tmp_path / 'killed', kind)
     )
     run.start()
