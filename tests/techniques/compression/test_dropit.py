@@ -98,7 +98,9 @@ def test_padding_modes_drop_of_what_the_convolution_sees(mode):
 
 
 @pytest.mark.parametrize('strategy', STRATEGIES)
-@pytest.mark.parametrize('values', [None, Cast(torch.bfloat16), Quantizer(8)], ids=str)
+@pytest.mark.parametrize(
+    'values', [None, Cast(torch.bfloat16), Quantizer(8)], ids=['whole', 'half', '8 bits']
+)
 def test_a_model_on_the_cpu_whatever_the_default_device(strategy, values):
     model, x = nn.Linear(64, 8), torch.randn(16, 64)
     drop_activations(model, strategy, 0.5, values=values)
