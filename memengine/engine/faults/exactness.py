@@ -19,7 +19,6 @@ from memengine._torch_private.ops import pytree
 from memengine.engine.distributed.processes import cpu_group
 from memengine.engine.optim.optim_wrapper import OptimWrapper
 from memengine.engine.step import SlicedModel, plain_step
-from memengine.memory.ledger import tensors_in
 from memengine.technique import Handle
 from memengine.techniques.modules.forward_state import ModuleState, RandomState
 from memengine.techniques.modules.running_statistics import layers_with_batch_statistics
@@ -138,7 +137,7 @@ class PlainStep:
 
         try:
             group = cpu_group('running out of memory')
-            return run_until_it_fits(step, shrink, self._module, group, tensors_in(data))
+            return run_until_it_fits(step, shrink, self._module, group, data)
         except torch.OutOfMemoryError as error:
             raise torch.OutOfMemoryError(
                 f'{_does_not_fit(tried())}, and no smaller one can be compared: leave it out'

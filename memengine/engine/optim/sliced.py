@@ -22,7 +22,6 @@ from memengine.engine.distributed.processes import cpu_group
 from memengine.engine.optim.kept_graphs import KeptGraphs
 from memengine.engine.optim.optim_wrapper import OptimWrapper
 from memengine.engine.step import SlicedModel, unwrap
-from memengine.memory.ledger import tensors_in
 from memengine.registry import OPTIM_WRAPPERS
 from memengine.techniques.modules.running_statistics import layers_with_batch_statistics
 from memengine.techniques.slices.out_of_memory import run_until_it_fits
@@ -132,8 +131,7 @@ class _SlicedOptimWrapper(OptimWrapper):
         kept = self.kept_graphs
         with nullcontext() if kept.decided else kept.measured(model, updated):
             group = cpu_group('running out of memory') if dist.is_initialized() else None
-            given = tensors_in((inputs, data_samples))
-            return run_until_it_fits(step, self._shrink, model, group, given)
+            return run_until_it_fits(step, self._shrink, model, group, (inputs, data_samples))
 
     def _sliced_step(
         self, model: nn.Module, module: SlicedModel, inputs: Any, data_samples: Any

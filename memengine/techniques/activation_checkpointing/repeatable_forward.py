@@ -30,8 +30,8 @@ from memengine.techniques.activation_checkpointing.budget import (
     without_autocast_cache,
 )
 from memengine.techniques.activation_checkpointing.op_policy import KeepCalls, keep_ops
-from memengine.techniques.modules.forward_state import ModuleState, RandomState
-from memengine.techniques.modules.running_statistics import SmallBuffers, copied_statistics
+from memengine.techniques.modules.forward_state import ModuleState, RandomState, SmallBuffers
+from memengine.techniques.modules.running_statistics import copied_statistics
 from memengine.techniques.modules.wrapped_forward import WrappedForward
 
 __all__ = ['SETTING', 'CheckpointedForward']

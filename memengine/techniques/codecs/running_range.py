@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -16,11 +18,13 @@ from memengine.techniques.codecs.grids import UniformGrid, computing_dtype
 from memengine.techniques.codecs.quantized import check_floating_point
 from memengine.techniques.modules.private_random import private_generator
 
-__all__ = ['RunningRangeCode', 'RunningRangeQuantizer']
+__all__ = ['RunningRangeCode', 'RunningRangeQuantizer', 'running_ranges']
 
 _BITS = 8
 _PART_NUMEL = 2**19  # of elements that are computed at once, of float64 half
 _DECAY = 0.9  # how much of the running extremes each tensor leaves
+running_ranges: WeakSet[RunningRangeQuantizer] = WeakSet()
+"""All that are in use, for a step that is undone."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,12 @@ class RunningRangeQuantizer:
 
     Source: Pan et al., Mesa: A Memory-saving Training Framework for Transformers (2021).
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> RunningRangeQuantizer:
+        """One more, also when it is copied or unpickled."""
+        one = super().__new__(cls)
+        running_ranges.add(one)
+        return one
 
     def __init__(self, dim: int = 1) -> None:
         self.dim = dim

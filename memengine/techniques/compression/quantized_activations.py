@@ -28,8 +28,8 @@ from memengine.techniques.compression.rules import (
     chosen_modules,
 )
 from memengine.techniques.modules.blocks import Selector
-from memengine.techniques.modules.forward_state import RandomState
-from memengine.techniques.modules.running_statistics import SmallBuffers, frozen_statistics
+from memengine.techniques.modules.forward_state import RandomState, SmallBuffers
+from memengine.techniques.modules.running_statistics import frozen_statistics
 from memengine.techniques.modules.wrapped_forward import THE_MODEL
 
 __all__ = ['Bits', 'QuantizedActivations', 'QuantizedActivationsSettings', 'quantize_activations']
@@ -181,16 +181,6 @@ class QuantizedActivations(RuleHandle):
             dim = 1 if tensor.ndim > 3 else -1  # heads or channels, which stand second or last
             return self._running.setdefault(kind, RunningRangeQuantizer(dim))
         return self._quantizers[width]
-
-    def rewinding(self) -> Callable[[], None]:
-        """Running ranges become what they are now."""
-        bounds = {kind: quantizer.bounds for kind, quantizer in self._running.items()}
-
-        def rewind() -> None:
-            for kind, quantizer in self._running.items():
-                quantizer.bounds = bounds.get(kind)
-
-        return rewind
 
     def _width_at(self, place: _NeedAt) -> int:
         stated = self._stated.get(place)

@@ -143,10 +143,6 @@ class RuleHandle(PausableHandle):
     def begin_forward(self) -> None:
         """Most rules do not count what is saved in a forward."""
 
-    def rewinding(self) -> Callable[[], None]:
-        """Most rules code a tensor alike, whatever came before it."""
-        return _nothing
-
     def still_serves(
         self, place: RecomputedPlace, tensor: Tensor, recomputation: Recomputation
     ) -> bool:

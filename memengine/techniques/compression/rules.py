@@ -106,9 +106,6 @@ class Rule(Protocol):
     def fidelity_of(self, codec: Codec) -> float:
         """How near a code of it is: of several for one memory, that of the highest is kept."""
 
-    def rewinding(self) -> Callable[[], None]:
-        """What makes later forwards code as if those since now had not been."""
-
     def still_serves(
         self, place: RecomputedPlace, tensor: Tensor, recomputation: Recomputation
     ) -> bool:

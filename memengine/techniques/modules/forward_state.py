@@ -20,12 +20,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memengine._torch_private.autograd import version_of
 from memengine._torch_private.modules import BatchOrInstanceNorm, own_buffers, own_parameters
-from memengine._torch_private.ops import draw_from_known_generators_when_compiled
-from memengine.memory.ledger import tensors_in
+from memengine._torch_private.ops import draw_from_known_generators_when_compiled, pytree
 from memengine.techniques.modules.private_random import generators
+from memengine.techniques.modules.saved_tensors import is_plain
 
 _ABSENT: Any = object()  # in place of a value: there is no such entry
+_MOST_ELEMENTS = 2**16  # of a buffer that is copied
 _STANDARD_ATTRIBUTES = frozenset(vars(nn.Module()))  # hooks, parameters, submodules
+
+
+def _holds_tensor(value: Any) -> bool:
+    may_hold = isinstance(value, (Tensor, dict, list, tuple))
+    return may_hold and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
 
 
 class _Table:
@@ -201,13 +207,8 @@ class ModuleState:
         They are what earlier forwards have kept, as a rule, and the next one replaces.
         """
         for table in self._attributes:
-            for name, value in list(table.held.items()):
-                may_hold = isinstance(value, (Tensor, dict, list, tuple))
-                if (
-                    may_hold
-                    and name not in _STANDARD_ATTRIBUTES
-                    and next(tensors_in(value), None) is not None
-                ):
+            for name in table.held.keys() - _STANDARD_ATTRIBUTES:
+                if _holds_tensor(table.held[name]):
                     table.forget(name)
         self._versions = [entry for entry in self._versions if entry[1] in entry[0].held]
 
@@ -234,6 +235,55 @@ class ModuleState:
             for table in now:
                 for name, then, _ in list(table.changes(table.now())):
                     table.put(name, then)
+
+
+class SmallBuffers:
+    """Small buffers of a module as they are now, for a forward that writes to them in silence.
+
+    ``F.batch_norm`` and fused observers of quantisation write to numbers, one for each channel as a
+    rule, without counting a version. Left out are those of norm layers, which only count.
+
+    Cost: a copy of buffers of at most one dimension, by a single operation for each of their types.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        buffers: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
+        self._entries: list[tuple[dict[str, Tensor | None], str, int]] = []
+        for layer in module.modules():
+            if isinstance(layer, BatchOrInstanceNorm):
+                continue
+            table = own_buffers(layer)
+            for name, buffer in table.items():
+                if buffer is not None and _may_be_statistics(buffer):
+                    buffers.setdefault((buffer.device, buffer.dtype), {})[id(buffer)] = buffer
+                    self._entries.append((table, name, id(buffer)))
+        self._copied = [
+            (found, torch.cat([buffer.reshape(-1) for buffer in found.values()]))
+            for found in buffers.values()
+        ]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Run a forward from their values, which counts into copies of them."""
+        copies: dict[int, Tensor] = {}
+        for found, values in self._copied:
+            parts = values.clone().split([buffer.numel() for buffer in found.values()])
+            for (key, buffer), part in zip(found.items(), parts, strict=True):
+                copies[key] = part.view(buffer.shape).data  # with a version of its own
+        now = [(table, name, table.get(name), copies[key]) for table, name, key in self._entries]
+        for table, name, _, copy in now:
+            table[name] = copy
+        try:
+            yield
+        finally:
+            for table, name, present, copy in now:
+                if table.get(name) is copy:
+                    table[name] = present
+
+
+def _may_be_statistics(buffer: Tensor) -> bool:
+    is_small = buffer.dim() <= 1 and buffer.numel() <= _MOST_ELEMENTS
+    return is_small and not buffer.requires_grad and is_plain(buffer)
 
 
 def accelerators_of(module: nn.Module, tensors: Iterable[Tensor] = ()) -> tuple[torch.device, ...]:

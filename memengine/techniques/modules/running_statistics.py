@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from memengine._torch_private.autograd import version_of
 from memengine._torch_private.modules import (
@@ -15,9 +14,6 @@ from memengine._torch_private.modules import (
     InstanceNorm,
     own_buffers,
 )
-from memengine.techniques.modules.saved_tensors import is_plain
-
-_MOST_ELEMENTS = 2**16  # of a buffer that is copied
 
 
 def layers_with_batch_statistics(module: nn.Module) -> list[str]:
@@ -27,55 +23,6 @@ def layers_with_batch_statistics(module: nn.Module) -> list[str]:
         for name, layer in module.named_modules()
         if isinstance(layer, BatchNorm) and (layer.training or layer.running_mean is None)
     ]
-
-
-class SmallBuffers:
-    """Small buffers of a module as they are now, for a forward that writes to them in silence.
-
-    ``F.batch_norm`` and fused observers of quantisation write to numbers, one for each channel as a
-    rule, without counting a version. Left out are those of norm layers, which only count.
-
-    Cost: a copy of buffers of at most one dimension, by a single operation for each of their types.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        buffers: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
-        self._entries: list[tuple[dict[str, Tensor | None], str, int]] = []
-        for layer in module.modules():
-            if isinstance(layer, BatchOrInstanceNorm):
-                continue
-            table = own_buffers(layer)
-            for name, buffer in table.items():
-                if buffer is not None and _may_be_statistics(buffer):
-                    buffers.setdefault((buffer.device, buffer.dtype), {})[id(buffer)] = buffer
-                    self._entries.append((table, name, id(buffer)))
-        self._copied = [
-            (found, torch.cat([buffer.reshape(-1) for buffer in found.values()]))
-            for found in buffers.values()
-        ]
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Run a forward from their values, which counts into copies of them."""
-        copies: dict[int, Tensor] = {}
-        for found, values in self._copied:
-            parts = values.clone().split([buffer.numel() for buffer in found.values()])
-            for (key, buffer), part in zip(found.items(), parts, strict=True):
-                copies[key] = part.view(buffer.shape).data  # with a version of its own
-        now = [(table, name, table.get(name), copies[key]) for table, name, key in self._entries]
-        for table, name, _, copy in now:
-            table[name] = copy
-        try:
-            yield
-        finally:
-            for table, name, present, copy in now:
-                if table.get(name) is copy:
-                    table[name] = present
-
-
-def _may_be_statistics(buffer: Tensor) -> bool:
-    is_small = buffer.dim() <= 1 and buffer.numel() <= _MOST_ELEMENTS
-    return is_small and not buffer.requires_grad and is_plain(buffer)
 
 
 @contextmanager

@@ -27,7 +27,8 @@ from memengine._torch_private.distributed import (
     forget_reduction,
     gradient_holders,
 )
-from memengine.techniques.compression.rule_handle import rules_of
+from memengine._torch_private.ops import pytree
+from memengine.techniques.codecs.running_range import running_ranges
 from memengine.techniques.modules.forward_state import (
     ModuleState,
     PrivateRandomState,
@@ -60,7 +61,7 @@ def run_until_it_fits(
     shrink: Callable[[], bool],
     module: nn.Module,
     group: dist.ProcessGroup | None = None,
-    inputs: Iterable[Tensor] = (),
+    inputs: Any = (),
 ) -> T:
     """Run a step; whenever it runs out of memory, undo it, shrink its slices and repeat it.
 
@@ -70,7 +71,7 @@ def run_until_it_fits(
         module: What the step runs. Its buffers, attributes and gradients are put back.
         group: On several ranks a gloo group of all of them, in which nobody else speaks. They run
             the step together, and all take part in each of its collectives, in whatever group.
-        inputs: What the step reads, in full.
+        inputs: What the step reads, in full: tensors, in containers.
 
     Returns:
         What ``step`` returned.
@@ -92,7 +93,8 @@ def run_until_it_fits(
     ranks = None if group is None or group.size() == 1 else _Ranks(group)
     sharded = _sharded_roots(module)
     before = StepStart(module)
-    versions = [(each, version_of(each)) for each in inputs if not each.is_inference()]
+    given = [each for each in pytree.tree_leaves(inputs) if isinstance(each, Tensor)]
+    versions = [(each, version_of(each)) for each in given if not each.is_inference()]
     is_repeated = False
     while True:
         try:
@@ -162,7 +164,7 @@ class StepStart:
     def __init__(self, module: nn.Module, tensors: Iterable[Tensor] = ()) -> None:
         self.random = RandomState.of(module)
         self._private_random = PrivateRandomState()
-        self._rewind = [rule.rewinding() for rule in rules_of(module)]
+        self._running_ranges = {each: each.bounds for each in running_ranges}
         self._modules: ModuleState | None = None
         if not any(map(is_lazy, chain(module.parameters(), module.buffers()))):
             self._modules = ModuleState(module)
@@ -180,8 +182,8 @@ class StepStart:
         """Put all of it back; what was not written to is left alone."""
         self.random.restore()
         self._private_random.restore()
-        for rewind in self._rewind:
-            rewind()
+        for each in running_ranges:
+            each.bounds = self._running_ranges.get(each)
         for change in self._modules.changes() if self._modules is not None else ():
             change.undo()
         for tensor, value in self._tensors:

@@ -22,11 +22,11 @@ from memengine.techniques.modules.forward_state import (
     Change,
     ModuleState,
     RandomState,
+    SmallBuffers,
     accelerators_of,
     own_generators,
 )
 from memengine.techniques.modules.running_statistics import (
-    SmallBuffers,
     layers_with_batch_statistics,
     unrepeatable,
 )

@@ -163,7 +163,7 @@ def test_a_batch_that_was_written_to_is_not_taken_for_the_batch():
         raise torch.OutOfMemoryError('CUDA out of memory.')
 
     with pytest.raises(torch.OutOfMemoryError, match=r'written into its batch .*micro_batch_size'):
-        run_until_it_fits(step, lambda: True, model, inputs=[images])
+        run_until_it_fits(step, lambda: True, model, inputs=dict(images=[images]))
 
 
 def test_the_failed_step_leaves_no_tensor_behind():
