@@ -116,6 +116,28 @@ def test_what_the_state_does_not_go_with_is_refused(tmp_path, change, said):
     assert steps.seen == []
 
 
+@pytest.mark.parametrize(
+    ('first', 'second'),
+    [
+        (dict(bias_lr_mult=2.0), dict(bias_lr_mult=3.0)),
+        (dict(custom_keys={'0.weight': dict(lr_mult=2.0)}), dict(custom_keys={'0.weight': {}})),
+    ],
+)
+def test_rates_of_the_same_groups_hold(tmp_path, first, second):
+    whole, rest = Settings(), Settings()
+    run(tmp_path / 'whole', paramwise=second, hook=whole)
+    run(tmp_path / 'parts', paramwise=first, stop=7)
+    run(tmp_path / 'parts', paramwise=second, hook=rest, resume=True)
+    assert rest.seen == whole.seen[7:]
+
+
+def test_other_words_for_the_same_are_no_change(tmp_path, capfd):
+    run(tmp_path, paramwise=None, stop=3)
+    capfd.readouterr()
+    run(tmp_path, optimizer=dict(ADAMW, type='torch.optim.AdamW'), paramwise={}, resume=True)
+    assert 'other settings' not in capfd.readouterr().out
+
+
 def test_groups_that_fall_together_are_refused(tmp_path):
     paramwise = dict(bias_decay_mult=0.0, norm_decay_mult=0.5)
     run(tmp_path, paramwise=paramwise, stop=3)

@@ -20,6 +20,7 @@ from memengine.techniques import (
     offload_activations,
     recompute_activations,
 )
+from memengine.techniques.slices.out_of_memory import run_until_it_fits
 from memengine.testing import relative_error
 from tests.techniques.toy import cached, plain
 
@@ -342,3 +343,35 @@ def test_the_gradient_cache_copies_no_statistics_that_are_parameters():
 )
 def test_the_gradient_cache_replays_global_generators_only():
     assert cached_error(Masking, 4) > TOLERANCE
+
+
+@pytest.mark.edge(
+    'accumulation',
+    'unnoticed',
+    'Tensors that modules keep in attributes, lists or dicts, where memory ends in the middle of a '
+    'step: what the failed try has left of them stays',
+)
+def test_a_repeated_step_finds_the_tensors_that_the_failed_one_has_kept():
+    class Queue(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.seen = [torch.zeros(4)]
+
+        def forward(self, x):
+            self.seen.append(x.detach().mean(0))
+            return super().forward(x - torch.stack(self.seen).mean(0))
+
+    def gradient_of(*sizes):
+        torch.manual_seed(0)
+        model, images, tries = Queue(), torch.rand(8, 4) + 3, list(sizes)
+
+        def step():
+            for number, images_of_slice in enumerate(images.split(tries[0])):
+                model(images_of_slice).square().sum().backward()
+                if number and tries[1:]:
+                    raise torch.OutOfMemoryError('CUDA out of memory.')
+
+        run_until_it_fits(step, lambda: bool(tries.pop(0)), model)
+        return model.weight.grad
+
+    assert relative_error(gradient_of(4, 2), gradient_of(2)) > TOLERANCE

@@ -290,6 +290,10 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
                     return UNKNOWN
                 values += value if several else [value]
             return tuple(values) if isinstance(node, ast.Tuple) else values
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.Call(func=ast.Name(id='dict'), args=[ast.Dict() as entries], keywords=[]):
+            return _value(entries, names)
         case ast.Call(func=ast.Name(id='dict'), args=[], keywords=pairs):
             if all(pair.arg for pair in pairs):
                 return {str(pair.arg): _value(pair.value, names) for pair in pairs}

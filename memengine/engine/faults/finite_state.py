@@ -25,11 +25,21 @@ def each_optim_wrapper(optim_wrapper: Any) -> list[Any]:
     return [] if optim_wrapper is None else [optim_wrapper]
 
 
+def _guards(optim_wrapper: Any) -> list[Any]:
+    guards = (getattr(wrapper, 'guard', None) for wrapper in each_optim_wrapper(optim_wrapper))
+    return [guard for guard in guards if guard is not None]
+
+
 def only_refused(optim_wrapper: Any) -> bool:
     """Whether steps were refused since the last checkpoint, and none was carried out."""
-    guards = [getattr(wrapper, 'guard', None) for wrapper in each_optim_wrapper(optim_wrapper)]
-    seen = [guard for guard in guards if guard is not None]
-    return any(guard.refused for guard in seen) and not any(guard.has_updated for guard in seen)
+    guards = _guards(optim_wrapper)
+    return any(guard.refused for guard in guards) and not any(g.has_updated for g in guards)
+
+
+def note_failed_checkpoint(optim_wrapper: Any) -> None:
+    """What a checkpoint would have held that could not be written is still to be saved."""
+    for guard in _guards(optim_wrapper):
+        guard.has_updated = True
 
 
 def refuse_nonfinite_state(model: nn.Module, optim_wrapper: Any) -> None:

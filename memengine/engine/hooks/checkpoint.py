@@ -18,7 +18,7 @@ from memengine.engine.checkpoint.convert import export_weights
 from memengine.engine.checkpoint.files import read_pickle
 from memengine.engine.checkpoint.saving import SaveError, write_file
 from memengine.engine.distributed.processes import group_of_one
-from memengine.engine.faults.finite_state import only_refused
+from memengine.engine.faults.finite_state import note_failed_checkpoint, only_refused
 from memengine.registry import HOOKS
 from memengine.suggest import did_you_mean
 
@@ -100,8 +100,9 @@ class CheckpointHook(_CheckpointHook):
         self.asynchronous = asynchronous
         self.export_weights = export_weights
         self._failed_saves = 0
-        # What ends the save that was begun, and what holds once it is whole: steps kept, its path.
-        self._begun: tuple[Callable[[], object], list[int], str] | None = None
+        # What ends the save that was begun; steps kept and its path, which hold once it is whole;
+        # and what was noted as the last checkpoint before.
+        self._begun: tuple[Callable[[], object], list[int], str, Any] | None = None
 
     def before_train(self, runner: Any) -> None:
         """Refuse what MMEngine's own Runner cannot write."""
@@ -135,11 +136,12 @@ class CheckpointHook(_CheckpointHook):
 
     def _save_checkpoint(self, runner: Any) -> None:
         """Save one, unless nothing but refused steps would take the place of an older one."""
+        self._settle(runner)
         if only_refused(runner.optim_wrapper):
-            latest = runner.message_hub.get_info('last_ckpt', 'the beginning')
+            latest = runner.message_hub.get_info('last_ckpt') or 'the beginning'
             runner.logger.warning(
-                f'Iteration {runner.iter + 1}: no checkpoint is written, as training has come no '
-                f'further since {latest}: steps were not finite'
+                f'No checkpoint is written, as training has come no further since {latest}: steps '
+                'were not finite'
             )
             return
         super()._save_checkpoint(runner)
@@ -157,7 +159,7 @@ class CheckpointHook(_CheckpointHook):
             outdated = [self._path(old) for old in kept[: -self.max_keep_ckpts]]
             kept = kept[-self.max_keep_ckpts :]
             runner.message_hub.update_info('keep_ckpt_ids', kept)
-        path = self._path(step)
+        path, before = self._path(step), runner.message_hub.get_info('last_ckpt')
         runner.message_hub.update_info('last_ckpt', path)
         save = partial(
             runner.save_checkpoint,
@@ -172,7 +174,7 @@ class CheckpointHook(_CheckpointHook):
             asynchronous=self.asynchronous,
             on_complete=partial(self._on_complete, runner, path, outdated),
         )
-        self._begun = save() if self.asynchronous else save, kept, path
+        self._begun = save() if self.asynchronous else save, kept, path, before
         if not self.asynchronous:
             self._settle(runner)
 
@@ -187,12 +189,14 @@ class CheckpointHook(_CheckpointHook):
         """End the save that was begun, and hear on all ranks how it went."""
         if self._begun is None:
             return
-        (finish, kept, path), self._begun = self._begun, None
+        (finish, kept, path, before), self._begun = self._begun, None
         try:
             finish()
         except SaveError as error:
             if self.max_keep_ckpts > 0:
                 runner.message_hub.update_info('keep_ckpt_ids', list(self.keep_ckpt_ids))
+            runner.message_hub.update_info('last_ckpt', before)
+            note_failed_checkpoint(runner.optim_wrapper)
             self._count_failure(runner, error)
             return
         self._failed_saves = 0

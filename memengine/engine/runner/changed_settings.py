@@ -12,7 +12,7 @@ from memengine.engine.faults.finite_state import each_optim_wrapper
 __all__ = ['changed_settings', 'param_groups', 'settings_of_groups']
 
 _CLASSES = ('type', 'optimizer_class')
-_GROUPING = ('constructor', 'paramwise_cfg')
+_GROUPING: dict[str, Any] = {'constructor': 'DefaultOptimWrapperConstructor', 'paramwise_cfg': {}}
 # An optimiser keeps more, or keeps it elsewhere, where these are switched on.
 _SHAPES_STATE = ('amsgrad', 'capturable', 'centered', 'fused', 'momentum')
 
@@ -70,7 +70,7 @@ def changed_settings(
 
     def hold() -> None:
         for group, values in zip(param_groups(runner), held, strict=True):
-            for key in {*map(_key, changed), *_scheduled(group), *_scheduled(values)}:
+            for key in {*_held(changed), *_scheduled(group), *_scheduled(values)}:
                 for entry in (key, f'initial_{key}'):
                     group.pop(entry, None)
                     group.update({entry: values[entry]} if entry in values else {})
@@ -94,8 +94,10 @@ def _of_optimizers(config: Any, path: str) -> Iterator[tuple[str, Any]]:
     if not isinstance(config, dict):
         return
     if isinstance(config.get('optimizer'), dict):
-        yield from ((f'{path}.optimizer.{key}', it) for key, it in config['optimizer'].items())
-        yield from ((f'{path}.{key}', config.get(key)) for key in _GROUPING)
+        for key, value in config['optimizer'].items():
+            is_class = key in _CLASSES and isinstance(value, str)
+            yield f'{path}.optimizer.{key}', value.rpartition('.')[2] if is_class else value
+        yield from ((f'{path}.{key}', config.get(key) or none) for key, none in _GROUPING.items())
     else:  # several, by their names
         for name, below in config.items():
             yield from _of_optimizers(below, f'{path}.{name}')
@@ -109,21 +111,22 @@ def _why_not(
     now: Mapping[str, Any],
 ) -> str | None:
     """Why changed settings cannot hold for an optimiser's state, if so."""
-    groups = param_groups(runner)
+    groups, saved = param_groups(runner), _saved_groups(state)
+    # The groups of a run may have one more than the optimiser: MMEngine's, for the log.
+    wrappers = each_optim_wrapper(runner.optim_wrapper)
+    own = [group for wrapper in wrappers for group in wrapper.optimizer.param_groups]
+    if saved and [len(g['params']) for g in saved] != [len(g['params']) for g in own]:
+        name = next((name for name in changed if _key(name) in _GROUPING), changed[0])
+        return f'{name} puts parameters into other groups than its state is of'
     for name in changed:
         key = _key(name)
         if key in _CLASSES:
             return f'it has the state of {before.get(name)}, which {name} cannot go on with'
-        if key in _GROUPING:
-            return f'{name} puts parameters into other groups than its state is of'
-        if key in _SHAPES_STATE and now.get(name) and not before.get(name):
+        if key in _SHAPES_STATE and now.get(name) and not all(g.get(key) for g in saved):
             return f'its state lacks what {name} needs'
-        if name != 'param_scheduler' and not any(key in group for group in groups):
+        is_of_groups = name != 'param_scheduler' and key not in _GROUPING
+        if is_of_groups and not any(key in group for group in groups):
             return f'{name} cannot be changed once an optimiser has a state'
-    # The groups of a run may have one more than the optimiser: MMEngine's, for the log.
-    kept = sum(len(w.optimizer.param_groups) for w in each_optim_wrapper(runner.optim_wrapper))
-    if 'param_groups' in state and len(state['param_groups']) != kept:
-        return f'{changed[0]} puts parameters into other groups than its state is of'
     for schedule in _schedules(runner):
         if getattr(schedule, 'need_val_args', False):
             return (
@@ -151,8 +154,22 @@ def _schedules(runner: Any) -> list[Any]:
     return sum(schedules.values(), []) if isinstance(schedules, dict) else schedules
 
 
+def _saved_groups(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The parameter groups of a saved state, of several optimisers one after another."""
+    if 'param_groups' in state:
+        return list(state['param_groups'])
+    states = [below for below in state.values() if isinstance(below, Mapping)]
+    return [group for below in states for group in _saved_groups(below)]
+
+
 def _key(name: str) -> str:
     return name.rpartition('.')[2]
+
+
+def _held(changed: Iterable[str]) -> set[str]:
+    """Settings of parameter groups that changed ones say; by parameter it is these two."""
+    keys = set(map(_key, changed))
+    return keys | {'lr', 'weight_decay'} if keys & _GROUPING.keys() else keys
 
 
 def _scheduled(group: Iterable[str]) -> set[str]:

@@ -241,22 +241,26 @@ class SmallBuffers:
     """Small buffers of a module as they are now, for a forward that writes to them in silence.
 
     ``F.batch_norm`` and fused observers of quantisation write to numbers, one for each channel as a
-    rule, without counting a version. Left out are those of norm layers, which only count.
+    rule, without counting a version. Left out are those of norm layers, which only count, and those
+    that DDP sends to all ranks when a forward begins.
 
     Cost: a copy of buffers of at most one dimension, by a single operation for each of their types.
     """
 
     def __init__(self, module: nn.Module) -> None:
         buffers: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
-        self._entries: list[tuple[dict[str, Tensor | None], str, int]] = []
+        self._entries: list[tuple[dict[str, Tensor | None], str, Tensor, int]] = []
+        ddp = (x for x in module.modules() if isinstance(x, DistributedDataParallel))
+        sent = {id(b) for x in ddp if x.broadcast_buffers for b in x.buffers()}
         for layer in module.modules():
             if isinstance(layer, BatchOrInstanceNorm):
                 continue
             table = own_buffers(layer)
             for name, buffer in table.items():
-                if buffer is not None and _may_be_statistics(buffer):
-                    buffers.setdefault((buffer.device, buffer.dtype), {})[id(buffer)] = buffer
-                    self._entries.append((table, name, id(buffer)))
+                if buffer is None or id(buffer) in sent or not _may_be_statistics(buffer):
+                    continue
+                buffers.setdefault((buffer.device, buffer.dtype), {})[id(buffer)] = buffer
+                self._entries.append((table, name, buffer, version_of(buffer)))
         self._copied = [
             (found, torch.cat([buffer.reshape(-1) for buffer in found.values()]))
             for found in buffers.values()
@@ -264,13 +268,20 @@ class SmallBuffers:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Run a forward from their values, which counts into copies of them."""
+        """Run a forward from their values, which counts into copies of them.
+
+        One that was written to aloud since then stays: what is done once is not done again.
+        """
         copies: dict[int, Tensor] = {}
         for found, values in self._copied:
             parts = values.clone().split([buffer.numel() for buffer in found.values()])
             for (key, buffer), part in zip(found.items(), parts, strict=True):
                 copies[key] = part.view(buffer.shape).data  # with a version of its own
-        now = [(table, name, table.get(name), copies[key]) for table, name, key in self._entries]
+        now = [
+            (table, name, table.get(name), copies[id(buffer)])
+            for table, name, buffer, version in self._entries
+            if version_of(buffer) == version
+        ]
         for table, name, _, copy in now:
             table[name] = copy
         try:

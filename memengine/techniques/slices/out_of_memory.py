@@ -147,8 +147,9 @@ def _sharded_roots(module: nn.Module) -> list[Any]:
 class StepStart:
     """What a step changes before the update, to be put back.
 
-    That is generators, gradients, buffers, the modules' attributes but for tensors, and ranges of
-    quantised activations. What a model makes in its first forward (lazy modules) stays as it is.
+    That is generators, gradients, buffers, the modules' attributes but for tensors and what holds
+    any, and ranges of quantised activations. What a model makes in its first forward (lazy modules)
+    stays as it is.
 
     Args:
         module: What the step runs.

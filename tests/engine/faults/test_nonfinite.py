@@ -8,6 +8,7 @@ import torch
 from mmengine.hooks import EMAHook, Hook
 from torch import nn
 
+from memengine.engine.checkpoint.saving import CheckpointWriter, SaveError
 from memengine.engine.faults import capture
 from memengine.engine.faults.finite_state import NonFiniteError, refuse_nonfinite_state
 from memengine.engine.faults.guard import StepGuard
@@ -159,8 +160,8 @@ class Poison(Hook):
             data_batch['inputs'].fill_(torch.nan)
 
 
-def poisoned(tmp_path, iterations, on_nonfinite, limit, interval):
-    checkpoint = dict(interval=interval, by_epoch=False, max_keep_ckpts=2)
+def poisoned(tmp_path, iterations, on_nonfinite, limit, interval, **settings):
+    checkpoint = dict(interval=interval, by_epoch=False, max_keep_ckpts=2, **settings)
     optim = dict(on_nonfinite=on_nonfinite, nonfinite_limit=limit)
     runner = build(tmp_path, optim_wrapper=optim, default_hooks=dict(checkpoint=checkpoint))
     runner.register_hook(Poison(iterations))
@@ -183,6 +184,24 @@ def test_a_checkpoint_does_not_begin_the_count_anew(tmp_path, on_nonfinite):
 def test_a_step_that_succeeds_before_a_checkpoint_begins_the_count_anew(tmp_path):
     poisoned(tmp_path, range(1, 12, 2), 'skip', limit=1, interval=2).train()
     assert {path.name for path in tmp_path.glob('*.pth')} == {'iter_10.pth', 'iter_12.pth'}
+
+
+@pytest.mark.parametrize('asynchronous', [False, True])
+def test_what_a_failed_checkpoint_would_have_held_is_saved_later(
+    tmp_path, asynchronous, monkeypatch
+):
+    start, starts = CheckpointWriter.start, []
+
+    def failing(self, write, asynchronous):
+        def fail():
+            raise SaveError('no room')
+
+        starts.append(1)
+        return start(self, fail if len(starts) == 2 else write, asynchronous)
+
+    monkeypatch.setattr(CheckpointWriter, 'start', failing)
+    poisoned(tmp_path, range(6, 12), 'skip', 20, 3, asynchronous=asynchronous).train()
+    assert {path.name for path in tmp_path.glob('*.pth')} == {'iter_3.pth', 'iter_9.pth'}
 
 
 def test_steps_that_are_rolled_back_did_not_succeed(tmp_path):

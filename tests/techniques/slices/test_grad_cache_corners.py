@@ -97,9 +97,9 @@ class OwnBatchNorm(nn.BatchNorm1d):
 @pytest.mark.edge(
     'grad_cache',
     'exact',
-    'Small buffers that `F.batch_norm` or a fused observer writes to without counting a version, '
-    'and running statistics of a subclass of BatchNorm: once, and the second pass reads what the '
-    'first has read',
+    'Small buffers that `F.batch_norm` or a fused observer writes to without counting a version '
+    '(but where DDP sends buffers in each forward), and running statistics of a subclass of '
+    'BatchNorm: once, and the second pass reads what the first has read',
 )
 @pytest.mark.parametrize('keep_graph', [0, 1])
 @pytest.mark.parametrize('norm', [Silent, OwnBatchNorm])
@@ -109,6 +109,33 @@ def test_buffers_that_are_written_to_without_a_version_count_once(norm, keep_gra
     expected = copy.deepcopy(model)
     plain([expected], [x], lambda z: (z.sum(0) ** 3).sum())
     cached([model], [x], lambda z: (z.sum(0) ** 3).sum(), keep_graph=keep_graph)
+    assert_same_step(gradients(model), gradients(expected))
+    assert_same_step(model.state_dict(), expected.state_dict())
+
+
+class Rescaled(nn.Linear):
+    """Rescales its weight by the first batch that it sees, and notes in a buffer that it has."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer('is_rescaled', torch.tensor(False))
+
+    def forward(self, x):
+        if not self.is_rescaled:
+            with torch.no_grad():
+                self.weight.div_(x.std(0))
+                self.is_rescaled.fill_(True)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize('keep_graph', [0, 1])
+def test_what_is_done_once_by_a_flag_in_a_buffer_is_not_done_again(keep_graph):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Rescaled(4, 4), nn.Tanh()).double(), torch.randn(6, 4).double()
+    expected = copy.deepcopy(model)
+    loss_fn = lambda z: (z.sum(0) ** 3).sum()  # noqa: E731
+    loss_fn(torch.cat([expected(piece) for piece in x.split(3)])).backward()
+    cached_step(Tower(model, x.split(3)), loss_fn, keep_graph=keep_graph)
     assert_same_step(gradients(model), gradients(expected))
     assert_same_step(model.state_dict(), expected.state_dict())
 

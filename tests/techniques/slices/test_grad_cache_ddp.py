@@ -125,3 +125,35 @@ def test_ranks_follow_one_process_and_reduce_once(world_size):
             assert loss.item() == pytest.approx(losses[kind][rank].item(), rel=1e-12)
             assert_same_step(actual, mean[kind])
             assert reductions == [0]  # one bucket, once
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(12, 6)
+        self.register_buffer('scale', torch.ones(6))
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+def buffers_that_are_sent(rank, world_size):
+    """Gradients where each forward begins with rank 0's buffers: without the cache, and with it."""
+    found = []
+    for way in ('plain', 'cached'):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Scaled().double())
+        model.module.scale.fill_(1 + rank)
+        x = torch.randn(6, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+        loss_fn = lambda z: (z.sum(0) ** 3).sum()  # noqa: E731
+        if way == 'plain':
+            loss_fn(model(x)).backward()
+        else:
+            cached_step(Tower(model, x.split(2)), loss_fn)
+        found.append(gradients(model))
+    return found
+
+
+def test_buffers_that_ddp_sends_are_what_every_pass_reads():
+    for expected, found in run_ranks(2, buffers_that_are_sent):
+        assert_same_step(found, expected)

@@ -114,8 +114,8 @@ class Stateful(nn.Module):
 @pytest.mark.edge(
     'accumulation',
     'exact',
-    'Memory that ends in the middle of a step: what modules count, replace and write to is as '
-    'smaller slices would have left it',
+    'Memory that ends in the middle of a step: what modules count, and buffers that they replace '
+    'or write to, are as smaller slices would have left them',
 )
 def test_what_modules_replace_is_put_back():
     def after_slices(*sizes):
