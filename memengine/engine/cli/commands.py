@@ -146,8 +146,8 @@ def replay(args: argparse.Namespace) -> str:
 
 def _check_exists(checkpoint: str, option: str, or_run: bool = False) -> None:
     """Refuse a checkpoint, or the folder of a run where one may stand for it, that is not there."""
-    path = os.path.expanduser(checkpoint)
-    is_there = os.path.isfile(path) or (or_run or is_sharded(path)) and os.path.isdir(path)
+    is_file = os.path.isfile(os.path.expanduser(checkpoint))  # as MMEngine does
+    is_there = is_file or (or_run or is_sharded(checkpoint)) and os.path.isdir(checkpoint)
     if '://' not in checkpoint and not is_there:
         like = similar_files(checkpoint, ('*.pth', '*.dcp', '*.safetensors'))
         advice = '; name a checkpoint, or the folder of a run' if or_run and not like else ''
