@@ -376,8 +376,8 @@ def test_commands_that_are_only_checked_above_run_too(page, workplace):
 
 
 ABSENT = {  # what some configs need and a checkout lacks; they fail for the want of it alone
-    'mine/trusting.py': 'work_dirs/old/checkpoint.pth can not be found',
-    'mine/finetuned.py': 'work_dirs/dino_vit can not be found',
+    'mine/trusting.py': 'load_from: there is no checkpoint work_dirs/old/checkpoint.pth',
+    'mine/finetuned.py': 'load_from: there is no checkpoint work_dirs/dino_vit',
     'mine/folder.py': "there is no folder 'data/pictures/train'",
     'mine/split.py': "there is no folder 'data/pictures'",
     'mine/video.py': "there is no folder 'data/videos'",
