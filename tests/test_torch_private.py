@@ -85,14 +85,14 @@ def test_version_of():
 def test_check_of_later_writes():
     x = torch.zeros(2, 3, requires_grad=True).exp()
     memory = weakref.ref(x.untyped_storage())
-    checks = [autograd.check_of_later_writes(each) for each in (x, x[0])]
+    checks = [autograd.check_of_later_writes(each) for each in (x, x[0], x[0, 0])]
     for check in checks:
         check()
     with torch.no_grad():
         x.view(6)[3:].zero_()
     del x
     assert memory() is None
-    for check, shape in zip(checks, (r'\(2, 3\)', r'\(3,\)'), strict=True):
+    for check, shape in zip(checks, (r'\(2, 3\)', r'\(3,\)', r'\(\)'), strict=True):
         with pytest.raises(RuntimeError, match=f'of shape {shape} is at version 1; expected'):
             check()
 

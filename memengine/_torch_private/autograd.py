@@ -25,9 +25,10 @@ version_of: Callable[[Tensor], int] = attrgetter('_version')
 def check_unmodified(tensor: Tensor, version: int, shape: torch.Size | None = None) -> None:
     """Raise autograd's RuntimeError when a tensor was written to since it had this version."""
     if version_of(tensor) != version:
+        shape = tensor.shape if shape is None else shape
         raise RuntimeError(
             'one of the variables needed for gradient computation has been modified by an inplace '
-            f'operation: {tensor.type()} of shape {tuple(shape or tensor.shape)} is at version '
+            f'operation: {tensor.type()} of shape {tuple(shape)} is at version '
             f'{version_of(tensor)}; expected version {version} instead'
         )
 

@@ -20,9 +20,8 @@ from memengine.techniques import (
     offload_activations,
     recompute_activations,
 )
-from memengine.techniques.slices.out_of_memory import run_until_it_fits
 from memengine.testing import relative_error
-from tests.techniques.toy import cached, plain
+from tests.techniques.toy import cached, plain, try_slices
 
 TOLERANCE = 1e-3  # of verify_exactness in fp32
 
@@ -363,15 +362,8 @@ def test_a_repeated_step_finds_the_tensors_that_the_failed_one_has_kept():
 
     def gradient_of(*sizes):
         torch.manual_seed(0)
-        model, images, tries = Queue(), torch.rand(8, 4) + 3, list(sizes)
-
-        def step():
-            for number, images_of_slice in enumerate(images.split(tries[0])):
-                model(images_of_slice).square().sum().backward()
-                if number and tries[1:]:
-                    raise torch.OutOfMemoryError('CUDA out of memory.')
-
-        run_until_it_fits(step, lambda: bool(tries.pop(0)), model)
+        model = Queue()
+        try_slices(model, torch.rand(8, 4) + 3, *sizes)
         return model.weight.grad
 
     assert relative_error(gradient_of(4, 2), gradient_of(2)) > TOLERANCE

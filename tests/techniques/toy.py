@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from memengine.losses import ClipLoss, ConLoss, NTXentLoss, SigLipLoss, SupConLoss
 from memengine.techniques.slices.grad_cache import Tower, cached_step
+from memengine.techniques.slices.out_of_memory import run_until_it_fits
 from memengine.techniques.slices.sliced_step import total_loss
 from memengine.techniques.slices.slicing import split_batch
 
@@ -165,3 +166,16 @@ def gradients(*modules):
         for index, module in enumerate(modules)
         for name, parameter in module.named_parameters()
     }
+
+
+def try_slices(model, images, *sizes):
+    """An additive step in slices of the last size; with others, memory ends in their second one."""
+    tries = list(sizes)
+
+    def step():
+        for number, images_of_slice in enumerate(images.split(tries[0])):
+            model(images_of_slice).square().sum().backward()
+            if number and tries[1:]:
+                raise torch.OutOfMemoryError('CUDA out of memory.')
+
+    run_until_it_fits(step, lambda: bool(tries.pop(0)), model)

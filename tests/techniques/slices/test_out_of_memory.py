@@ -13,6 +13,7 @@ from memengine.techniques.modules.private_random import (
     restart_private_generators,
 )
 from memengine.techniques.slices.out_of_memory import is_out_of_memory, run_until_it_fits
+from tests.techniques.toy import try_slices
 
 
 def test_what_the_allocators_say():
@@ -79,16 +80,8 @@ def test_quantised_activations_are_what_the_smaller_slices_would_have_made_them(
         torch.manual_seed(0)
         restart_private_generators()
         model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
-        images, tries = torch.rand(8, 8), list(sizes)
-
-        def step():
-            for number, images_of_slice in enumerate(images.split(tries[0])):
-                model(images_of_slice).square().sum().backward()
-                if number and tries[1:]:  # in the second slice
-                    raise torch.OutOfMemoryError('CUDA out of memory.')
-
         with quantize_activations(model, **how, min_numel=1):
-            run_until_it_fits(step, lambda: bool(tries.pop(0)), model)
+            try_slices(model, torch.rand(8, 8), *sizes)
         return model[0].weight.grad
 
     assert torch.equal(gradient_of_slices(4, 2), gradient_of_slices(2))
@@ -120,15 +113,8 @@ class Stateful(nn.Module):
 def test_what_modules_replace_is_put_back():
     def after_slices(*sizes):
         torch.manual_seed(0)
-        model, images, tries = Stateful(), torch.rand(8, 4) + 3, list(sizes)
-
-        def step():
-            for number, images_of_slice in enumerate(images.split(tries[0])):
-                model(images_of_slice).square().sum().backward()
-                if number and tries[1:]:  # in the second slice
-                    raise torch.OutOfMemoryError('CUDA out of memory.')
-
-        run_until_it_fits(step, lambda: bool(tries.pop(0)), model)
+        model = Stateful()
+        try_slices(model, torch.rand(8, 4) + 3, *sizes)
         return model
 
     tried, small = after_slices(4, 2), after_slices(2)
