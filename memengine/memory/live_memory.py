@@ -262,7 +262,7 @@ class LiveMemory(OperatorMode):
             return self._compare(*args)
         if func is MAPS_A_FILE:  # into memory that is the file's
             mapped = torch.empty(args[2], dtype=kwargs['dtype'])
-            self.offloaded_bytes += mapped.nbytes
+            self.offloaded_bytes += 2 * mapped.nbytes  # out, and back
             return mapped
         origin = self._find_origin()
         if self._sent and origin.in_backward != self._origin.in_backward:

@@ -3,9 +3,12 @@
 import copy
 import gc
 import pickle
+import resource
+import shutil
 import sys
 import weakref
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import timm
@@ -186,13 +189,40 @@ def test_with_selective_checkpointing(options):
         assert_same_step(gradients(model), gradients(plain))
 
 
-def test_files_are_removed_with_the_graph(tmp_path):
+def mapped_bytes(folder):
+    """Of files in a folder that this process has mapped, in whole pages."""
+    lines = Path('/proc/self/maps').read_text().splitlines()
+    ranges = [line.split()[0] for line in lines if f'{folder}/' in line]
+    ends = [[int(end, 16) for end in each.split('-')] for each in ranges]
+    return sum(stop - start for start, stop in ends)
+
+
+def test_files_go_with_the_graph_and_have_no_names_that_a_killed_process_could_leave(tmp_path):
     model, images = vit(depth=1), torch.randn(2, 3, 32, 32)
     handle = offload_activations(model, 'disk', folder=tmp_path, **SMALL)
     loss = model(images).sum()
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) == handle.stored_bytes > 0
-    loss.backward()
+    assert mapped_bytes(tmp_path) >= handle.stored_bytes > 0
     assert not list(tmp_path.iterdir())
+    loss.backward()
+    assert not mapped_bytes(tmp_path)
+
+
+@pytest.mark.parametrize('cause', ['full', 'missing'])
+def test_a_file_that_cannot_be_written_is_an_error_that_names_the_setting(tmp_path, cause):
+    model = nn.Sequential(nn.GELU(), nn.Linear(64, 64))
+    folder = tmp_path if cause == 'full' else tmp_path / 'missing'
+    offload_activations(model, 'disk', folder=folder, min_bytes=0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if cause == 'full':
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        with pytest.raises(OSError, match=rf'to {folder} \(.*set activation_offload.folder'):
+            model(torch.ones(64, 64))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
+    shutil.rmtree(tmp_path)
+    nn.Linear(64, 64)(torch.ones(64, 64))  # whose input no hooks that had stayed could write
 
 
 @pytest.mark.edge(

@@ -67,12 +67,14 @@ class Offloading(saved_tensors_hooks):
 
     def __exit__(self, *exception: object) -> None:
         _state.offloading = self._outside
-        if self._waiting and exception[0] is None:
-            self._move_filled(next_node_number() + 1)
-        self._leaving.wait()
-        super().__exit__(*exception)
-        # A hook that is a method holds its object, and so the inputs, until garbage is collected.
-        self.pack_hook, self._stays = _unpack, {}
+        try:
+            if self._waiting and exception[0] is None:
+                self._move_filled(next_node_number() + 1)
+            self._leaving.wait()
+        finally:  # also where there is no room for what was to move
+            super().__exit__(*exception)
+            # A hook that is a method holds its object, and the inputs, until garbage is collected.
+            self.pack_hook, self._stays = _unpack, {}
 
     def pack_saved(self, tensor: Tensor) -> Any:
         """What stands for a tensor that an operation saves."""

@@ -41,7 +41,8 @@ def offload_activations(
         model: Its ``forward`` is wrapped; the model stays what it is.
         store: ``'host'`` for host memory (pinned for a model on an accelerator), ``'disk'`` for
             files, ``'auto'`` for host memory on an accelerator and files on a CPU.
-        folder: Where the files go; a temporary folder by default. They are removed with the graph.
+        folder: Where the files go; a temporary folder by default. They have no names there, and are
+            gone with the graph, or with a process that is killed.
         min_bytes: Smallest storage that moves, in bytes.
         look_ahead: How many storages are brought back before they are asked for. Each costs its
             bytes on the device; 0 brings back what is asked for and waits.
@@ -52,6 +53,7 @@ def offload_activations(
     Raises:
         ValueError: For an unknown store, a folder without files, sizes below 0, or a model that
             is offloaded already.
+        OSError: In a forward, when no file can be written.
 
     Cost: every byte once out and once back, on CUDA beside the computation. On the device are what
     is not moved, ``look_ahead`` storages, and those in use: from the first op that asks for one to

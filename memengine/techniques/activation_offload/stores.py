@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import tempfile
 import weakref
@@ -12,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from memengine._torch_private.fake import is_fake
 
 __all__ = ['Leaving', 'StartRead', 'store_bytes']
 
@@ -48,18 +52,46 @@ def _to_memory(content: Tensor) -> StartRead:
 
 
 def _to_disk(content: Tensor, folder: str | Path | None) -> StartRead:
-    handle, path = tempfile.mkstemp(prefix='activation_', dir=folder)
-    os.close(handle)
     size, device = content.numel(), content.device
-    torch.from_file(path, shared=True, size=size, dtype=torch.uint8).copy_(content)
+    mapped = _map_file(size, folder)
+    mapped.copy_(content)
+    _let_go_of_pages(mapped)
 
     def read() -> Callable[[], Tensor]:
-        mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         back = mapped.to(device, copy=True)
+        _let_go_of_pages(mapped)
         return lambda: back
 
-    weakref.finalize(read, Path(path).unlink, missing_ok=True)
     return read
+
+
+def _map_file(size: int, folder: str | Path | None) -> Tensor:
+    """Bytes that are a file's, which has no name: it goes with them, and with a process at once.
+
+    (A file that is open would need no mapping, but processes may open some thousand only.)
+    """
+    try:
+        handle, path = tempfile.mkstemp(prefix='activation_', dir=folder)
+        try:
+            if hasattr(os, 'posix_fallocate'):  # to write to a mapping of a full disk is a SIGBUS
+                os.posix_fallocate(handle, 0, size)
+            return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        finally:
+            os.close(handle)
+            os.unlink(path)
+    except OSError as error:
+        raise OSError(
+            f'activation_offload: {size / 2**20:.1f} MiB cannot be written to '
+            f'{folder or tempfile.gettempdir()} ({error.strerror}); set activation_offload.folder '
+            "to where there is room, or store='host'"
+        ) from error
+
+
+def _let_go_of_pages(mapped: Tensor) -> None:
+    """Leave what has been written or read to the file, as a process is said to take its pages."""
+    if not is_fake(mapped):
+        address, length = ctypes.c_void_p(mapped.data_ptr()), ctypes.c_size_t(mapped.nbytes)
+        ctypes.CDLL(None).madvise(address, length, mmap.MADV_DONTNEED)
 
 
 class Leaving:
