@@ -84,7 +84,8 @@ def quantize_activations(
         modules: Where, with all that is in them: names, globs, classes, or ``'blocks'``; None for
             everywhere.
         exclude: Where not.
-        group_size: Elements that share a range, a multiple of 8.
+        group_size: Elements that share a range, a multiple of 8; of a norm's input less, down to a
+            half, where so many are a part of a row.
         ranges: ``'group'``: each group's own extremes, with stochastic rounding. ``'running'``: as
             Mesa does, 8 bits in running ranges by head or channel, which clip and so bias;
             queries, keys and values share theirs.
@@ -148,7 +149,7 @@ class QuantizedActivations(RuleHandle):
     ) -> None:
         super().__init__(model)
         self._bits, self._min_numel = bits, min_numel
-        self._quantizers = {width: Quantizer(width, group_size) for width in _WIDTHS}
+        self._group_size = Quantizer(group_size=group_size).group_size  # which it may refuse
         self._stated: dict[_NeedAt, int] = {}
         self._running: dict[tuple[object, ...], RunningRangeQuantizer] = {}
         self.codes_each_view = has_running_ranges
@@ -180,7 +181,9 @@ class QuantizedActivations(RuleHandle):
             kind = (*place, tuple(tensor.shape[1:]))
             dim = 1 if tensor.ndim > 3 else -1  # heads or channels, which stand second or last
             return self._running.setdefault(kind, RunningRangeQuantizer(dim))
-        return self._quantizers[width]
+        is_of_rows = need is Need.NORM and tensor.ndim > 0 and tensor.stride(-1) == 1
+        size = self._group_size
+        return Quantizer(width, _within_rows(size, tensor.shape[-1]) if is_of_rows else size)
 
     def _width_at(self, place: _NeedAt) -> int:
         stated = self._stated.get(place)
@@ -264,6 +267,16 @@ class QuantizedActivations(RuleHandle):
         buffers = SmallBuffers(self.model)
         with state.replay(), buffers.restored(), frozen_statistics(self.model):
             return list(torch.autograd.grad(loss(), parameters, allow_unused=True))
+
+
+def _within_rows(group_size: int, row: int) -> int:
+    """Elements of a group that spans no two rows, where that takes groups of half as many at least.
+
+    A norm divides the error of each row by its spread: one of little spread, such as the class
+    token of a new ViT, must not have its neighbours' range.
+    """
+    sizes = range(group_size, group_size // 2 - 1, -8)
+    return next((size for size in sizes if row % size == 0), group_size)
 
 
 def _squared_distance(some: list[Tensor | None], others: list[Tensor | None]) -> float:

@@ -153,6 +153,31 @@ def test_hardtanh_at_any_bounds_and_precision(bounds, dtype):
     assert torch.equal(torch.autograd.grad(model(x).sum(), x)[0], exact)
 
 
+@pytest.mark.parametrize(
+    ('width', 'group_size'), [(192, 192), (384, 192), (320, 160), (512, 256), (96, 256), (197, 256)]
+)
+def test_groups_of_a_norms_input_span_no_two_rows(width, group_size):
+    model, x = nn.LayerNorm(width), torch.randn(40, width)
+    rule = quantize_activations(model, bits=2, min_numel=1)
+    model(x.requires_grad_()).sum()
+    nbytes = -(-40 * width // 4) + 8 * -(-40 * width // group_size)
+    assert rule.kept.places['the model', 'norm'] == (x.nbytes, nbytes)
+
+
+def test_a_row_of_little_spread_beside_others_has_an_error_of_its_own():
+    x = torch.randn(40, 192)
+    x[::7] *= 1e-5  # as the class tokens of a new ViT
+    gradients = []
+    for bits in (32, 2):
+        torch.manual_seed(0)
+        model, inputs = nn.LayerNorm(192), x.clone().requires_grad_()
+        quantize_activations(model, bits, min_numel=1)
+        (model(inputs) * torch.randn(40, 192)).sum().backward()
+        gradients.append(inputs.grad[::7])
+    exact, lossy = gradients
+    assert (lossy - exact).norm() < exact.norm()  # 9,000 times as much with its neighbours' range
+
+
 def test_views_of_one_memory_have_ranges_of_their_own():
     class Split(nn.Module):
         def forward(self, x):
