@@ -273,3 +273,27 @@ def test_offloading_on_a_gpu_is_the_optimiser_on_the_host():
             wrapper.update_params(net(torch.ones(8, 64, device='cuda')).square().mean())
         results.append(dict(net.named_parameters()))
     assert_same_step(*results, tolerance=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_run_whose_states_are_on_the_host_saves_and_goes_on(tmp_path):
+    pytest.importorskip('torchao.optim')
+
+    def weights(folder, **kwargs):
+        runner = toy_runner(
+            folder,
+            optim_wrapper=dict(optimizer=dict(type='CPUOffloadOptimizer', lr=0.05)),
+            custom_hooks=[dict(type='EMAHook')],
+            **kwargs,
+        )
+        runner.train()
+        return runner, dict(runner.model.state_dict())
+
+    runner, expected = weights(tmp_path / 'whole')
+    names = {p: name for name, p in runner.model.named_parameters()}
+    state = runner.optim_wrapper.optimizer.state
+    assert {names[p] for p in state} == set(names.values())
+    assert all(state[p]['exp_avg'].shape == p.shape for p in names)
+    weights(tmp_path / 'cut', train_cfg=dict(by_epoch=True, max_epochs=3, stop_at_iter=7))
+    _, found = weights(tmp_path / 'cut', resume=True)
+    assert_same_step(found, expected, tolerance=0.0)

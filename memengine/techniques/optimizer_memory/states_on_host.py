@@ -44,6 +44,14 @@ def _offload_class() -> Any:
             """The parameters on the device; torchao's own are those on the host, one a group."""
             return self._groups
 
+        @property
+        def state(self) -> dict[Any, dict[str, Any]]:
+            """By parameter on the device; torchao's has none, as each of its optimisers has one."""
+            states = dict(self.d_opt.state) if self.d_opt else {}
+            for parameter, part in self.optim_dict.items():
+                states.update(zip([parameter], part.state.values(), strict=False))
+            return states
+
         def _parts(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
             """Each group with those of the optimisers that carry it out."""
             parts = {p: part.param_groups[0] for p, part in self.optim_dict.items()}
@@ -53,6 +61,10 @@ def _offload_class() -> Any:
                 for parameter in parts.keys() & set(group['params']):
                     yield group, parts[parameter]
 
+        def _hand_settings_on(self) -> None:
+            for group, part in self._parts():
+                part.update(_settings(group))
+
         @torch.no_grad()
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
             """torchao's step, from the gradients, settings and, at first, weights as they are now.
@@ -60,8 +72,7 @@ def _offload_class() -> Any:
             torchao copies gradients within backward, before clipping, unscaling and DDP's
             reduction, and weights when it is built, before they are initialised or loaded.
             """
-            for group, part in self._parts():
-                part.update(_settings(group))
+            self._hand_settings_on()
             self.stream.synchronize()  # torchao's copies would else come after these
             for on_device, on_host in self.param_d2h_map.items():
                 if not self._host_has_weights:
@@ -72,6 +83,12 @@ def _offload_class() -> Any:
                     on_host.grad.copy_(on_device.grad)
             self._host_has_weights = True
             return super().step(closure)
+
+        def state_dict(self) -> dict[str, Any]:
+            """torchao's, with settings as they are now: schedules go on after a step."""
+            self._hand_settings_on()
+            state: dict[str, Any] = super().state_dict()
+            return state
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             """Load what ``state_dict`` gave; the weights are taken from the device again."""
