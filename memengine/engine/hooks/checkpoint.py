@@ -8,6 +8,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from math import lcm
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,7 +19,11 @@ from memengine.engine.checkpoint.convert import export_weights
 from memengine.engine.checkpoint.files import read_pickle
 from memengine.engine.checkpoint.saving import SaveError, write_file
 from memengine.engine.distributed.processes import group_of_one
-from memengine.engine.faults.finite_state import note_failed_checkpoint, only_refused
+from memengine.engine.faults.finite_state import (
+    each_optim_wrapper,
+    note_failed_checkpoint,
+    only_refused,
+)
 from memengine.registry import HOOKS
 from memengine.suggest import did_you_mean
 
@@ -119,6 +124,20 @@ class CheckpointHook(_CheckpointHook):
                     f'CheckpointHook: export_weights=True needs a local out_dir, got {self.out_dir}'
                 )
             self._alone = group_of_one()
+        self._warn_of_gathered_gradients(runner)
+
+    def _warn_of_gathered_gradients(self, runner: Any) -> None:
+        """Say so where checkpoints fall between two updates: each rank gathers for itself."""
+        every = self.interval * (len(runner.train_dataloader) if self.by_epoch else 1)
+        wrappers = each_optim_wrapper(runner.optim_wrapper)
+        counts = max(getattr(each, 'accumulative_counts', 1) for each in wrappers)
+        if every > 0 and every % counts:
+            runner.logger.warning(
+                f'An update takes {counts} iterations (optim_wrapper.accumulative_counts), but a '
+                f'checkpoint is written every {every}: gradients that are gathered by then are not '
+                'in it, so that a run that goes on from it differs in its next update. Let '
+                f'default_hooks.checkpoint write every {lcm(every, counts)} iterations'
+            )
 
     def after_train(self, runner: Any) -> None:
         """Wait for the last checkpoint, and do what MMEngine's hook does then.

@@ -166,3 +166,24 @@ def test_a_best_by_a_metric_that_there_is_not_names_those_there_are(tmp_path, na
     assert left(tmp_path) == ['epoch_1'], 'nothing that was trained is lost'
     train(tmp_path, scores=[1.0, 2.0], epochs=2, resume=True)
     assert 'best_score_epoch_2' in left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ('counts', 'checkpoint', 'every'),
+    [
+        (2, dict(interval=1), '10 iterations'),  # of five iterations an epoch
+        (4, dict(interval=6, by_epoch=False), '12 iterations'),
+        (4, dict(interval=8, by_epoch=False), None),
+        (5, dict(interval=1), None),
+        (1, dict(interval=3, by_epoch=False), None),
+    ],
+)
+def test_checkpoints_between_two_updates_are_warned_of(tmp_path, counts, checkpoint, every):
+    optim = dict(optimizer=dict(type='SGD', lr=0.01), accumulative_counts=counts)
+    hooks = dict(checkpoint=checkpoint)
+    train_cfg = dict(by_epoch=True, max_epochs=1)
+    toy_runner(tmp_path, train_cfg=train_cfg, optim_wrapper=optim, default_hooks=hooks).train()
+    (log,) = tmp_path.glob('*/*.log')
+    said = [line for line in log.read_text().splitlines() if 'gathered' in line]
+    assert len(said) == (every is not None)
+    assert all(text.endswith(every) for text in said)
