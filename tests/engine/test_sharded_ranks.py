@@ -20,12 +20,16 @@ TIMEOUT_S = 600.0
 
 
 class Model(ToyModel):
-    """No dropout, BatchNorm over all ranks: follows one process on any number of ranks."""
+    """No dropout, BatchNorm over all ranks: follows one process on any number of ranks.
+
+    A layer has two names, as a tied weight has.
+    """
 
     def __init__(self):
         super().__init__()
         hidden = nn.Linear(2, 40, bias=False), nn.BatchNorm1d(40), nn.Linear(40, 9)
         self.net = nn.Sequential(*hidden, nn.GELU(), nn.Linear(9, 1)).double()
+        self.tied = self.net[2]
 
     def forward(self, x, y, mode='loss'):
         return super().forward(x.double(), y.double(), mode)

@@ -241,7 +241,10 @@ class ShardLayout:
         self, model: nn.Module, optim_wrapper: Any, revise_keys: list[tuple[str, str]]
     ) -> None:
         bare = unwrap(model)
-        held = [*bare.named_parameters(), *bare.named_buffers()]
+        held = [  # a tied weight has several names, and a checkpoint has it by all of them
+            *bare.named_parameters(remove_duplicate=False),
+            *bare.named_buffers(remove_duplicate=False),
+        ]
         self._shards = {name: t for name, t in held if isinstance(t, DTensor)}
         self._revise_keys = revise_keys
         self._names: dict[KeyPath, list[str]] = {}
