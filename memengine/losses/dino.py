@@ -188,10 +188,9 @@ class DINOLoss(nn.Module):
     @torch.no_grad()
     def update_center(self, teacher_output: Tensor) -> None:
         """Move the centre towards the mean teacher output [N, K] of all ranks."""
-        totals = torch.cat(
-            [teacher_output.sum(dim=0), teacher_output.new_full((1,), len(teacher_output))]
-        )
-        totals = _all_reduce(totals.to(self.center.dtype))
+        wide = torch.promote_types(self.center.dtype, torch.float32)  # halves count to 256 or 2048
+        rows = teacher_output.new_full((1,), len(teacher_output), dtype=wide)
+        totals = _all_reduce(torch.cat([teacher_output.sum(dim=0, dtype=wide), rows]))
         mean = totals[:-1] / totals[-1]
         self.center.mul_(self.center_momentum).add_(mean, alpha=1 - self.center_momentum)
 

@@ -115,6 +115,13 @@ def test_weight_decay_follows_half_a_cosine_and_spares_groups_without():
         schedule.step()
 
 
+def test_a_schedule_of_a_weight_decay_that_is_not_there_is_refused():
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r'end_value=0\.4 in proportion to .*, which is 0'):
+        CosineWeightDecay(OptimWrapper(optimizer), end_value=0.4, end=10)
+    CosineWeightDecay(optimizer, end_value=0.0, end=10)
+
+
 def test_weight_decay_by_epoch_converts_to_iterations():
     wrapper = build(None)
     schedule = CosineWeightDecay.build_iter_from_epoch(

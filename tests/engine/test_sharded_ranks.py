@@ -20,12 +20,16 @@ TIMEOUT_S = 600.0
 
 
 class Model(ToyModel):
-    """No dropout, BatchNorm over all ranks: follows one process on any number of ranks."""
+    """No dropout, BatchNorm over all ranks: follows one process on any number of ranks.
+
+    A layer has two names, as a tied weight has.
+    """
 
     def __init__(self):
         super().__init__()
         hidden = nn.Linear(2, 40, bias=False), nn.BatchNorm1d(40), nn.Linear(40, 9)
         self.net = nn.Sequential(*hidden, nn.GELU(), nn.Linear(9, 1)).double()
+        self.tied = self.net[2]
 
     def forward(self, x, y, mode='loss'):
         return super().forward(x.double(), y.double(), mode)
@@ -39,15 +43,25 @@ if not CAN_SHARD_ON_CPU:  # fully_shard of torch 2.6 needs GPUs
     del WRAPPERS['shards']
 
 
-def runner_of(work_dir, world_size, wrapper, losses=None, stop=15, resume=True, **kwargs):
-    cfg = dict(sync_bn='torch')
+def runner_of(
+    work_dir,
+    world_size,
+    wrapper,
+    losses=None,
+    stop=15,
+    resume=True,
+    model=None,
+    sync_bn='torch',
+    **kwargs,
+):
+    cfg = dict(sync_bn=sync_bn)
     if world_size > 1:
         cfg['model_wrapper_cfg'] = WRAPPERS[wrapper]
     torch.manual_seed(0)
     return toy_runner(
         work_dir,
         losses,
-        model=Model(),
+        model=Model() if model is None else model,
         loader=dict(dataset=ToyData(43), batch_size=BATCH // world_size),  # 43: no rank's share
         launcher='pytorch' if world_size > 1 else 'none',
         train_cfg=dict(by_epoch=True, max_epochs=3, stop_at_iter=stop),
@@ -133,3 +147,32 @@ def test_each_rank_writes_its_share(tmp_path, wrapper):
     assert len(sizes) == 2
     assert max(sizes) < 0.7 * sum(sizes)
     assert read_sharded(folder)['state_dict']['net.0.weight'].shape == (40, 2)
+
+
+class Unsynced(Model):
+    """BatchNorm of each rank's own, under a second name, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.again = self.net[1]
+
+
+def save_with_average(rank, world_size, folder):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    runner = runner_of(folder, world_size, 'ddp', stop=2, model=Unsynced(), sync_bn=None)
+    runner.register_hook(dict(type='EMAHook'))
+    runner.train()
+    return {name: tensor.clone() for name, tensor in runner.model.module.state_dict().items()}
+
+
+@pytest.mark.slow
+def test_statistics_are_those_of_rank_0_also_in_what_hooks_add(tmp_path):
+    states = run_ranks(2, save_with_average, str(tmp_path), timeout_s=TIMEOUT_S)
+    checkpoint = read_sharded(tmp_path / 'iter_2.dcp')
+    buffers = [name for name in states[0] if 'running' in name]
+    assert len(buffers) == 4
+    for name in buffers:
+        assert not torch.equal(states[0][name], states[1][name])
+        # EMAHook has swapped the two; its copy's statistics are the model's
+        assert torch.equal(checkpoint['ema_state_dict'][f'module.{name}'], states[0][name]), name
+        assert torch.equal(checkpoint['state_dict'][name], states[0][name]), name

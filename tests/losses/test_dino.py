@@ -56,6 +56,15 @@ def test_value_gradient_and_center_follow_the_definition_over_several_steps():
         assert relative_error(loss.center[0], center) < 1e-12
 
 
+@pytest.mark.parametrize(('dtype', 'rows'), [(torch.bfloat16, 514), (torch.float16, 4098)])
+def test_the_centre_is_the_mean_of_outputs_in_half_precision(dtype, rows):
+    torch.manual_seed(0)
+    teacher = (torch.randn(rows, K) + 20).to(dtype)
+    loss = make_loss(center_momentum=0.0).float()
+    loss.update_center(teacher)
+    assert relative_error(loss.center[0], teacher.double().mean(dim=0)) < 1e-6
+
+
 def test_every_crop_row_alone_adds_up_to_the_batch():
     loss = make_loss()
     student, teacher = outputs()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +123,28 @@ def run_state(
         )
     runner.call_hook('before_save_checkpoint', checkpoint=checkpoint)
     if get_rank():  # running statistics differ between ranks: rank 0's count, as with MMEngine
-        for name, buffer in model.named_buffers():
-            if not isinstance(buffer, DTensor):
-                checkpoint['state_dict'].pop(name, None)
+        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        for entry in [entry for entry in checkpoint if entry != 'optimizer']:
+            checkpoint[entry] = _without_own(checkpoint[entry], names)
     return checkpoint
+
+
+def _without_own(tree: Any, parameters: Collection[str]) -> Any:
+    """A dict without the tensors that a rank need not have in common with the others.
+
+    Those are all but parameters and shards, also in what hooks have added (EMAHook's model). Of
+    one layer one rank's mean and another's variance would be written otherwise.
+    """
+    if not isinstance(tree, dict):
+        return tree
+    left = copy.copy(tree)  # keeps what else an OrderedDict carries
+    for key, value in tree.items():
+        is_common = isinstance(value, DTensor) or str(key).removeprefix('module.') in parameters
+        if isinstance(value, Tensor) and not is_common:
+            del left[key]
+        else:
+            left[key] = _without_own(value, parameters)
+    return left
 
 
 def _scheduler_states(schedulers: Any) -> list[dict[str, Any]]:
@@ -223,7 +241,10 @@ class ShardLayout:
         self, model: nn.Module, optim_wrapper: Any, revise_keys: list[tuple[str, str]]
     ) -> None:
         bare = unwrap(model)
-        held = [*bare.named_parameters(), *bare.named_buffers()]
+        held = [  # a tied weight has several names, and a checkpoint has it by all of them
+            *bare.named_parameters(remove_duplicate=False),
+            *bare.named_buffers(remove_duplicate=False),
+        ]
         self._shards = {name: t for name, t in held if isinstance(t, DTensor)}
         self._revise_keys = revise_keys
         self._names: dict[KeyPath, list[str]] = {}

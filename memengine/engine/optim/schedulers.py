@@ -23,12 +23,21 @@ class CosineWeightDecay(_ParamScheduler):
             ``weight_decay``; a group with a multiple of it ends at the same multiple.
         **kwargs: ``begin``, ``end`` (filled in from ``train_cfg``), ``by_epoch``, ``last_step``,
             ``verbose`` as in MMEngine.
+
+    Raises:
+        ValueError: For a negative ``end_value``, and one beside an optimiser without weight decay.
     """
 
     def __init__(self, optimizer: Any, end_value: float, **kwargs: Any) -> None:
         if not end_value >= 0:
             raise ValueError(f'CosineWeightDecay: end_value must not be negative, got {end_value}')
         self.end_value = end_value
+        if end_value and not _own_weight_decay(optimizer):
+            raise ValueError(
+                f'CosineWeightDecay: groups go to end_value={end_value} in proportion to '
+                'optim_wrapper.optimizer.weight_decay, which is 0, so that none would have any; '
+                'set it to what training begins with'
+            )
         super().__init__(optimizer, param_name='weight_decay', **kwargs)
 
     @classmethod
@@ -40,10 +49,14 @@ class CosineWeightDecay(_ParamScheduler):
         return cls(*args, begin=begin * epoch_length, end=end * epoch_length, **kwargs)
 
     def _get_value(self) -> list[float]:
-        wrapped = isinstance(self.optimizer, BaseOptimWrapper)
-        optimizer: Any = self.optimizer.optimizer if wrapped else self.optimizer
-        first = optimizer.defaults['weight_decay']
+        first = _own_weight_decay(self.optimizer)
         done = min(self.last_step / (self.end - self.begin), 1.0)
         value = self.end_value + (first - self.end_value) * (1 + math.cos(math.pi * done)) / 2
         scale = value / first if first else 0.0
         return [base * scale for base in self.base_values]
+
+
+def _own_weight_decay(optimizer: Any) -> float:
+    """What the optimiser was built with, for groups that say nothing else."""
+    inner = optimizer.optimizer if isinstance(optimizer, BaseOptimWrapper) else optimizer
+    return float(inner.defaults['weight_decay'])

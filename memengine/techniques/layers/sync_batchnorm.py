@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -15,13 +16,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 
-from memengine._torch_private.modules import BatchNorm, own_buffers, own_parameters
+from memengine._torch_private.modules import (
+    BatchNorm,
+    own_buffers,
+    own_modules,
+    own_parameters,
+)
 from memengine.technique import Handle, Settings, Technique, setting
 
 __all__ = ['SyncBNSettings', 'SyncBatchNorm', 'SyncedBatchNorm', 'convert_sync_batchnorm']
 
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_FORWARD_OF_TORCH = BatchNorm.forward
 
 
 class SyncBatchNorm(BatchNorm):
@@ -40,8 +47,8 @@ class SyncBatchNorm(BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """[N, C, ...] to the same shape."""
         self._check_input_dim(input)
-        uses_batch = self.training or self.running_mean is None
-        if not uses_batch or not dist.is_initialized() or dist.get_world_size() == 1:
+        # In evaluation ranks need not have as many batches: whoever has more would wait for ever.
+        if not self.training or not dist.is_initialized() or dist.get_world_size() == 1:
             return super().forward(input)
         axes = [axis for axis in range(input.dim()) if axis != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)
@@ -71,11 +78,65 @@ class SyncBatchNorm(BatchNorm):
         self.running_var.lerp_(var.to(self.running_var.dtype), momentum)
 
 
+class _ThenActivates:
+    """What timm's BatchNormAct2d does after it has normalised."""
+
+    drop: nn.Module
+    act: nn.Module
+
+    def forward(self, input: Tensor) -> Tensor:
+        normalised = super().forward(input)  # type: ignore[misc]
+        activated: Tensor = self.act(self.drop(normalised))
+        return activated
+
+
+@cache
+def _then_activates(layer_class: type[nn.Module]) -> type[nn.Module]:
+    return type(f'{layer_class.__name__}Act', (_ThenActivates, layer_class), {})
+
+
+def _activates(layer: nn.Module) -> bool:
+    """Whether it is timm's BatchNormAct2d, which many of its networks consist of."""
+    return type(layer).__name__ == 'BatchNormAct2d' and type(layer).__module__.startswith('timm.')
+
+
+def _normalises_as_torch(name: str, layer: nn.Module) -> bool:
+    """Whether a layer is to be replaced: BatchNorm, not over ranks yet.
+
+    Raises:
+        ValueError: For one in training mode that does something else, too: it would stay each
+            rank's own.
+    """
+    over_ranks = isinstance(layer, nn.SyncBatchNorm | SyncBatchNorm)
+    if not isinstance(layer, BatchNorm) or over_ranks:
+        return False
+    is_lazy = isinstance(layer, nn.modules.lazy.LazyModuleMixin)
+    if type(layer) in _PLAIN or _activates(layer):
+        return True
+    if type(layer).forward is _FORWARD_OF_TORCH and not is_lazy:
+        return True
+    if layer.training:
+        why = 'has no number of channels yet' if is_lazy else 'has a forward of its own'
+        raise ValueError(
+            f'sync_bn: {name} is a {type(layer).__name__}, which {why}, so that it cannot be '
+            "replaced by one over all ranks; use torch's BatchNorm there, a norm without batch "
+            'statistics, or leave sync_bn out, by which each rank normalises by its own samples'
+        )
+    return False
+
+
 def convert_sync_batchnorm(model: nn.Module) -> int:
     """Turn every BatchNorm below ``model`` into one over all ranks, in place.
 
     Of a model on a GPU it is torch's own SyncBatchNorm, which runs only there, of one on a CPU
     :class:`SyncBatchNorm`. Parameters and buffers are kept, so names and state do not change.
+
+    Returns:
+        The number of places that are taken by others now.
+
+    Raises:
+        ValueError: For a BatchNorm in training mode with a forward of its own, but for timm's
+            BatchNormAct2d.
     """
     return len(SyncedBatchNorm(model).replaced)
 
@@ -85,36 +146,42 @@ class SyncedBatchNorm(Handle):
 
     Raises:
         ImportError: For ``'mmcv'`` where it is not installed.
+        ValueError: As :func:`convert_sync_batchnorm`.
 
     Attributes:
-        replaced: For each layer what it is in, its name there, and the plain one.
+        replaced: For each place of a layer what it is in, its name there, and the plain one.
     """
 
     def __init__(self, model: nn.Module, kind: Literal['torch', 'mmcv'] = 'torch') -> None:
-        self.replaced: list[tuple[nn.Module, str, BatchNorm]] = [
+        self.replaced: list[tuple[nn.Module, str, Any]] = [
             (parent, name, child)
-            for parent in model.modules()
-            for name, child in parent.named_children()
-            if isinstance(child, BatchNorm) and type(child) in _PLAIN
+            for path, parent in model.named_modules()
+            for name, child in own_modules(parent).items()  # one layer may have several names
+            if child is not None and _normalises_as_torch(f'{path}.{name}'.lstrip('.'), child)
         ]
         on_gpu = any(parameter.is_cuda for parameter in model.parameters())
         layer_class: Any = nn.SyncBatchNorm if on_gpu else SyncBatchNorm
         if kind == 'mmcv':
             layer_class = importlib.import_module('mmcv.ops').SyncBatchNorm
+        layers = {plain: _over_ranks(plain, layer_class) for _, _, plain in self.replaced}
         for parent, name, plain in self.replaced:
-            layer = layer_class(
-                plain.num_features,
-                plain.eps,
-                plain.momentum,
-                plain.affine,
-                plain.track_running_stats,
-            )
-            setattr(parent, name, _with_state_of(plain, layer))
+            setattr(parent, name, layers[plain])
 
     def undo(self) -> None:
         """Put the plain layers back, with the statistics as they are now."""
         for parent, name, plain in self.replaced:
             setattr(parent, name, _with_state_of(getattr(parent, name), plain))
+
+
+def _over_ranks(plain: Any, layer_class: Any) -> nn.Module:
+    """A layer that takes the place of a plain one."""
+    kind = _then_activates(layer_class) if _activates(plain) else layer_class
+    layer = kind(
+        plain.num_features, plain.eps, plain.momentum, plain.affine, plain.track_running_stats
+    )
+    if _activates(plain):
+        layer.drop, layer.act = plain.drop, plain.act
+    return _with_state_of(plain, layer)
 
 
 def _with_state_of(layer: nn.Module, other: nn.Module) -> nn.Module:

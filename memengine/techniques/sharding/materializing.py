@@ -64,8 +64,9 @@ def materialize(
         model: What the module is a part of.
 
     Raises:
-        ValueError: When tensors on ``meta`` are given no value (they are named), or when they are
-            a library's that draws them in constructors only, and there is no ``init_fn``.
+        ValueError: When tensors on ``meta`` are given no value (they are named), or when there is
+            no ``init_fn`` and they are a library's that draws them in constructors only, or a
+            weight that several modules hold, of which nobody knows whose values it had.
 
     Cost: memory for the tensors themselves, and each of them on the wire once.
     """
@@ -78,10 +79,8 @@ def materialize(
     ]
     if empty and init_fn is None:
         _refuse_constructors(model, empty)
-    for part in empty:
-        part.to_empty(device=device, recurse=False)
-        for tensor in _own_tensors(part).values():
-            tensor.fill_(_unset_value(tensor))
+        _refuse_tied(model, empty)
+    _make_room(model, empty, device)
     if empty:
         with _others_on_meta(model, {id(t) for part in empty for t in _own_tensors(part).values()}):
             _initialize(model, empty, init_fn)
@@ -105,6 +104,41 @@ def materialize(
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
     parameters: dict[str, Tensor] = dict(module.named_parameters(recurse=False))
     return parameters | dict(module.named_buffers(recurse=False))
+
+
+def _make_room(model: nn.Module, empty: Collection[nn.Module], device: torch.device) -> None:
+    """Put tensors on the device, without values, in the place of those of some parts.
+
+    A tied weight is one tensor afterwards, too. ``to_empty`` would make several of it.
+    """
+    fresh: dict[int, tuple[Tensor, Tensor]] = {}  # with what it replaces, so that no id comes again
+    for part in empty:
+        for tensor in _own_tensors(part).values():
+            if id(tensor) not in fresh:
+                room = torch.empty_like(tensor, device=device).fill_(_unset_value(tensor))
+                if isinstance(tensor, nn.Parameter):
+                    room = nn.Parameter(room, tensor.requires_grad)
+                fresh[id(tensor)] = tensor, room
+    for part in model.modules() if fresh else ():
+        tables: list[dict[str, Any]] = [own_parameters(part), own_buffers(part)]
+        for table in tables:
+            table.update({key: fresh[id(t)][1] for key, t in table.items() if id(t) in fresh})
+
+
+def _refuse_tied(model: nn.Module, empty: Collection[nn.Module]) -> None:
+    able = {part for outer in _initializers(model) for part in outer.modules()}
+    names = {part: name for name, part in model.named_modules()}
+    first: dict[nn.Parameter, str] = {}
+    for part in empty:
+        for key, parameter in part.named_parameters(recurse=False):
+            name = f'{names[part]}.{key}'.lstrip('.')
+            tied = first.setdefault(parameter, name)
+            if tied != name and part not in able:
+                raise ValueError(
+                    f'{tied} and {name} are one parameter, built on the meta device, and each of '
+                    'the two modules would draw other values for it; pass init_fn, or build the '
+                    'model without meta=True'
+                )
 
 
 def _unset_value(tensor: Tensor) -> float | int | bool:

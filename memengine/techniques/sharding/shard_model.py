@@ -36,7 +36,7 @@ from memengine._torch_private.modules import own_parameters
 from memengine._torch_private.ops import pytree
 from memengine.technique import Settings, Technique, setting
 from memengine.techniques.sharding.materializing import materialize
-from memengine.techniques.sharding.units import Units, choose_units
+from memengine.techniques.sharding.units import Units, check_tied_weights, choose_units
 from memengine.techniques.sharding.without_overlap import one_unit_at_a_time
 
 __all__ = ['ShardedModel', 'shard_model']
@@ -157,7 +157,8 @@ def shard_model(
 
     Raises:
         ValueError: Without a process group; for more ranks than devices; on CPUs with torch 2.6;
-            for a setting out of range; for parameters on ``meta`` that nothing gives a value to.
+            for a setting out of range; for units that part a tied weight; for parameters on
+            ``meta`` that nothing gives a value to.
 
     Cost, for P bytes of parameters on N ranks: P / N of parameters, gradients and each optimiser
     state, the rest, and at most five times the largest unit, or twice with ``prefetch=False``; with
@@ -186,6 +187,7 @@ def shard_model(
         offload_policy=CPUOffloadPolicy(on.type == 'cuda') if offload else OffloadPolicy(),
     )
     names = choose_units(model, units, fine=offload)
+    check_tied_weights(model, names)
     ready: set[Tensor] = set()
 
     def shard(module: nn.Module, reshard_after_forward: bool) -> None:

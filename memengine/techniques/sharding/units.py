@@ -43,6 +43,37 @@ def choose_units(model: nn.Module, units: Units = None, fine: bool = False) -> l
     return list(select_modules(model, units, setting='units')) if units else []
 
 
+def check_tied_weights(model: nn.Module, units: Sequence[str]) -> None:
+    """Refuse units that part a weight from itself, as each unit is gathered by itself.
+
+    Args:
+        model: Not sharded yet.
+        units: Names of the modules that are to be units.
+
+    Raises:
+        ValueError: For a parameter that several units hold, or a unit and the rest of the model.
+    """
+    names = {model.get_submodule(name): name for name in units}
+    places: dict[nn.Parameter, dict[str, str]] = {}  # its name in each unit
+
+    def visit(path: str, module: nn.Module, unit: str) -> None:
+        unit = names.get(module, unit)
+        for key, parameter in module.named_parameters(recurse=False):
+            places.setdefault(parameter, {}).setdefault(unit, f'{path}{key}')
+        for key, child in module.named_children():
+            visit(f'{path}{key}.', child, unit)
+
+    visit('', model, '')
+    for found in places.values():
+        if len(found) > 1:
+            (one, name), (other, tied) = list(found.items())[:2]
+            raise ValueError(
+                f'units: {name} and {tied} are one parameter, but the one is in '
+                f'{one or "no unit"} and the other in {other or "no unit"}, which are gathered at '
+                f'different times; name units without {" and ".join(filter(None, (one, other)))}'
+            )
+
+
 def _parts(name: str, block: nn.Module) -> list[str]:
     """A block's children that hold weight matrices; the block itself where these are not most of
     it, or do not run by being called."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from memengine._torch_private.autograd import version_of
 from memengine.techniques.modules.forward_state import RandomState
 from memengine.techniques.modules.wrapped_forward import WrappedForward
 
@@ -24,7 +25,8 @@ class FrozenPart(WrappedForward):
         ValueError: When it has trainable parameters, as they would get no gradient.
 
     A part that draws random numbers, or returns anything but one tensor [N, ...], is run again: the
-    second pass has to go on from the same random state.
+    second pass has to go on from the same random state. So is one whose output the rest of the
+    encoder writes to (an activation in place at the start of a head).
     """
 
     setting = 'frozen part'
@@ -35,6 +37,7 @@ class FrozenPart(WrappedForward):
             raise ValueError(f'{type(part).__name__} is not frozen: {trained[0]} is trained')
         super().__init__(type(part).__name__, part)
         self._kept: list[Tensor] = []
+        self._versions: list[int] = []  # of what the first pass has kept
         self._repeatable = True
         self._keeps = True  # otherwise it returns what it has kept
 
@@ -43,6 +46,9 @@ class FrozenPart(WrappedForward):
         """Around the forward pass of some slices, in their order."""
         with self._installed(keeps=True):
             yield
+        if self._versions != [version_of(outputs) for outputs in self._kept]:
+            self._repeatable = False
+            self._kept, self._versions = [], []
 
     @contextmanager
     def second_pass(self) -> Iterator[None]:
@@ -73,6 +79,7 @@ class FrozenPart(WrappedForward):
         self._repeatable &= rows and state.unchanged()
         if self._repeatable:
             self._kept.append(outputs)
+            self._versions.append(version_of(outputs))
         return outputs
 
     def _next_kept(self, count: int) -> Tensor:

@@ -5,6 +5,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from timm.layers import BatchNormAct2d
 from torch import nn
 
 from memengine.techniques.layers.sync_batchnorm import (
@@ -56,6 +57,66 @@ def test_outputs_gradients_and_statistics(world_size, momentum):
     for result in results:
         for name, buffer in layer.named_buffers():
             assert relative_error(result[4][name], buffer) < 1e-12, name
+
+
+def _activating(rank, world_size):
+    """timm's layer that also activates, under two names, in training; then more in eval mode."""
+    x = data()[CUTS[world_size][rank] : CUTS[world_size][rank + 1]].requires_grad_()
+    model = Twice().double()
+    convert_sync_batchnorm(model)
+    out = model(x)
+    out.pow(3).sum().backward()
+    model.eval()
+    for _ in range(rank):  # ranks need not have as many batches
+        model(x)
+    unused = nn.BatchNorm2d(3, track_running_stats=False).double().eval()
+    convert_sync_batchnorm(holder := nn.Sequential(unused))
+    for _ in range(rank):
+        assert torch.equal(holder(x), unused(x))
+    return out.detach(), x.grad, model.norm.weight.grad, dict(model.named_buffers())
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = self.again = BatchNormAct2d(3, act_layer=nn.SiLU)
+
+    def forward(self, x):
+        return self.again(self.norm(x))
+
+
+@pytest.mark.edge(
+    'sync_bn',
+    'exact',
+    'timm’s BatchNorm that also activates, and a layer that a model has under two names',
+)
+def test_layers_that_activate_and_have_two_names():
+    results = run_ranks(2, _activating, timeout_s=120)  # a rank that is left alone hangs
+    x, plain = data().requires_grad_(), Twice().double()
+    out = plain(x)
+    out.pow(3).sum().backward()
+    assert relative_error(torch.cat([r[0] for r in results]), out) < 1e-12
+    assert relative_error(torch.cat([r[1] for r in results]), x.grad) < 1e-10
+    assert relative_error(sum(r[2] for r in results), plain.norm.weight.grad) < 1e-10
+    for name, buffer in plain.named_buffers():
+        assert relative_error(results[0][3][name], buffer) < 1e-12, name
+
+
+class Scaled(nn.BatchNorm2d):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.edge(
+    'sync_bn', 'refused', 'A BatchNorm with a forward of one’s own, or without channels yet'
+)
+@pytest.mark.parametrize('layer', [Scaled(3), nn.LazyBatchNorm2d()])
+def test_a_layer_that_cannot_be_replaced_is_refused_where_it_trains(layer):
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), layer)
+    with pytest.raises(ValueError, match=f'sync_bn: 1 is a {type(layer).__name__}, which has'):
+        convert_sync_batchnorm(model)
+    layer.eval()
+    assert convert_sync_batchnorm(model) == 0 and model[1] is layer
 
 
 def test_conversion_keeps_state_and_counts():

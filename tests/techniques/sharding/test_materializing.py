@@ -172,3 +172,40 @@ class Own(nn.Module):
 def test_whole_numbers_without_a_value_are_named():
     with pytest.raises(ValueError, match='1 tensors of Own .* a value: index; pass init_fn'):
         materialize(built_on_meta(Own), DEVICE)
+
+
+class Tied(nn.Module):
+    """A weight at both ends, and a layer under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.out.weight = self.embed.weight
+        self.inner = self.again = nn.Linear(4, 4)
+
+
+class DrawnAtOnce(Tied):
+    def init_weights(self):
+        nn.init.ones_(self.out.weight)
+
+
+def two(part):
+    for parameter in part.parameters(recurse=False):
+        nn.init.constant_(parameter, 2.0)
+
+
+@pytest.mark.edge('sharding', 'exact', 'A tied weight of a model that is built without values')
+@pytest.mark.parametrize(
+    ('build', 'init_fn', 'value'), [(DrawnAtOnce, None, 1), (Tied, two, 2), (DrawnAtOnce, two, 2)]
+)
+def test_a_tied_weight_stays_one(build, init_fn, value):
+    model = built_on_meta(build)
+    materialize(model, DEVICE, init_fn)
+    assert model.out.weight is model.embed.weight and model.again is model.inner
+    assert len(list(model.parameters())) == 3
+    assert (model.out.weight == value).all()
+
+
+def test_a_tied_weight_of_which_nobody_knows_whose_values_it_had_is_refused():
+    with pytest.raises(ValueError, match='embed.weight and out.weight are one .* pass init_fn'):
+        materialize(built_on_meta(Tied), DEVICE)

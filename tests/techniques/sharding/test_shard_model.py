@@ -25,7 +25,7 @@ from memengine.techniques.sharding.clipping import (
 )
 from memengine.techniques.sharding.materializing import on_meta
 from memengine.techniques.sharding.shard_model import shard_model
-from memengine.techniques.sharding.units import choose_units
+from memengine.techniques.sharding.units import check_tied_weights, choose_units
 from memengine.testing import assert_same_step, run_ranks
 from tests.marks import NEEDS_SHARDING
 
@@ -429,6 +429,31 @@ def _refused(rank, world_size):
         shard_model(build(), replicas=3)
     with pytest.raises(ValueError, match="free_after must be one of .*, got 'never'"):
         shard_model(build(), free_after='never')
+
+
+class Tied(nn.Module):
+    """A weight at both ends, and a block that is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.out.weight = self.embed.weight
+        block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.blocks = nn.ModuleList([block, block])
+
+
+@pytest.mark.edge('sharding', 'refused', 'Units that part a tied weight')
+@pytest.mark.parametrize(
+    ('units', 'said'),
+    [
+        (['embed'], 'embed.weight and out.weight .* in embed and .* in no unit.* without embed$'),
+        (['embed', 'out'], 'the one is in embed and the other in out.* without embed and out$'),
+    ],
+)
+def test_units_that_part_a_tied_weight_are_refused(units, said):
+    with pytest.raises(ValueError, match=f'^units: .*{said}'):
+        check_tied_weights(Tied(), units)
+    check_tied_weights(Tied(), ['blocks.0'])  # under either name
 
 
 @pytest.mark.edge('sharding', 'refused', 'Units that overlap, and other settings that cannot be')

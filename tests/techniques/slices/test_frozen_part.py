@@ -40,7 +40,7 @@ def loss(z):
     return NTXentLoss()(*z.chunk(2))
 
 
-def compare(model, **settings):
+def compare(model, slices_per_forward=1, **settings):
     """Rows that went through the part in each forward that ran it."""
     x = torch.randn(12, 12, dtype=torch.float64)
     expected = copy.deepcopy(model)
@@ -50,7 +50,8 @@ def compare(model, **settings):
     inner = model.part.forward
     model.part.forward = lambda x: (ran.append(len(x)), inner(x))[1]
     torch.manual_seed(1)
-    cached_step(Tower(model, x.split(4), frozen=model.part), loss, **settings)
+    tower = Tower(model, x.split(4), slices_per_forward=slices_per_forward, frozen=model.part)
+    cached_step(tower, loss, **settings)
     assert_same_step(gradients(model), gradients(expected))
     assert 'forward' in vars(model.part)  # somebody else's is left in place
     return ran
@@ -71,6 +72,20 @@ def test_runs_again_when_it_draws_random_numbers():
 def test_runs_again_when_it_returns_something_else():
     torch.manual_seed(0)
     assert compare(First(Pair()).double()) == [4] * 6
+
+
+@pytest.mark.edge(
+    'grad_cache',
+    'exact',
+    'A head that writes to what a frozen backbone returns: the backbone runs again',
+)
+@pytest.mark.parametrize('slices_per_forward', [1, 3])
+def test_runs_again_when_the_head_writes_to_its_output(slices_per_forward):
+    torch.manual_seed(0)
+    model = Probe().double()
+    model.head = nn.Sequential(nn.SiLU(inplace=True), nn.Linear(8, 6)).double()
+    ran = compare(model, slices_per_forward=slices_per_forward)
+    assert sum(ran) == 24 and ran[-3:] == [4] * 3
 
 
 def test_a_part_that_is_trained_is_refused():
