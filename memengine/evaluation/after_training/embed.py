@@ -192,7 +192,7 @@ def _checksum_of_weights(model: nn.Module) -> str:
     for tensor in model.state_dict().values():
         if isinstance(tensor, Tensor):
             numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-            value = zlib.crc32(memoryview(numbers.numpy()), value)
+            value = zlib.crc32(numbers.numpy().data, value)
     return f'{value:08x}'
 
 

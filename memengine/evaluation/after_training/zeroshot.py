@@ -20,6 +20,7 @@ from memengine.evaluation.after_training.texts import (
     templates_of,
     tokenizer_of,
 )
+from memengine.evaluation.checks import check_labelled
 from memengine.evaluation.knn import unit_rows
 from memengine.registry import LOOPS
 
@@ -42,7 +43,8 @@ class ZeroShotLoop:
 
     Raises:
         ImportError: When open_clip is missing.
-        ValueError: For a model without texts, a label without name, or data without labels.
+        ValueError: For a model without texts, a label without name, names in another order than the
+            data's, or data without labels.
 
     Source: Radford et al., Learning Transferable Visual Models (2021).
     """
@@ -65,13 +67,14 @@ class ZeroShotLoop:
         """Measure, and write ``zeroshot.json`` and ``zeroshot.md``; returns the table."""
         one_process(self.runner, 'zeroshot')
         check_has_texts(self.runner.model, 'zeroshot')
-        names = self._names()
-        prototypes = self._prototypes(names)
         found = collect(self.runner)
         if 'label' not in found:
             raise ValueError("memengine zeroshot needs labels; let PackInputs.keys hold 'label'")
         chosen = ~found['bank'].bool() if 'bank' in found else slice(None)
         features, labels = found['feature'][chosen], found['label'][chosen]
+        check_labelled(labels, 'memengine zeroshot')
+        names = self._names()
+        prototypes = self._prototypes(names)
         if int(labels.max()) >= len(names):
             raise ValueError(
                 f'zeroshot.classes: label {int(labels.max())} has none of the {len(names)} names'
@@ -101,9 +104,18 @@ class ZeroShotLoop:
         return write_results(self.runner.work_dir, 'zeroshot', results, table(head, rows))
 
     def _names(self) -> list[str]:
-        if self.classes is not None:
-            return lines_of(self.classes, 'zeroshot.classes')
-        return [str(name) for name in dataset_of(self.runner).metainfo['classes']]
+        metainfo = dataset_of(self.runner).metainfo
+        if self.classes is None:
+            return [str(name) for name in metainfo['classes']]
+        names = lines_of(self.classes, 'zeroshot.classes')
+        own = [str(name) for name in metainfo.get('classes', ())]
+        if names != own and sorted(names) == sorted(own):
+            raise ValueError(
+                'zeroshot.classes names the classes of the data in another order than they are '
+                f'numbered in: {", ".join(own[:10])}{", ..." if len(own) > 10 else ""}; give them '
+                'in this one, or leave them out'
+            )
+        return names
 
     def _prototypes(self, names: list[str]) -> Tensor:
         """[K, D], of length 1."""
