@@ -122,5 +122,18 @@ class ZeroShotLoop:
         tokenizer = tokenizer_of(self.runner.cfg, self.tokenizer, 'zeroshot')
         prompts = [text.replace('{}', name) for name in names for text in self.templates]
         tokens = torch.stack([tokenizer(prompt) for prompt in prompts])  # [K * T, L]
+        self._check_told_apart(names, tokens.unflatten(0, (len(names), -1)))
         embedded = embed_texts(self.runner, tokens)
         return unit_rows(embedded.unflatten(0, (len(names), -1)).mean(dim=1))
+
+    def _check_told_apart(self, names: list[str], tokens: Tensor) -> None:
+        """Raise ValueError for classes of other names that are the same tokens [K, T, L]."""
+        first: dict[bytes, str] = {}
+        for name, own in zip(names, tokens, strict=True):
+            other = first.setdefault(own.numpy().tobytes(), name)
+            if other.casefold() != name.casefold():
+                raise ValueError(
+                    f'zeroshot: {other!r} and {name!r} are the same {tokens.shape[-1]} tokens in '
+                    f'{self.templates[0]!r}: the tokenizer does not know their words, or cuts '
+                    'them off (context_length); name them otherwise, or shorten the templates'
+                )

@@ -109,6 +109,17 @@ def test_zeroshot_by_names_of_classes(tmp_path):
         run('zeroshot', samples, tmp_path, **ZEROSHOT, classes=['cat', 'dog'])
 
 
+def test_classes_that_a_tokenizer_does_not_tell_apart_are_refused(tmp_path):
+    """All images would be of the first of them."""
+    samples = labelled((CAT, 0), (DOG, 1), (OWL, 2))
+    with pytest.raises(ValueError, match="'lynx' and 'wolf' are the same 6 tokens in 'a {}'"):
+        run('zeroshot', samples, tmp_path, **ZEROSHOT, classes=['cat', 'lynx', 'wolf'])
+    long = {**ZEROSHOT, 'templates': ['one one one one {}']}
+    with pytest.raises(ValueError, match="'cat' and 'dog' are the same .* cuts them off"):
+        run('zeroshot', samples, tmp_path, **long)
+    run('zeroshot', samples, tmp_path, **ZEROSHOT, classes=['cat', 'dog', 'dog'])
+
+
 def pairs(*rows):
     """Images with the words of their captions."""
     samples = []
