@@ -140,7 +140,10 @@ class CocoDetection(Dataset):
             ]
         )
         categories = self._coco.loadCats(self._coco.getCatIds())
-        self.metainfo = {'classes': [category['name'] for category in categories]}
+        self.metainfo = {
+            'classes': [category['name'] for category in categories],
+            'category_ids': {category['name']: category['id'] for category in categories},
+        }
 
     def __len__(self) -> int:
         return len(self._ids)

@@ -107,6 +107,7 @@ class CocoMetric(BaseMetric):
 
     def compute_metrics(self, results: list[tuple[int, list[dict[str, Any]]]]) -> dict[str, float]:
         """AP in percent from all images."""
+        self._check_categories()
         by_image = dict(results)
         image_ids = sorted(by_image)
         detections = [each for image_id in image_ids for each in by_image[image_id]]
@@ -122,6 +123,16 @@ class CocoMetric(BaseMetric):
             for name, value in zip(('ap', 'ap50', 'ap75'), figures, strict=True):
                 metrics[f'{kind}_{name}'] = 100.0 * value
         return metrics
+
+    def _check_categories(self) -> None:
+        """Raise ValueError where the data set, whose ids labels are, has other categories."""
+        stated = (self.dataset_meta or {}).get('category_ids')
+        ids = {each['name']: each['id'] for each in self._truth.dataset['categories']}
+        if stated is not None and stated != ids:
+            raise ValueError(
+                f'CocoMetric: annotations={self.annotations!r} has other categories than the data '
+                "set's file: give both the same"
+            )
 
     def _precision(
         self, kind: str, detections: list[dict[str, Any]], image_ids: list[int]

@@ -51,7 +51,7 @@ def coco(tmp_path):
 def test_an_item_holds_what_the_file_says(coco):
     dataset = CocoDetection(**coco, masks=True)
     assert len(dataset) == 3
-    assert dataset.metainfo == {'classes': ['cat', 'dog']}
+    assert dataset.metainfo == {'classes': ['cat', 'dog'], 'category_ids': {'cat': 2, 'dog': 7}}
     item = dataset[1]  # images in the order of their ids: 3, 5, 8
     image, sample = item['inputs'], item['data_samples']
     assert type(image) is torch.Tensor and image.dtype == torch.float32

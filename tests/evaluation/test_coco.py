@@ -116,6 +116,15 @@ def test_images_without_objects_have_no_precision(annotations):
         evaluate(CocoMetric(annotations), {3: found([BOXES[1]])})
 
 
+def test_a_file_of_other_categories_than_the_data_is_refused(annotations):
+    metric = CocoMetric(annotations)
+    metric.dataset_meta = dict(category_ids={'thing': 7})
+    assert evaluate(metric, {1: found([BOXES[1]])})['box_ap'] == pytest.approx(100.0)
+    metric.dataset_meta = dict(category_ids={'thing': 1})
+    with pytest.raises(ValueError, match="has other categories than the data set's file"):
+        evaluate(metric, {1: found([BOXES[1]])})
+
+
 def test_masks_need_outlines(annotations):
     content = json.loads(Path(annotations).read_text())
     content['annotations'][1]['segmentation'] = []
