@@ -162,7 +162,12 @@ def test_captions_of_coco(tmp_path):
 
 @pytest.mark.parametrize(
     ('content', 'said'),
-    [([], 'holds no captions of COCO'), (dict(images=[], annotations=[]), 'no image with a capt')],
+    [
+        ([], 'holds no captions of COCO'),
+        (dict(images=[], annotations=[]), 'no image with a capt'),
+        (dict(annotations=[dict(image_id=3, caption=None)]), 'annotation of image 3 has no text'),
+        (dict(annotations=[dict(image_id=3, caption=' ')]), 'annotation of image 3 has no text'),
+    ],
 )
 def test_other_json_is_refused(tmp_path, content, said):
     options = write_coco(tmp_path)

@@ -218,7 +218,9 @@ class CocoCaptions(_Listed):
             content = json.loads(Path(annotations).read_text(encoding='utf-8'))
             texts: dict[int, list[str]] = {}
             for each in content['annotations']:
-                texts.setdefault(each['image_id'], []).append(str(each['caption']))
+                if not isinstance(each['caption'], str) or not each['caption'].strip():
+                    raise ValueError(f'an annotation of image {each["image_id"]} has no text')
+                texts.setdefault(each['image_id'], []).append(each['caption'])
             images = {each['id']: str(each['file_name']) for each in content['images']}
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(
