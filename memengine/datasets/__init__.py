@@ -4,6 +4,7 @@ from memengine.datasets.bank_and_queries import BankAndQueries
 from memengine.datasets.batched import BatchedImageDataset, BatchedViews, PlainImageDataset
 from memengine.datasets.coco import CocoDetection, list_samples
 from memengine.datasets.collate import stack_views
+from memengine.datasets.concat import ConcatDataset
 from memengine.datasets.image_dataset import ImageDataset
 from memengine.datasets.samplers import RepeatedAugmentation
 from memengine.datasets.sources import (
@@ -43,6 +44,7 @@ __all__ = [
     'ChooseCaption',
     'CocoCaptions',
     'CocoDetection',
+    'ConcatDataset',
     'Digits',
     'HuggingFace',
     'HuggingFaceStream',

@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from memengine.datasets.build import build
+from memengine.datasets.concat import ConcatDataset
 from memengine.datasets.image_dataset import ImageDataset
 from memengine.datasets.sources.classes import NamedClasses
 from memengine.registry import DATASETS, DatasetConfig
@@ -68,15 +69,16 @@ class BankAndQueries(Dataset):
         item = self.bank[index] if in_bank else self.queries[index - len(self.bank)]
         first = 0 if in_bank else len(self.bank)
         samples = item['data_samples']
-        # An item that replaces an unreadable one keeps its own index.
-        samples.update(bank=in_bank, index=first + samples['index'])
-        return item
+        # An item that replaces an unreadable one keeps its own index. It is not written to, as
+        # data that are held in memory would be changed.
+        more = dict(bank=in_bank, index=first + samples['index'])
+        return {**item, 'data_samples': {**samples, **more}}
 
     def sample_name(self, index: int) -> str:
         """The sample at ``index`` in words."""
         in_bank = index < len(self.bank)
         part, first = (self.bank, 0) if in_bank else (self.queries, len(self.bank))
-        if isinstance(part, ImageDataset):
+        if isinstance(part, (ImageDataset, ConcatDataset)):
             return part.sample_name(index - first)
         return f'sample {index - first} of {type(part).__name__}'
 

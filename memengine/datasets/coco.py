@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from io import StringIO
@@ -53,19 +54,30 @@ def _read(annotations: str) -> Any:
 
 
 def _check_entries(content: Mapping[str, Any]) -> None:
-    """Look at what is read later of each image, object and category."""
+    """Look at what is read later of each image, object and category; no crowd is the default."""
     for image in content['images']:
         Path(image['file_name'])
         operator.index(image['id'])
+    for category in content['categories']:
+        operator.index(category['id'])
+        str(category['name'])
+    for kind in ('images', 'categories'):
+        counts = Counter(each['id'] for each in content[kind])
+        if again := [number for number, count in counts.items() if count > 1]:
+            raise ValueError(f'several of the {kind} have the id {again[0]}')
+    known = {each['id'] for each in content['categories']}
     for each in content['annotations']:
         x, y, width, height = map(float, each['bbox'])
         if not math.isfinite(x + y + width + height):
             raise ValueError(f'the box {each["bbox"]} is not finite')
+        each.setdefault('iscrowd', 0)
         for key in ('category_id', 'image_id', 'iscrowd'):
             operator.index(each[key])
-    for category in content['categories']:
-        operator.index(category['id'])
-        str(category['name'])
+        if each['category_id'] not in known:
+            raise ValueError(
+                f'annotation {each["id"]} has the category_id {each["category_id"]}, which none of '
+                'the categories has'
+            )
 
 
 @DATASETS.register_module()
@@ -75,6 +87,7 @@ class CocoDetection(Dataset):
     An item is ``dict(inputs=..., data_samples=...)``: the image, float [C, H, W] with values of 0
     to 1, and a dict with ``boxes`` float [N, 4] (x1, y1, x2, y2 in pixels), ``labels`` Long[N] (the
     file's category ids), ``image_id`` and ``index``. Crowds, and boxes without area, are left out.
+    An image has to be of the size that the file says, if it says one.
 
     Args:
         root: The folder of the images.
@@ -90,8 +103,9 @@ class CocoDetection(Dataset):
 
     Raises:
         ImportError: When pycocotools is missing.
-        ValueError: For a missing file or folder, a transform that is none of torchvision's, or an
-            image that cannot be read (on access; names the file).
+        ValueError: For a missing file or folder, entries that do not fit each other, a transform
+            that is none of torchvision's; on access, for an image that cannot be read or has
+            another size (names the file).
     """
 
     def __init__(
@@ -116,6 +130,8 @@ class CocoDetection(Dataset):
         if not self._ids:
             raise ValueError(f'the dataset is empty: {annotations!r} or indices holds no image')
         self._masks = masks
+        if masks:
+            self._check_outlines(annotations)
         self._transform = v2.Compose(
             [_build(cfg, f'transforms[{i}]') for i, cfg in enumerate(transforms)]
             + [
@@ -124,7 +140,10 @@ class CocoDetection(Dataset):
             ]
         )
         categories = self._coco.loadCats(self._coco.getCatIds())
-        self.metainfo = {'classes': [category['name'] for category in categories]}
+        self.metainfo = {
+            'classes': [category['name'] for category in categories],
+            'category_ids': {category['name']: category['id'] for category in categories},
+        }
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -138,6 +157,7 @@ class CocoDetection(Dataset):
             raise ValueError(f'cannot read {self.sample_name(index)}: {error}') from error
         objects = self._objects(image_id)
         size = (image.height, image.width)
+        self._check_size(index, size)
         corners = torch.tensor([each['bbox'] for each in objects]).reshape(-1, 4)
         corners[:, 2:] += corners[:, :2]
         sample: dict[str, Any] = {
@@ -164,8 +184,33 @@ class CocoDetection(Dataset):
         return str(self._root / self._coco.loadImgs(image_id)[0]['file_name'])
 
     def _objects(self, image_id: int) -> list[dict[str, Any]]:
-        every = self._coco.loadAnns(self._coco.getAnnIds(imgIds=image_id, iscrowd=False))
-        return [each for each in every if min(each['bbox'][2:]) > 0]
+        # Not by their ids: files that were put together out of several have some twice.
+        every = self._coco.imgToAnns[image_id]
+        return [each for each in every if not each['iscrowd'] and min(each['bbox'][2:]) > 0]
+
+    def _check_size(self, index: int, size: tuple[int, int]) -> None:
+        """Raise ValueError for an image of another size than its objects were drawn in."""
+        image = self._coco.imgs[self._ids[index]]
+        stated = (image.get('height', size[0]), image.get('width', size[1]))
+        if stated != size:
+            raise ValueError(
+                f'{self.sample_name(index)} has {size[1]}x{size[0]} pixels, and annotations say '
+                f'{stated[1]}x{stated[0]}, so that its objects would lie elsewhere: give the image '
+                'that was annotated (turned as its EXIF says, which is not done here)'
+            )
+
+    def _check_outlines(self, annotations: str) -> None:
+        """Raise ValueError for what masks need and the file lacks."""
+        for image_id in self._ids:
+            objects, image = self._objects(image_id), self._coco.imgs[image_id]
+            bare = [each['id'] for each in objects if not each.get('segmentation')]
+            if bare or (objects and not {'width', 'height'} <= image.keys()):
+                lacking = (
+                    f'annotation {bare[0]} has no segmentation'
+                    if bare
+                    else (f'image {image_id} has no width and height')
+                )
+                raise ValueError(f'masks=True: {lacking} in {annotations!r}; give it, or no masks')
 
 
 def _build(cfg: Any, setting: str) -> Any:

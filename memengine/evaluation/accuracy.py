@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from mmengine.evaluator import BaseMetric
 
+from memengine.evaluation.checks import check_labelled, check_numbers
 from memengine.registry import METRICS
 
 
@@ -24,8 +25,8 @@ class AccuracyMetric(BaseMetric):
         prefix: Put before the names, for several such metrics.
 
     Raises:
-        ValueError: For a number below 1 or above the number of classes, or a model without
-            ``logits``.
+        ValueError: For a number below 1 or above the number of classes, a model without
+            ``logits``, logits that are NaN, or samples without labels.
 
     Cost: a few bytes per sample, gathered from all ranks.
     """
@@ -44,6 +45,7 @@ class AccuracyMetric(BaseMetric):
         if any('logits' not in sample for sample in data_samples):
             raise ValueError("AccuracyMetric: the model returns no 'logits'; it needs a Classifier")
         logits = torch.stack([sample['logits'] for sample in data_samples]).cpu()
+        check_numbers(logits, 'AccuracyMetric')
         given = data_batch['data_samples']
         classes = logits.shape[1]
         if max(self.topk) > classes:
@@ -51,6 +53,7 @@ class AccuracyMetric(BaseMetric):
         guesses = logits.topk(max(self.topk)).indices  # [n, k]
         right = guesses == given['label'].cpu()[:, None]
         counts = ~given['bank'].cpu().bool() if 'bank' in given else torch.ones(len(right)).bool()
+        check_labelled(given['label'].cpu()[counts], 'AccuracyMetric')
         # One entry a sample, so that ranks have equally many.
         self.results += [
             row.nonzero().flatten().tolist() if count else None

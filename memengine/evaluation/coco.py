@@ -35,7 +35,8 @@ class CocoMetric(BaseMetric):
 
     Raises:
         ImportError: When pycocotools is missing.
-        ValueError: For another kind or a missing file; for a model that returns no masks.
+        ValueError: For another kind, a missing file, or objects without outlines where ``kinds``
+            has ``'mask'``; for a model that returns no masks, and images without any object.
 
     Cost: the detections of all ranks are gathered, masks run-length encoded.
     """
@@ -56,8 +57,28 @@ class CocoMetric(BaseMetric):
         coco = import_optional('pycocotools.coco', 'CocoMetric')
         with redirect_stdout(StringIO()):
             self._truth = coco.COCO(annotations)
+            self._complete(annotations, 'mask' in kinds)
+            self._truth.createIndex()
         self._encode = coco.maskUtils.encode
-        self.kinds = list(kinds)
+        self.annotations, self.kinds = annotations, list(kinds)
+
+    def _complete(self, annotations: str, with_masks: bool) -> None:
+        """What COCOeval relies on, in all annotations.
+
+        It takes an object with the id 0 for one that no detection matches, and of objects with the
+        same id forgets all but one: they are numbered from 1 on. The figures are of objects of all
+        sizes, so that any area will do.
+        """
+        for number, each in enumerate(self._truth.dataset['annotations'], 1):
+            if with_masks and not each.get('segmentation'):
+                raise ValueError(
+                    f"CocoMetric: kinds has 'mask', and annotation {each['id']} in {annotations!r} "
+                    'has no segmentation'
+                )
+            each.setdefault('iscrowd', 0)
+            if 'area' not in each:
+                each['area'] = each['bbox'][2] * each['bbox'][3]
+            each['id'] = number
 
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
         """Keep the detections of a batch."""
@@ -86,15 +107,32 @@ class CocoMetric(BaseMetric):
 
     def compute_metrics(self, results: list[tuple[int, list[dict[str, Any]]]]) -> dict[str, float]:
         """AP in percent from all images."""
+        self._check_categories()
         by_image = dict(results)
         image_ids = sorted(by_image)
         detections = [each for image_id in image_ids for each in by_image[image_id]]
+        if not self._truth.getAnnIds(imgIds=image_ids, iscrowd=False):
+            raise ValueError(
+                f'CocoMetric: annotations={self.annotations!r} has no object in the '
+                f'{len(image_ids)} images that were evaluated, so there is no precision; is it of '
+                'the same images as the data set?'
+            )
         metrics = {}
         for kind in self.kinds:
             figures = self._precision(kind, detections, image_ids)
             for name, value in zip(('ap', 'ap50', 'ap75'), figures, strict=True):
                 metrics[f'{kind}_{name}'] = 100.0 * value
         return metrics
+
+    def _check_categories(self) -> None:
+        """Raise ValueError where the data set, whose ids labels are, has other categories."""
+        stated = (self.dataset_meta or {}).get('category_ids')
+        ids = {each['name']: each['id'] for each in self._truth.dataset['categories']}
+        if stated is not None and stated != ids:
+            raise ValueError(
+                f'CocoMetric: annotations={self.annotations!r} has other categories than the data '
+                "set's file: give both the same"
+            )
 
     def _precision(
         self, kind: str, detections: list[dict[str, Any]], image_ids: list[int]

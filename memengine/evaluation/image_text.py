@@ -12,6 +12,7 @@ import torch
 from mmengine.evaluator import BaseMetric
 from torch import Tensor
 
+from memengine.evaluation.checks import check_labelled, check_numbers
 from memengine.evaluation.knn import unit_rows
 from memengine.registry import METRICS
 
@@ -66,6 +67,12 @@ class _PairMetric(BaseMetric):
 
     default_prefix = ''
 
+    def _embeddings(self, results: list[tuple[Tensor, Tensor, int, int]]) -> list[Tensor]:
+        """Those of images [N, D] and of texts [N, D]."""
+        both = [torch.stack(part) for part in list(zip(*results, strict=True))[:2]]
+        check_numbers(torch.cat(both, dim=1), type(self).__name__)
+        return both
+
     def process(self, data_batch: Any, data_samples: Sequence[dict]) -> None:
         """Keep what one batch gives."""
         given = data_batch['data_samples']
@@ -92,19 +99,17 @@ class ZeroShotMetric(_PairMetric):
         prefix: Put before the name, for several such metrics.
 
     Raises:
-        ValueError: When the model returns no text features.
+        ValueError: When the model returns no text features, or samples have no labels.
 
     Cost: 8 * D bytes per sample, gathered from all ranks.
     """
 
     def compute_metrics(self, results: list[tuple[Tensor, Tensor, int, int]]) -> dict[str, float]:
         """The percentage, from all samples."""
-        images, texts, labels, _ = zip(*results, strict=True)
-        return {
-            'zero_shot_top1': zero_shot_accuracy(
-                torch.stack(images), torch.stack(texts), torch.tensor(labels)
-            )
-        }
+        images, texts = self._embeddings(results)
+        labels = torch.tensor([row[2] for row in results])
+        check_labelled(labels, 'ZeroShotMetric')
+        return {'zero_shot_top1': zero_shot_accuracy(images, texts, labels)}
 
 
 @METRICS.register_module()
@@ -120,7 +125,8 @@ class RetrievalMetric(_PairMetric):
         prefix: Put before the names, for several such metrics.
 
     Raises:
-        ValueError: For a setting out of range, or a model that returns no text features.
+        ValueError: For a setting out of range, a model that returns no text features, or samples
+            without labels where ``match='label'``.
 
     Cost: 8 * D bytes per sample, gathered from all ranks; 4 * N bytes for each of 1,024 queries.
     """
@@ -143,8 +149,10 @@ class RetrievalMetric(_PairMetric):
         """The percentages, from all samples."""
         if max(self.topk) > len(results):
             raise ValueError(f'RetrievalMetric: topk={self.topk} exceeds {len(results)} samples')
-        images, texts = (torch.stack(part) for part in list(zip(*results, strict=True))[:2])
+        images, texts = self._embeddings(results)
         match = torch.tensor([row[2] if self.match == 'label' else row[3] for row in results])
+        if self.match == 'label':
+            check_labelled(match, "RetrievalMetric(match='label')")
         metrics = {}
         for k in self.topk:
             metrics[f'image_to_text_r{k}'] = recall_at(images, texts, match, k)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from mmengine.evaluator import BaseMetric
 
 from memengine.registry import METRICS
+
+_LARGEST = math.log(sys.float_info.max)
 
 
 @METRICS.register_module()
@@ -43,4 +46,5 @@ class PerplexityMetric(BaseMetric):
     def compute_metrics(self, results: list[tuple[float, int]]) -> dict[str, float]:
         """The perplexity of all texts."""
         total = sum(loss * tokens for loss, tokens in results)
-        return {'perplexity': math.exp(total / sum(tokens for _, tokens in results))}
+        mean = total / sum(tokens for _, tokens in results)
+        return {'perplexity': math.exp(mean) if not mean > _LARGEST else math.inf}

@@ -1,4 +1,6 @@
 import pytest
+import torch
+from mmengine.registry import DefaultScope
 
 from memengine.datasets import BankAndQueries, ImageDataset
 from memengine.registry import DATASETS
@@ -81,3 +83,38 @@ def test_errors_say_which_part_is_wrong():
         ValueError, match=r'queries \(ImageDataset\): source \(Digits\): split must be'
     ):
         BankAndQueries(bank, wrong)
+
+
+def concat(datasets):
+    with DefaultScope.overwrite_default_scope('memengine'):
+        return DATASETS.build(dict(type='ConcatDataset', datasets=datasets))
+
+
+def colours(size):
+    return dict(type='ImageDataset', source=Colours(size), pipeline=PIPELINE)
+
+
+def test_samples_of_several_data_sets_keep_numbers_of_their_own():
+    """k-NN takes what has the same number for a repetition, and does not count it."""
+    both = BankAndQueries(concat([colours(3), colours(2)]), concat([colours(2), colours(2)]))
+    assert [item['data_samples']['index'] for item in both] == list(range(9))
+    assert both.sample_name(4) == 'sample 1 of Colours'
+    both.follow_classes(['odd', 'even'])
+    assert [item['data_samples']['label'] for item in both] == [1, 0, 1, 1, 0, 1, 0, 1, 0]
+    assert both.metainfo['classes'] == ['odd', 'even']
+
+
+def test_data_that_are_held_in_memory_are_not_written_to():
+    class Held(torch.utils.data.Dataset):
+        metainfo = dict(classes=['even', 'odd'])
+        items = (dict(inputs=None, data_samples=dict(label=0, index=0)),)
+
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return self.items[index]
+
+    both = BankAndQueries(ImageDataset(Colours(3), PIPELINE), Held())
+    assert [both[3]['data_samples']['index'] for _ in range(2)] == [3, 3]
+    assert Held.items[0]['data_samples'] == dict(label=0, index=0)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,7 +51,7 @@ def coco(tmp_path):
 def test_an_item_holds_what_the_file_says(coco):
     dataset = CocoDetection(**coco, masks=True)
     assert len(dataset) == 3
-    assert dataset.metainfo == {'classes': ['cat', 'dog']}
+    assert dataset.metainfo == {'classes': ['cat', 'dog'], 'category_ids': {'cat': 2, 'dog': 7}}
     item = dataset[1]  # images in the order of their ids: 3, 5, 8
     image, sample = item['inputs'], item['data_samples']
     assert type(image) is torch.Tensor and image.dtype == torch.float32
@@ -109,6 +110,55 @@ def test_what_is_missing_is_named(coco, tmp_path):
     (tmp_path / '5.png').unlink()
     with pytest.raises(ValueError, match=r'cannot read image 5, .*5\.png'):
         CocoDetection(**coco)[1]
+
+
+def change(coco, change_it):
+    """Change what the file says."""
+    content = json.loads(Path(coco['annotations']).read_text())
+    change_it(content)
+    Path(coco['annotations']).write_text(json.dumps(content))
+
+
+def test_an_image_of_another_size_than_annotated_is_refused(coco):
+    """Turned by its EXIF where it was annotated, say: masks would be folded to another shape."""
+    for numbers in ((WIDTH, HEIGHT), (2 * HEIGHT, 2 * WIDTH)):
+        change(coco, lambda it, n=numbers: it['images'][1].update(height=n[0], width=n[1]))
+        for masks in (False, True):
+            with pytest.raises(ValueError, match=r'5\.png.* has 12x10 pixels, and annotations say'):
+                CocoDetection(**coco, masks=masks)[1]
+    change(coco, lambda it: [it['images'][1].pop(name) for name in ('height', 'width')])
+    assert len(CocoDetection(**coco)[1]['data_samples']['boxes']) == 2
+    with pytest.raises(ValueError, match='masks=True: image 5 has no width and height'):
+        CocoDetection(**coco, masks=True)
+
+
+def test_objects_of_one_id_stay_with_their_images(coco):
+    """As in files that were put together out of two."""
+    change(coco, lambda it: it['annotations'][0].update(id=5))
+    dataset = CocoDetection(**coco)
+    assert dataset[1]['data_samples']['boxes'].tolist() == [[1, 2, 5, 5], [6, 0, 9, 8]]
+    assert dataset[2]['data_samples']['boxes'].tolist() == [[8, 6, 12, 10]]
+
+
+def test_objects_need_not_say_that_they_are_no_crowd(coco):
+    change(coco, lambda it: it['annotations'][0].pop('iscrowd'))
+    assert len(CocoDetection(**coco)[1]['data_samples']['boxes']) == 2
+
+
+@pytest.mark.parametrize(
+    ('change_it', 'said'),
+    [
+        (lambda it: it['images'][0].update(id=5), 'several of the images have the id 5'),
+        (lambda it: it['categories'][0].update(id=7), 'several of the categories have the id 7'),
+        (lambda it: it['annotations'][0].update(category_id=3), 'annotation 1 has the category_id'),
+        (lambda it: it['annotations'][1].update(segmentation=[]), 'annotation 2 has no segmentati'),
+        (lambda it: it['annotations'][1].pop('segmentation'), 'annotation 2 has no segmentation'),
+    ],
+)
+def test_entries_that_do_not_fit_are_named(coco, change_it, said):
+    change(coco, change_it)
+    with pytest.raises(ValueError, match=said):
+        CocoDetection(**coco, masks=True)
 
 
 def test_a_missing_library_names_its_package(coco, monkeypatch):

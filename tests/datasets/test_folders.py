@@ -6,7 +6,7 @@ import pytest
 import torchvision
 from PIL import Image
 
-from memengine.datasets import CIFAR10, CIFAR100, ImageFolder, ImageNet
+from memengine.datasets import CIFAR10, CIFAR100, ImageFolder, ImageNet, UnlabelledFolder
 from memengine.datasets.sources import folders
 from memengine.datasets.sources.folders import load_rgb
 from memengine.registry import DATASETS
@@ -137,6 +137,15 @@ class TestImageFolder:
         where = f"1 images in '{tmp_path}'"
         kinds = '(2 .gif, 1 .txt, 1 without suffix)'
         assert said == [f'ImageFolder: {where}; 4 files of other kinds are left out {kinds}']
+
+    def test_what_is_hidden_is_no_class_and_no_image(self, tmp_path):
+        """Notebooks keep copies in ``.ipynb_checkpoints``, which would be the first class."""
+        for name in ('cat/0.png', '.ipynb_checkpoints/0.png', 'cat/.ipynb_checkpoints/0.png'):
+            save(tmp_path / name, flat(0))
+        (tmp_path / 'cat' / '._0.png').write_bytes(b'of another system')
+        source = ImageFolder(str(tmp_path))
+        assert source.classes == ['cat'] and len(source) == 1
+        assert len(UnlabelledFolder(str(tmp_path))) == 1
 
     def test_a_missing_folder_names_root(self, tmp_path):
         with pytest.raises(ValueError, match=r"no folder '.*nowhere'; set root") as caught:

@@ -77,6 +77,12 @@ def test_a_data_set_by_name(rows):
     assert [source.captions(index) for index in (0, 1)] == [['one'], ['two', 'another']]
 
 
+def test_what_is_no_text_is_no_caption(rows):
+    rows.columns['text'][:2] = [None, ['two', None, ' ']]
+    source = HuggingFace('hub/set', caption='text')
+    assert [source.captions(index) for index in (0, 1)] == [[], ['two']]
+
+
 def test_a_folder_and_its_splits(rows, tmp_path):
     (tmp_path / 'dataset_dict.json').write_text('{}')
     source = HuggingFace(str(tmp_path), split='test')

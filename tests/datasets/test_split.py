@@ -30,6 +30,21 @@ def test_each_class_gives_its_share():
     assert fewer == [row for row in held_out if row < 70]
 
 
+def test_many_classes_are_found_in_one_pass():
+    """A pass for each class of ImageNet took minutes."""
+
+    class Counted(list):
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            return super().__iter__()
+
+    source = Labelled(Counted([*range(50), *range(50)]))
+    Split(source, 'train', share=0.5)
+    assert source.labels.passes <= 2
+
+
 def test_without_labels_the_share_is_one_of_all():
     train, held_out = rows(Colours(40), share=0.25)
     assert len(held_out) == 10 and sorted(train + held_out) == list(range(40))

@@ -61,6 +61,24 @@ def test_labels_that_are_numbers_are_sorted_by_value(tmp_path):
     assert (source.classes, source.labels) == (['9', '10'], [1, 0, 1])
 
 
+def test_numbers_of_pandas_are_sorted_by_value(tmp_path):
+    """It writes whole numbers with a point where one of them was missing."""
+    (tmp_path / 'list.csv').write_text('path,class\na,10.0\nb,2.0\nc,-1.0\nd,x\n')
+    source = ImageTable(str(tmp_path / 'list.csv'), str(tmp_path), label='class')
+    assert (source.classes, source.labels) == (['-1.0', '2.0', '10.0', 'x'], [2, 1, 0, 3])
+
+
+def test_empty_ends_lines_and_marks_of_an_encoding_are_passed_over(tmp_path):
+    for name, text in (
+        ('a.csv', 'path,text\nx,a cat,\ny,"a ""big"" dog, running",,\n\n'),
+        ('a.jsonl', '\ufeff{"path": "x", "text": "a cat"}\n\n'),
+    ):
+        (tmp_path / name).write_text(text, encoding='utf-8')
+        source = ImageTable(str(tmp_path / name), str(tmp_path), caption='text')
+        texts = [source.captions(row) for row in range(len(source))]
+        assert texts == [['a cat'], ['a "big" dog, running']][: len(texts)]
+
+
 def test_a_table_of_paths_alone(tmp_path):
     source = ImageTable(**write(tmp_path, 'csv'))
     assert (source.labels, source.classes, source.captions(0)) == ([-1, -1], [], [])
@@ -74,6 +92,28 @@ def test_a_table_of_paths_alone(tmp_path):
         ('a.csv', 'path,text\nx.png,\n', dict(caption='text'), "row 1: 'text' is empty"),
         ('a.csv', 'path,kind\nx,1\nx,2\n', dict(label='kind'), "row 2: 'x' has another label"),
         ('a.csv', 'path\n', {}, 'lists no image'),
+        ('a.csv', 'path,text\nx,a dog, running\n', {}, r'line 2: 1 value.* more .*\(. running'),
+        ('a.tsv', 'path\ttext\nx\t"a dog\ny\ta cat\n', {}, 'a.tsv, line 2: unexpected end'),
+        ('a.tsv', 'path\ttext\nx\t"A" dog\ny\ta cat\n', {}, 'line 2: .* are doubled'),
+        ('a.csv', f'path,text\nx,{"x" * 200_000}\n', {}, 'line 2: field larger than'),
+        ('a.csv', b'path,text\nx,h\xfcndin\n', {}, 'a.csv.* is no text in UTF-8'),
+        ('a.csv', 'path,text\nx,"  "\n', dict(caption='text'), "row 1: 'text' is empty"),
+        (
+            'a.jsonl',
+            '{"path": "x", "text": 3}',
+            dict(caption='text'),
+            "'text' must be a text, .* 3",
+        ),
+        ('a.jsonl', '{"path": "x", "t": ["y", null]}', dict(caption='t'), "'t' must be .*None"),
+        ('a.jsonl', '{"path": "x", "t": {"en": "y"}}', dict(caption='t'), "'t' must be .*'en'"),
+        ('a.jsonl', '{"path": "x", "k": NaN}', dict(label='k'), "row 1: 'k' is empty"),
+        ('a.jsonl', '{"path": "x", "k": ["y"]}', dict(label='k'), "'k' must be a text or a number"),
+        (
+            'a.jsonl',
+            '{"path": "x", "k": 1}\n{"path": "x"}',
+            dict(label='k'),
+            "row 2: there is no column 'k'",
+        ),
         ('a.jsonl', '{"path": "x"}\n[1]\n', {}, 'line 2: no JSON object'),
         ('a.jsonl', '{"path": "x"}\n{', {}, 'line 2: no JSON object'),
         ('a.xls', '', {}, 'must be a .csv, .tsv, .jsonl or .parquet'),
@@ -82,7 +122,7 @@ def test_a_table_of_paths_alone(tmp_path):
     ],
 )
 def test_wrong_tables_are_refused(tmp_path, name, text, options, said):
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(ValueError, match=said):
         ImageTable(**{'table': str(tmp_path / name), 'root': str(tmp_path), **options})
 
@@ -122,7 +162,12 @@ def test_captions_of_coco(tmp_path):
 
 @pytest.mark.parametrize(
     ('content', 'said'),
-    [([], 'holds no captions of COCO'), (dict(images=[], annotations=[]), 'no image with a capt')],
+    [
+        ([], 'holds no captions of COCO'),
+        (dict(images=[], annotations=[]), 'no image with a capt'),
+        (dict(annotations=[dict(image_id=3, caption=None)]), 'annotation of image 3 has no text'),
+        (dict(annotations=[dict(image_id=3, caption=' ')]), 'annotation of image 3 has no text'),
+    ],
 )
 def test_other_json_is_refused(tmp_path, content, said):
     options = write_coco(tmp_path)

@@ -1,12 +1,15 @@
 """Folders of validation and test that hold other classes than training."""
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
+import torch
 from mmengine.config import Config
 from PIL import Image
 
 from memengine.engine import Runner
+from memengine.registry import DATASETS
 from tests.engine.faults.faulty import FaultyBackbone
 
 _COUNT = itertools.count()
@@ -86,3 +89,36 @@ def test_classes_of_anothers_checkpoint_may_be_called_otherwise(tmp_path):
     runner = build(tmp_path, evaluated=['xx', 'yy'], load_from=str(tmp_path / 'epoch_1.pth'))
     runner.test()
     assert labels(runner.test_dataloader.dataset) == [0, 0, 1, 1]
+
+
+@DATASETS.register_module()
+class Categories(list):
+    """Samples of a file whose categories have ids of their own."""
+
+    def __init__(self, ids):
+        super().__init__(
+            dict(inputs=torch.zeros(1, 8, 8), data_samples=dict(label=0, index=row))
+            for row in range(4)
+        )
+        self.metainfo = dict(classes=list(ids), category_ids=ids)
+
+
+@pytest.mark.parametrize(
+    ('evaluated', 'said'),
+    [
+        (dict(cat=2, dog=1), "val_dataloader.dataset: the category 'cat' has the id 2.*is 1; a d"),
+        (dict(cow=1), "'cow' has the id 1, which in training is that of 'cat'"),
+        (dict(dog=2, cow=3), ''),
+    ],
+)
+def test_categories_have_the_ids_of_training(tmp_path, evaluated, said):
+    """Other files may number the same categories otherwise, and a detector learns numbers."""
+    loaders = {
+        loop: {**loader(tmp_path, 'a'), 'dataset': dict(type=Categories, ids=ids)}
+        for loop, ids in (('train', dict(cat=1, dog=2)), ('val', evaluated), ('test', evaluated))
+    }
+    cfg = {f'{loop}_dataloader': its for loop, its in loaders.items()}
+    runner = build(tmp_path, **cfg)
+    with pytest.raises(ValueError, match=said) if said else nullcontext():
+        runner.train()
+    assert runner.iter == (0 if said else 2)

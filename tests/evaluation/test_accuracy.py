@@ -36,3 +36,15 @@ def test_what_does_not_fit_is_refused():
         evaluate(AccuracyMetric((4,)))
     with pytest.raises(ValueError, match="no 'logits'"):
         AccuracyMetric().process(dict(data_samples=dict(label=LABELS)), [{'feature': LOGITS[0]}])
+
+
+def test_what_is_no_number_and_what_has_no_label_make_no_figure():
+    batch = dict(data_samples=dict(label=torch.tensor([0, -1, 2, 2])))
+    rows = [{'logits': row} for row in LOGITS]
+    with pytest.raises(ValueError, match='1 of 4 samples have no label'):
+        AccuracyMetric().process(batch, rows)
+    batch['data_samples']['bank'] = torch.tensor([False, True, False, False])
+    AccuracyMetric().process(batch, rows)
+    rows[2] = {'logits': LOGITS[2] * float('nan')}
+    with pytest.raises(ValueError, match='the outputs of 1 of 4 samples are NaN'):
+        AccuracyMetric().process(batch, rows)

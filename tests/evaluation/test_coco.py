@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,6 +96,42 @@ def test_wrong_classes_and_missed_objects_cost(annotations):
 def test_only_evaluated_images_count(annotations):
     metrics = evaluate(CocoMetric(annotations), {1: found([BOXES[1]])})
     assert metrics['box_ap'] == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize('ids', [(0, 1), (4, 4)])
+def test_any_ids_of_objects_give_the_same(annotations, ids):
+    """COCOeval takes 0 for no object at all, and forgets one of two with the same id."""
+    content = json.loads(Path(annotations).read_text())
+    for each, number in zip(content['annotations'], ids, strict=True):
+        each['id'] = number
+        del each['area'], each['iscrowd']  # which some programs leave out
+    Path(annotations).write_text(json.dumps(content))
+    metric = CocoMetric(annotations, kinds=['box', 'mask'])
+    metrics = evaluate(metric, {i: found([box]) for i, box in BOXES.items()})
+    assert metrics['box_ap'] == metrics['mask_ap'] == pytest.approx(100.0)
+
+
+def test_images_without_objects_have_no_precision(annotations):
+    with pytest.raises(ValueError, match='no object in the 1 images that were evaluated'):
+        evaluate(CocoMetric(annotations), {3: found([BOXES[1]])})
+
+
+def test_a_file_of_other_categories_than_the_data_is_refused(annotations):
+    metric = CocoMetric(annotations)
+    metric.dataset_meta = dict(category_ids={'thing': 7})
+    assert evaluate(metric, {1: found([BOXES[1]])})['box_ap'] == pytest.approx(100.0)
+    metric.dataset_meta = dict(category_ids={'thing': 1})
+    with pytest.raises(ValueError, match="has other categories than the data set's file"):
+        evaluate(metric, {1: found([BOXES[1]])})
+
+
+def test_masks_need_outlines(annotations):
+    content = json.loads(Path(annotations).read_text())
+    content['annotations'][1]['segmentation'] = []
+    Path(annotations).write_text(json.dumps(content))
+    CocoMetric(annotations)
+    with pytest.raises(ValueError, match='annotation 2 in .* has no segmentation'):
+        CocoMetric(annotations, kinds=['mask'])
 
 
 def test_what_does_not_fit_is_refused(annotations, monkeypatch):

@@ -76,6 +76,23 @@ def test_recall_of_the_embeddings_themselves_is_whole():
     assert recall_at(images, -images, torch.arange(N), 1) == 0.0
 
 
+def test_samples_without_labels_make_no_figure():
+    """They would be of one class, which every image finds."""
+    images, texts, labels = embeddings()
+    for metric in (ZeroShotMetric(), RetrievalMetric((1,), 'label')):
+        with pytest.raises(ValueError, match='30 of 30 samples have no label'):
+            evaluate(metric, images, texts, torch.full_like(labels, -1))
+    evaluate(RetrievalMetric((1,), 'index'), images, texts, torch.full_like(labels, -1))
+
+
+def test_what_is_no_number_makes_no_figure():
+    images, texts, labels = embeddings()
+    images[3, 1] = float('nan')
+    for metric in (ZeroShotMetric(), RetrievalMetric((1,))):
+        with pytest.raises(ValueError, match='the outputs of 1 of 30 samples are NaN'):
+            evaluate(metric, images, texts, labels)
+
+
 def metrics_of_rank(rank, world_size):
     images, texts, labels = embeddings()
     rows = [row % N for row in range(rank, N + world_size - 1, world_size)]  # padded like a sampler

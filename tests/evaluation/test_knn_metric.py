@@ -294,3 +294,10 @@ def test_an_error_on_one_rank_is_raised_on_all():
 
 def test_a_rank_without_samples():
     assert run_ranks(2, _empty_rank) == [run_metric(dataset(), range(107))] * 2
+
+
+def test_samples_without_labels_make_no_figure():
+    data = dataset()
+    data['label'][5] = -1
+    with pytest.raises(ValueError, match='KNNMetric: 1 of 10 samples have no label'):
+        run_metric(data, range(107))

@@ -92,6 +92,8 @@ def files_below(
 ) -> Iterator[str]:
     """Files in and below a folder, by folder; each folder once, wherever links lead.
 
+    What is hidden, by a dot before its name, is left out: notebooks and systems keep copies there.
+
     Args:
         folder: Where to begin.
         entered: Folders that are not entered any more; grows. By default the folder itself.
@@ -102,7 +104,7 @@ def files_below(
     found = []
     for path, folders, files in os.walk(folder, followlinks=True):
         new = []
-        for name in folders:
+        for name in filter(_is_shown, folders):
             below = os.path.join(path, name)
             if _identity(below) in entered:
                 again.append(below)
@@ -110,8 +112,12 @@ def files_below(
                 entered.add(_identity(below))
                 new.append(name)
         folders[:] = new
-        found.append((path, sorted(files)))
+        found.append((path, sorted(filter(_is_shown, files))))
     return (os.path.join(path, name) for path, files in sorted(found) for name in files)
+
+
+def _is_shown(name: str) -> bool:
+    return not name.startswith('.')
 
 
 def _identity(path: str) -> tuple[int, int]:
@@ -127,7 +133,8 @@ class ImageFolder:
     image gets the label of another class.
 
     Files whose suffix is none of torchvision's (GIFs are not) are left out, and so are images that
-    lie beside the folders of the classes; warnings count them.
+    lie beside the folders of the classes; warnings count them. Hidden files and folders, whose
+    names begin with a dot, are none (``.ipynb_checkpoints`` would be a class).
 
     Args:
         root: The folder that holds one folder per class, in whose sorted order the classes are
@@ -141,7 +148,9 @@ class ImageFolder:
     def __init__(self, root: str, max_pixels: int = MOST_PIXELS) -> None:
         folder = existing_folder(root)
         self._max_pixels = max_pixels
-        self.classes: list[str] = sorted(each.name for each in os.scandir(folder) if each.is_dir())
+        self.classes: list[str] = sorted(
+            each.name for each in os.scandir(folder) if each.is_dir() and _is_shown(each.name)
+        )
         if not self.classes:
             raise ValueError(f'root={str(folder)!r} must hold one folder of images per class')
         again: list[str] = []
@@ -150,7 +159,8 @@ class ImageFolder:
             if _identity(str(folder / name)) in entered:
                 raise ValueError(f'{str(folder / name)!r} is a link to another class or to root')
             entered.add(_identity(str(folder / name)))
-        beside = [it.name for it in os.scandir(folder) if it.name.lower().endswith(SUFFIXES)]
+        names = [it.name for it in os.scandir(folder) if _is_shown(it.name)]
+        beside = [name for name in names if name.lower().endswith(SUFFIXES)]
         if beside := sorted(set(beside) - set(self.classes)):
             self._warn(
                 f'{len(beside)} images lie beside the folders of the classes and are left out, as '
@@ -208,7 +218,7 @@ class UnlabelledFolder:
     """All images in and below a folder, read as RGB, without labels (each has the label -1).
 
     Links to folders are followed, but no folder is entered twice. Files whose suffix is none of
-    torchvision's are left out.
+    torchvision's are left out, and so is what is hidden by a dot before its name.
 
     Args:
         root: The folder.

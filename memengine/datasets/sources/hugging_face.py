@@ -91,9 +91,10 @@ def check_columns(known: Sequence[str], **settings: str | None) -> None:
             )
 
 
-def texts_of(value: str | Sequence[str]) -> list[str]:
-    """The captions that a row's field holds, one or several."""
-    return [value] if isinstance(value, str) else list(value)
+def texts_of(value: str | Sequence[str | None] | None) -> list[str]:
+    """The captions that a row's field holds, one or several; none where it is empty."""
+    texts = [value] if isinstance(value, str) else value or []
+    return [text for text in texts if text and text.strip()]
 
 
 def _labels(values: list[Any], feature: Any, column: str) -> tuple[list[int], list[str]]:

@@ -82,8 +82,10 @@ class Split:
 def _drawn(source: Any, share: float, seed: int) -> set[int]:
     labels = source.labels if isinstance(source, HasLabels) else [0] * len(source)
     held_out: set[int] = set()
-    for label in sorted(set(labels)):
-        rows = [row for row, its in enumerate(labels) if its == label]
+    by_label: dict[int, list[int]] = {}
+    for row, label in enumerate(labels):
+        by_label.setdefault(label, []).append(row)
+    for label, rows in by_label.items():
         most = max(len(rows) - 1, 0)
         count = min(max(round(share * len(rows)), 1), most)
         order = np.random.default_rng([seed, label + 1]).permutation(len(rows))

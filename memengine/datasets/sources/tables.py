@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from PIL import Image
 
@@ -15,6 +17,8 @@ from memengine.datasets.sources.folders import MOST_PIXELS, load_rgb
 from memengine.datasets.sources.protocols import NO_LABEL
 from memengine.registry import DATASETS
 from memengine.suggest import did_you_mean, import_optional
+
+_NUMBER = re.compile(r'[+-]?\d+(\.\d*)?')
 
 
 class _Listed:
@@ -61,8 +65,9 @@ class ImageTable(_Listed):
         max_pixels: An image of more pixels cannot be read.
 
     Raises:
-        ValueError: When the file, a column or a value of one is missing, or two rows of a path
-            have different labels.
+        ValueError: When the file, a column or a value of one is missing, a row has more values
+            than there are heads or a quotation mark that nothing closes, or two rows of a path have
+            different labels.
         ImportError: When pyarrow is missing.
     """
 
@@ -85,23 +90,25 @@ class ImageTable(_Listed):
                 rows[file] = len(rows)
                 self._paths.append(file)
                 self._captions.append([])
-                labels.append(_value(row, label, where) if label is not None else None)
-            elif label is not None and labels[rows[file]] != row[label]:
+                labels.append(_label(row, label, where) if label is not None else None)
+            elif label is not None and labels[rows[file]] != _label(row, label, where):
                 raise ValueError(f'{where}: {file!r} has another label in a row before')
             if caption is not None:
-                texts = _value(row, caption, where)
-                texts = [texts] if isinstance(texts, str) else texts
-                self._captions[rows[file]] += map(str, texts)
+                self._captions[rows[file]] += _texts(row, caption, where)
         if not rows:
             raise ValueError(f'{table!r} lists no image')
         if label is None:
             self.labels = [NO_LABEL] * len(rows)
             return
-        stated = set(map(str, labels))
-        names = sorted(filter(str.isdecimal, stated), key=lambda name: (int(name), name))
-        names += sorted(name for name in stated if not name.isdecimal())
+        names = sorted(set(map(str, labels)), key=_by_value)
         numbers = {name: number for number, name in enumerate(names)}
         self.classes, self.labels = names, [numbers[str(each)] for each in labels]
+
+
+def _by_value(name: str) -> tuple[bool, float, str]:
+    """Where the class of a name comes: numbers by value, then the others."""
+    is_number = _NUMBER.fullmatch(name) is not None
+    return not is_number, float(name) if is_number else 0.0, name
 
 
 def _value(row: Mapping[str, Any], column: str, where: str) -> Any:
@@ -110,34 +117,82 @@ def _value(row: Mapping[str, Any], column: str, where: str) -> Any:
             f'{where}: there is no column {column!r}{did_you_mean(column, row, after=";")} '
             f'(there are {", ".join(map(str, row))})'
         )
-    if row[column] in (None, '', []):
+    value = row[column]
+    is_blank = isinstance(value, str) and not value.strip()
+    if is_blank or value is None or value == [] or value != value:  # NaN: pandas writes it so
         raise ValueError(f'{where}: {column!r} is empty')
-    return row[column]
+    return value
+
+
+def _label(row: Mapping[str, Any], column: str, where: str) -> Any:
+    value = _value(row, column, where)
+    if not isinstance(value, (str, int, float)):
+        raise ValueError(f'{where}: {column!r} must be a text or a number, got {value!r}')
+    return value
+
+
+def _texts(row: Mapping[str, Any], column: str, where: str) -> list[str]:
+    value = _value(row, column, where)
+    texts = value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str) and text.strip() for text in texts):
+        raise ValueError(f'{where}: {column!r} must be a text, or a list of them, got {value!r}')
+    return texts
 
 
 def _rows_of(table: Path) -> Iterator[Mapping[str, Any]]:
     if not table.is_file():
         raise ValueError(f'there is no file {str(table)!r}; set table to the list of images')
-    if table.suffix in ('.csv', '.tsv'):
-        with table.open(newline='', encoding='utf-8-sig') as file:
-            yield from csv.DictReader(
-                file, dialect='excel-tab' if table.suffix == '.tsv' else 'excel'
-            )
-    elif table.suffix == '.jsonl':
-        with table.open(encoding='utf-8') as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    row = json.loads(line)
-                    row.keys()
-                except (ValueError, AttributeError) as error:
-                    raise ValueError(f'{table}, line {number}: no JSON object') from error
-                yield row
-    elif table.suffix == '.parquet':
+    if table.suffix == '.parquet':
         parquet = import_optional('pyarrow.parquet', 'a .parquet table')
         for batch in parquet.ParquetFile(table).iter_batches():
             yield from batch.to_pylist()
+    elif table.suffix in _ROWS_OF_TEXT:
+        try:
+            with table.open(newline='', encoding='utf-8-sig') as file:
+                yield from _ROWS_OF_TEXT[table.suffix](file, str(table))
+        except UnicodeDecodeError as error:
+            raise ValueError(f'{str(table)!r} is no text in UTF-8: {error}') from error
     else:
         raise ValueError(f'table must be a .csv, .tsv, .jsonl or .parquet file, got {str(table)!r}')
+
+
+def _lines_of_json(file: TextIO, table: str) -> Iterator[Mapping[str, Any]]:
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            row.keys()
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f'{table}, line {number}: no JSON object') from error
+        yield row
+
+
+def _separated(file: TextIO, table: str, dialect: str) -> Iterator[Mapping[str, Any]]:
+    # Strict, as a mark that nothing closes would take all lines up to the next one for one text.
+    reader = csv.DictReader(file, dialect=dialect, strict=True)
+    try:
+        for row in reader:
+            # The key of what has no head is None. Ends of lines may be empty.
+            if any(more := row.pop(None, [])):
+                raise ValueError(
+                    f'{table}, line {reader.line_num}: {len(more)} value(s) more than there are '
+                    f'heads ({", ".join(more)[:50]!r}): put a text that holds the separator into '
+                    'quotation marks'
+                )
+            yield row
+    except csv.Error as error:
+        raise ValueError(
+            f'{table}, line {reader.line_num + 1}: {error}; a text that begins with a quotation '
+            'mark is put into such marks, and those within it are doubled'
+        ) from error
+
+
+_ROWS_OF_TEXT: Mapping[str, Callable[[TextIO, str], Iterator[Mapping[str, Any]]]] = {
+    '.csv': partial(_separated, dialect='excel'),
+    '.tsv': partial(_separated, dialect='excel-tab'),
+    '.jsonl': _lines_of_json,
+}
 
 
 @DATASETS.register_module()
@@ -163,7 +218,9 @@ class CocoCaptions(_Listed):
             content = json.loads(Path(annotations).read_text(encoding='utf-8'))
             texts: dict[int, list[str]] = {}
             for each in content['annotations']:
-                texts.setdefault(each['image_id'], []).append(str(each['caption']))
+                if not isinstance(each['caption'], str) or not each['caption'].strip():
+                    raise ValueError(f'an annotation of image {each["image_id"]} has no text')
+                texts.setdefault(each['image_id'], []).append(each['caption'])
             images = {each['id']: str(each['file_name']) for each in content['images']}
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(

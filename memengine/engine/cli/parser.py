@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import memengine
-from memengine.engine.cli.values import ValueSyntaxError, parse_value
+from memengine.engine.cli.values import ValueSyntaxError, parse_value, replacements
 
 __all__ = ['AFTER_TRAINING', 'make_parser']
 
@@ -124,7 +124,7 @@ class _ParseOptions(argparse.Action):
                     f'--cfg-options {key}: {text!r} is no value: {error}; a list is [a,b], a tuple '
                     '(a,b), a dict dict(a=1), and text with brackets stands in quotes: "\'a)\'"'
                 )
-        setattr(namespace, self.dest, options)
+        setattr(namespace, self.dest, replacements(options))
 
 
 def make_parser() -> argparse.ArgumentParser:

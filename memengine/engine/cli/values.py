@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -39,6 +39,29 @@ def parse_value(text: str) -> Any:
     """
     entries = list(_split(text))
     return _one(entries[0]) if len(entries) == 1 else [_one(entry) for entry in _filled(entries)]
+
+
+def replacements(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options in which ``a._delete_=True`` and what is set below ``a`` are one, a dict.
+
+    Set one by one they would be merged with what is there, which was to be taken away.
+    """
+    found = dict(options)
+    for path in [path for path in options if path.endswith('._delete_')]:
+        above = path.removesuffix('_delete_')
+        if above + '_delete_' not in found:  # it is in one further up by now
+            continue
+        whole: dict[str, Any] = {}
+        for below in [other for other in found if other.startswith(above)]:
+            *parts, last = below.removeprefix(above).split('.')
+            node = whole
+            for part in parts:
+                if not isinstance(node.get(part), dict):
+                    node[part] = {}
+                node = node[part]
+            node[last] = found.pop(below)
+        found[above[:-1]] = whole
+    return found
 
 
 def _one(text: str) -> Any:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mmengine.config import Config
+from mmengine.config import Config, ConfigDict
 from mmengine.config.utils import ConfigParsingError
 
 from memengine.engine.config.base_files import (
@@ -126,10 +126,18 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
     for path, value in options.items():
         *above, last = path.split('.')
         holder = _lookup(cfg, above)
-        if isinstance(value, Mapping) or holder is None:
+        replaces = not isinstance(value, Mapping) or value.get('_delete_')
+        if replaces and holder is not None:  # merging would not replace an entry of a list
+            holder[int(last) if isinstance(holder, list) else last] = _whole(value)
+        else:
             cfg.merge_from_dict({path: value})
-        else:  # merging would not set a plain entry of a list
-            holder[int(last) if isinstance(holder, list) else last] = value
+
+
+def _whole(value: Any) -> Any:
+    """A value that is merged with nothing."""
+    if not isinstance(value, Mapping):
+        return value
+    return ConfigDict({key: _whole(its) for key, its in value.items() if key != '_delete_'})
 
 
 def _lookup(node: Any, keys: list[str]) -> Any:

@@ -148,8 +148,8 @@ class CheckpointHook(_CheckpointHook):
         self._settle(runner)
         if self._failed_saves and not runner.train_loop.stop_training:  # stopping saves by itself
             raise SaveError(
-                'training has ended, but its last checkpoint could not be written; the newest is '
-                f'{self.last_ckpt}: see to the error above and go on from it with --resume'
+                'training has ended, but its last checkpoint could not be written: see to the '
+                f'error above; {_go_on(runner)}'
             )
         super().after_train(runner)
 
@@ -230,8 +230,7 @@ class CheckpointHook(_CheckpointHook):
             runner.logger.error(f'{error}. Training goes on to the next checkpoint ({count}).')
             return
         raise SaveError(
-            f'{error}. Training ends ({count}); the newest checkpoint is {self.last_ckpt}: once '
-            'this is mended, go on from it with --resume'
+            f'{error}. Training ends ({count}); once this is mended, {_go_on(runner)}'
         ) from error
 
     def _save_best_checkpoint(self, runner: Any, metrics: dict[str, Any]) -> None:
@@ -299,6 +298,14 @@ class CheckpointHook(_CheckpointHook):
         target = target.with_name(f'{target.name}-{digest[:8]}.pth')
         write_file(target, kept)
         runner.logger.info(f'The checkpoint ({ckpt_path}) is published to {target}.')
+
+
+def _go_on(runner: Any) -> str:
+    """What to do after a run that could not save; one that was resumed began with a checkpoint."""
+    newest = runner.message_hub.get_info('last_ckpt')
+    if newest is None:
+        return 'begin anew, as no checkpoint has been written'
+    return f'go on from the newest checkpoint, {newest}, with --resume'
 
 
 def _exported(path: str) -> Path:

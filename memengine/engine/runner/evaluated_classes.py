@@ -20,7 +20,8 @@ def follow_training_classes(runner: Any, checkpoint_meta: Mapping[str, Any]) -> 
             nothing is trained.
 
     Raises:
-        ValueError: When the evaluated data have a class that training lacks.
+        ValueError: When the evaluated data have a class that training lacks, or number COCO's
+            categories otherwise.
     """
     is_trained = isinstance(runner._train_loop, BaseLoop)
     metainfo = (
@@ -29,6 +30,10 @@ def follow_training_classes(runner: Any, checkpoint_meta: Mapping[str, Any]) -> 
         else checkpoint_meta.get('dataset_meta')
     )
     trained = _classes(metainfo)
+    for name, loop in (('val', runner._val_loop), ('test', runner._test_loop)):
+        if isinstance(loop, BaseLoop):
+            evaluated = getattr(loop.dataloader.dataset, 'metainfo', None)
+            _check_ids(f'{name}_dataloader.dataset', _ids(evaluated), _ids(metainfo), is_trained)
     for name, loop in (('val', runner._val_loop), ('test', runner._test_loop)):
         if not isinstance(loop, BaseLoop) or not trained:
             continue
@@ -58,6 +63,32 @@ def follow_training_classes(runner: Any, checkpoint_meta: Mapping[str, Any]) -> 
 def _classes(metainfo: Any) -> list[str]:
     classes = metainfo.get('classes') if isinstance(metainfo, Mapping) else None
     return list(classes) if isinstance(classes, Sequence) and not isinstance(classes, str) else []
+
+
+def _ids(metainfo: Any) -> dict[str, int]:
+    """Numbers of classes by their names, where the data state them (COCO's categories)."""
+    ids = metainfo.get('category_ids') if isinstance(metainfo, Mapping) else None
+    return dict(ids) if isinstance(ids, Mapping) else {}
+
+
+def _check_ids(setting: str, own: dict[str, int], trained: dict[str, int], by_id: bool) -> None:
+    """Raise ValueError for a class with another number than in training, or another's number.
+
+    Args:
+        setting: What has the classes ``own``.
+        own: Numbers by names.
+        trained: Those of training.
+        by_id: Whether another name is another class.
+    """
+    names = {number: name for name, number in trained.items()}
+    for name, number in own.items() if trained else ():
+        there = trained.get(name, number)
+        if there != number or (by_id and names.get(number, name) != name):
+            raise ValueError(
+                f'{setting}: the category {name!r} has the id {number}, which in training '
+                + (f'is {there}' if there != number else f'is that of {names[number]!r}')
+                + '; a detector learns ids, so give the categories the same in both files'
+            )
 
 
 def _are_numbers(classes: list[str]) -> bool:

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from memengine.evaluation.after_training.predictions import dataset_of, predictions
+from memengine.evaluation.after_training.predictions import (
+    dataset_of,
+    loader_config,
+    predictions,
+)
 from memengine.registry import LOOPS
 from memengine.suggest import import_optional
 
@@ -59,7 +64,8 @@ class EmbedLoop:
     A shard holds ``feature`` [n, D] and what else the model gives of a sample, and ``label``,
     ``index`` and ``bank`` where the data have them. It is written whole or not at all, so that the
     command goes on where it was broken off; ranks share the shards. ``embed.json`` says what the
-    features are of; others are refused in the same folder.
+    features are of, the weights and the data's settings by their checksums; others are refused in
+    the same folder.
 
     Args:
         runner: With the model, and ``val_dataloader`` in its config.
@@ -69,7 +75,8 @@ class EmbedLoop:
 
     Raises:
         ImportError: When pyarrow is missing.
-        ValueError: For another setting, or when the folder holds other features.
+        ValueError: For another setting, when the folder holds other features, and where a feature
+            is NaN or infinite.
 
     Cost: the forward passes, and one shard in memory.
     """
@@ -122,6 +129,8 @@ class EmbedLoop:
     def _check_manifest(self, path: Path, size: int) -> None:
         manifest = dict(
             checkpoint=os.path.abspath(self.runner.cfg.load_from),
+            weights=_checksum_of_weights(self.runner.model),
+            data=_checksum_of_config(loader_config(self.runner)['dataset']),
             images=size,
             format=self.format,
             shard_size=self.shard_size,
@@ -133,7 +142,7 @@ class EmbedLoop:
                     name for name in manifest if there.get(name) != manifest[name]
                 )
                 raise ValueError(
-                    f'{path.parent} holds features of another {differing}: remove them, or choose '
+                    f'{path.parent} holds features of other {differing}: remove them, or choose '
                     'another folder with --work-dir'
                 )
         elif self.runner.rank == 0:
@@ -149,10 +158,18 @@ class EmbedLoop:
             for name in ('label', 'index', 'bank')
             if name in samples
         }
-        return {
-            **{name: value.flatten(1).to(self.dtype) for name, value in outputs.items()},
-            **known,
+        columns = {  # [n, D], or [n] of what is one number for each sample
+            name: (value.flatten(1) if value.ndim > 1 else value).to(self.dtype)
+            for name, value in outputs.items()
         }
+        if not columns['feature'].isfinite().all():
+            narrow = self.dtype == torch.float16 and bool(outputs['feature'].isfinite().all())
+            raise ValueError(
+                "embed.dtype='float16' cannot hold the features of some images: set 'float32'"
+                if narrow
+                else 'the features of some images are NaN or infinite'
+            )
+        return {**columns, **known}
 
     def _write_full(self, folder: Path, held: list[dict[str, Tensor]], shards: Any) -> Any:
         """Write the shards that are full; returns what is left."""
@@ -167,6 +184,21 @@ class EmbedLoop:
         partial = path.with_name(f'.{path.name}.partial')
         _WRITERS[self.format](partial, columns)
         partial.replace(path)
+
+
+def _checksum_of_weights(model: nn.Module) -> str:
+    """Of a model that was trained anew, another one, though its file has the same name."""
+    value = 0
+    for tensor in model.state_dict().values():
+        if isinstance(tensor, Tensor):
+            numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+            value = zlib.crc32(numbers.numpy().data, value)
+    return f'{value:08x}'
+
+
+def _checksum_of_config(config: Any) -> str:
+    text = json.dumps(config, default=lambda it: type(it).__name__)
+    return f'{zlib.crc32(text.encode()):08x}'
 
 
 def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +11,7 @@ import torch
 
 from memengine.evaluation.after_training.backbones import Backbone, find_backbone, images_of
 from memengine.evaluation.after_training.exporters import EXPORTERS
-from memengine.evaluation.after_training.model_card import write_model_card
+from memengine.evaluation.after_training.model_card import normalisation_of, write_model_card
 from memengine.evaluation.after_training.predictions import one_process
 from memengine.evaluation.after_training.results import table, write_results
 from memengine.registry import LOOPS
@@ -75,6 +76,8 @@ class ExportLoop:
         errors: dict[str, float] = {}
         for form in self.to:
             codes[form], errors[form] = self._export(form, backbone, folder)
+        if backbone.library == 'timm' and 'weights' in self.to:
+            self._note_normalisation(folder / 'config.json')
         write_model_card(self.runner, backbone, codes, folder)
         results = dict(part=backbone.name, library=backbone.library, relative_error=errors)
         rows = [(form, f'{error:.1e}') for form, error in errors.items()]
@@ -95,3 +98,11 @@ class ExportLoop:
                 f'{error:.1e} of the largest, and export.tolerance={self.tolerance}'
             )
         return code, error
+
+    def _note_normalisation(self, path: Path) -> None:
+        """In timm's config, which otherwise has images normalised as ImageNet's are."""
+        config = json.loads(path.read_text())
+        normalised = normalisation_of(self.runner.cfg)
+        if normalised and len(normalised['mean']) == config['pretrained_cfg']['input_size'][0]:
+            config['pretrained_cfg'].update(normalised)
+            path.write_text(json.dumps(config, indent=2) + '\n')

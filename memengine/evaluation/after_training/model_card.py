@@ -49,7 +49,23 @@ def _training(runner: Any) -> Iterator[tuple[str, Any]]:
         if name in runner.message_hub.runtime_info:
             yield unit, runner.message_hub.get_info(name)
     yield 'data', ', '.join(dict.fromkeys(_sources(cfg.get('train_dataloader') or {})))
+    if normalised := normalisation_of(cfg):
+        yield 'images', ', '.join(f'{key} {value}' for key, value in normalised.items())
     yield 'images in a step of a rank', (cfg.get('train_dataloader') or {}).get('batch_size')
+
+
+def normalisation_of(cfg: Mapping[str, Any]) -> dict[str, list[float]]:
+    """``mean`` and ``std`` by which evaluated images are normalised; empty where not just by one.
+
+    Of a ``Normalize`` of torchvision's, whose images are of 0 to 1.
+    """
+    loader = cfg.get('val_dataloader') or cfg.get('test_dataloader')
+    found: list[dict[str, list[float]]] = []
+    for node in _dicts(loader):
+        if node.get('type') == 'torchvision/Normalize' and {'mean', 'std'} <= node.keys():
+            one = {key: list(node[key]) for key in ('mean', 'std')}
+            found += [one] if one not in found else []
+    return found[0] if len(found) == 1 else {}
 
 
 def _sources(config: Any) -> Iterator[str]:

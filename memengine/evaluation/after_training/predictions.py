@@ -25,10 +25,11 @@ def one_process(runner: Any, command: str) -> None:
 
 def dataset_of(runner: Any) -> Any:
     """The data set of ``val_dataloader``, or else of ``test_dataloader``."""
-    return DATASETS.build(_loader_config(runner)['dataset'])
+    return DATASETS.build(loader_config(runner)['dataset'])
 
 
-def _loader_config(runner: Any) -> dict[str, Any]:
+def loader_config(runner: Any) -> dict[str, Any]:
+    """The config of ``val_dataloader``, or else of ``test_dataloader``."""
     for name in ('val_dataloader', 'test_dataloader'):
         if runner.cfg.get(name) is not None:
             return dict(runner.cfg[name])
@@ -42,7 +43,7 @@ def batches(
     runner: Any, dataset: Any, rows: Sequence[int] | None = None, **changed: Any
 ) -> DataLoader:
     """The loader of samples in order; settings of ``val_dataloader`` may be changed."""
-    config = {**_loader_config(runner), **changed}
+    config = {**loader_config(runner), **changed}
     config['dataset'] = dataset if rows is None else Subset(dataset, rows)
     config['sampler'] = torch.utils.data.SequentialSampler(config['dataset'])
     config.update(drop_last=False, persistent_workers=False)

@@ -14,6 +14,7 @@ from torch import Tensor
 from memengine.evaluation.after_training.predictions import batches, dataset_of, one_process
 from memengine.evaluation.after_training.results import table, write_results
 from memengine.evaluation.after_training.texts import check_has_texts, embed_texts
+from memengine.evaluation.checks import check_labelled
 from memengine.evaluation.image_text import recall_at
 from memengine.registry import LOOPS
 
@@ -36,7 +37,8 @@ class RetrieveLoop:
             ``'label'``, any text of its class, for captions made from labels.
 
     Raises:
-        ValueError: For a model or data without texts, without that entry, or too few of them.
+        ValueError: For a model or data without texts, without that entry (or with the label of
+            none), or too few of them.
 
     Cost: 4 * D bytes for each image and text, 4 * M or N bytes for each of 1,024 queries.
     """
@@ -51,7 +53,9 @@ class RetrieveLoop:
         one_process(self.runner, 'retrieve')
         check_has_texts(self.runner.model, 'retrieve')
         images, image_keys, texts, text_keys = self._collect()
-        if self.match != 'label':
+        if self.match == 'label':
+            check_labelled(image_keys, "memengine retrieve (match='label')")
+        else:
             images, image_keys = _once(images, image_keys)
         if (most := max(self.topk)) > min(len(images), len(texts)):
             raise ValueError(

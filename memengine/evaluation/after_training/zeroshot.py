@@ -20,6 +20,7 @@ from memengine.evaluation.after_training.texts import (
     templates_of,
     tokenizer_of,
 )
+from memengine.evaluation.checks import check_labelled
 from memengine.evaluation.knn import unit_rows
 from memengine.registry import LOOPS
 
@@ -42,7 +43,8 @@ class ZeroShotLoop:
 
     Raises:
         ImportError: When open_clip is missing.
-        ValueError: For a model without texts, a label without name, or data without labels.
+        ValueError: For a model without texts, a label without name, names in another order than the
+            data's, or data without labels.
 
     Source: Radford et al., Learning Transferable Visual Models (2021).
     """
@@ -65,13 +67,14 @@ class ZeroShotLoop:
         """Measure, and write ``zeroshot.json`` and ``zeroshot.md``; returns the table."""
         one_process(self.runner, 'zeroshot')
         check_has_texts(self.runner.model, 'zeroshot')
-        names = self._names()
-        prototypes = self._prototypes(names)
         found = collect(self.runner)
         if 'label' not in found:
             raise ValueError("memengine zeroshot needs labels; let PackInputs.keys hold 'label'")
         chosen = ~found['bank'].bool() if 'bank' in found else slice(None)
         features, labels = found['feature'][chosen], found['label'][chosen]
+        check_labelled(labels, 'memengine zeroshot')
+        names = self._names()
+        prototypes = self._prototypes(names)
         if int(labels.max()) >= len(names):
             raise ValueError(
                 f'zeroshot.classes: label {int(labels.max())} has none of the {len(names)} names'
@@ -101,14 +104,36 @@ class ZeroShotLoop:
         return write_results(self.runner.work_dir, 'zeroshot', results, table(head, rows))
 
     def _names(self) -> list[str]:
-        if self.classes is not None:
-            return lines_of(self.classes, 'zeroshot.classes')
-        return [str(name) for name in dataset_of(self.runner).metainfo['classes']]
+        metainfo = dataset_of(self.runner).metainfo
+        if self.classes is None:
+            return [str(name) for name in metainfo['classes']]
+        names = lines_of(self.classes, 'zeroshot.classes')
+        own = [str(name) for name in metainfo.get('classes', ())]
+        if names != own and sorted(names) == sorted(own):
+            raise ValueError(
+                'zeroshot.classes names the classes of the data in another order than they are '
+                f'numbered in: {", ".join(own[:10])}{", ..." if len(own) > 10 else ""}; give them '
+                'in this one, or leave them out'
+            )
+        return names
 
     def _prototypes(self, names: list[str]) -> Tensor:
         """[K, D], of length 1."""
         tokenizer = tokenizer_of(self.runner.cfg, self.tokenizer, 'zeroshot')
         prompts = [text.replace('{}', name) for name in names for text in self.templates]
         tokens = torch.stack([tokenizer(prompt) for prompt in prompts])  # [K * T, L]
+        self._check_told_apart(names, tokens.unflatten(0, (len(names), -1)))
         embedded = embed_texts(self.runner, tokens)
         return unit_rows(embedded.unflatten(0, (len(names), -1)).mean(dim=1))
+
+    def _check_told_apart(self, names: list[str], tokens: Tensor) -> None:
+        """Raise ValueError for classes of other names that are the same tokens [K, T, L]."""
+        first: dict[bytes, str] = {}
+        for name, own in zip(names, tokens, strict=True):
+            other = first.setdefault(own.numpy().tobytes(), name)
+            if other.casefold() != name.casefold():
+                raise ValueError(
+                    f'zeroshot: {other!r} and {name!r} are the same {tokens.shape[-1]} tokens in '
+                    f'{self.templates[0]!r}: the tokenizer does not know their words, or cuts '
+                    'them off (context_length); name them otherwise, or shorten the templates'
+                )

@@ -131,11 +131,24 @@ def test_training_goes_on_when_the_work_dir_is_read_only(tmp_path, kind, in_save
 def test_three_failures_in_a_row_end_the_run(tmp_path, checkpoint, full_disk):
     checkpoint = {**checkpoint, 'max_keep_ckpts': 1}
     full_disk(2, 3, 4)
-    with pytest.raises(SaveError, match=r'Training ends \(3 of 3.*is .*epoch_1\..*--resume') as end:
+    with pytest.raises(
+        SaveError, match=r'Training ends \(3 of 3.*newest.*epoch_1\..*--resume'
+    ) as end:
         run(tmp_path, checkpoint, epochs=6)
     assert end.value.exit_status == 74
     _, seen, _ = run(tmp_path, checkpoint, resume=True)
     assert seen[0][0] == 5
+
+
+def test_what_a_run_that_cannot_save_leaves_to_go_on_from(tmp_path, checkpoint, full_disk):
+    """A resumed run has the checkpoint that it began with; one that never saved has none."""
+    run(tmp_path, checkpoint, epochs=1)
+    full_disk(1)
+    with pytest.raises(SaveError, match=r'go on from the newest checkpoint, .*epoch_1.*--resume'):
+        run(tmp_path, checkpoint, epochs=2, resume=True)
+    full_disk(1)
+    with pytest.raises(SaveError, match='begin anew, as no checkpoint has been written'):
+        run(tmp_path / 'other', checkpoint, epochs=1)
 
 
 def test_two_failures_in_a_row_do_not_end_it(tmp_path, checkpoint, full_disk):

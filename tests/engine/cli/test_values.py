@@ -72,3 +72,14 @@ def test_anything_else_is_refused_at_once(text, said, capsys):
     with pytest.raises(SystemExit):
         make_parser().parse_args(['train', 'a.py', '--cfg-options', f'key={text}'])
     assert said in capsys.readouterr().err
+
+
+def test_what_is_deleted_by_its_path_is_replaced_whole():
+    """As MMEngine's options do, of which ``_delete_`` is one among others."""
+    pairs = ['a.b.lr=1', 'a.b._delete_=True', 'a.b.type=X', 'a.b.c.d=2', 'a.bc=3', 'e=4']
+    options = make_parser().parse_args(['train', 'x', '--cfg-options', *pairs]).cfg_options
+    replaced = {'lr': 1, '_delete_': True, 'type': 'X', 'c': {'d': 2}}
+    assert options == {'a.b': replaced, 'a.bc': 3, 'e': 4}
+    outer = ['a._delete_=True', 'a.b._delete_=True', 'a.b.type=X']
+    options = make_parser().parse_args(['train', 'x', '--cfg-options', *outer]).cfg_options
+    assert options == {'a': {'_delete_': True, 'b': {'_delete_': True, 'type': 'X'}}}

@@ -119,6 +119,8 @@ def test_options_are_merged():
     assert merged(vars__mine=1, custom__yours__deep=2).custom.yours.deep == 2
     replaced = merged(model=dict(_delete_=True, type='Y'))
     assert replaced.model == dict(type='Y')
+    one = dict(_delete_=True, type='C', inner=dict(_delete_=True, type='D'))
+    assert merged(param_scheduler__1=one).param_scheduler[1] == dict(type='C', inner={'type': 'D'})
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,41 @@ def test_embed_goes_on_where_it_was_broken_off(trained, capsys):
     np.testing.assert_allclose(np.load(files[1])['feature'], shards[1]['feature'], atol=1e-5)
     other = ['embed.shard_size=40', 'experiment_name=embed3']
     assert main(['embed', run, *FEW, *other]) == 1
-    assert 'holds features of another shard_size' in capsys.readouterr().err
+    assert 'holds features of other shard_size' in capsys.readouterr().err
+
+
+def test_embed_keeps_no_features_of_other_weights_or_data(trained, tmp_path, capsys):
+    """As after a second training in the same folder, whose checkpoint has the same name."""
+    (tmp_path / 'dino_vit.py').write_text((trained / 'dino_vit.py').read_text())
+    checkpoint = torch.load(trained / 'epoch_1.pth', weights_only=True)
+    torch.save(checkpoint, tmp_path / 'epoch_1.pth')
+    run = str(tmp_path / 'epoch_1.pth')
+    assert main(['embed', run, *FEW, 'experiment_name=embed4']) == 0
+    others = [
+        option.replace('queries.indices=20', 'queries.indices=[0,1,2,3,4,5,6,7,8,9,11,12,13,14,15]')
+        for option in FEW
+    ]
+    others[1] = 'val_dataloader.dataset.bank.indices=65'  # as many images in all
+    assert main(['embed', run, *others, 'experiment_name=embed5']) == 1
+    assert 'holds features of other data: remove them' in capsys.readouterr().err
+    checkpoint['state_dict']['teacher.backbone.model.fc_norm.bias'] += 1
+    torch.save(checkpoint, run)
+    assert main(['embed', run, *FEW, 'experiment_name=embed6']) == 1
+    assert 'holds features of other weights: remove them' in capsys.readouterr().err
+
+
+def test_embed_writes_no_features_that_are_not_finite(trained, tmp_path, capsys):
+    (tmp_path / 'dino_vit.py').write_text((trained / 'dino_vit.py').read_text())
+    checkpoint = torch.load(trained / 'epoch_1.pth', weights_only=True)
+    for value, option, said in (
+        (1e6, 'embed.dtype=float16', "embed.dtype='float16' cannot hold the features"),
+        (float('inf'), 'embed.dtype=float32', 'features of some images are NaN or infinite'),
+    ):
+        checkpoint['state_dict']['teacher.backbone.model.fc_norm.bias'][:] = value
+        torch.save(checkpoint, run := tmp_path / 'epoch_1.pth')
+        options = [*FEW, option, f'experiment_name={option}']
+        assert main(['embed', str(run), *options, '--work-dir', str(tmp_path / option)]) == 1
+        assert said in capsys.readouterr().err
 
 
 def test_what_is_not_there_is_said(trained, capsys):

@@ -75,6 +75,27 @@ def test_timm_reads_it(tmp_path):
     assert "timm.create_model('vit_tiny_patch16_224'" in card and '| epochs | 3 |' in card
 
 
+@pytest.mark.parametrize('others', [[], [dict(mean=[0.1] * 3, std=[0.2] * 3)]])
+def test_timm_normalises_as_the_run_did(tmp_path, others):
+    """By default it takes ImageNet's mean; where the data have several, none is said."""
+    import timm
+
+    kinds = [dict(mean=(0.4, 0.5, 0.6), std=[0.3] * 3), dict(mean=[0.4, 0.5, 0.6], std=[0.3] * 3)]
+    pipelines = [[dict(type='torchvision/Normalize', **kind)] for kind in kinds + others]
+    parts = [dict(dataset=dict(pipeline=pipeline)) for pipeline in pipelines]
+    folder = tmp_path / 'export'
+    runner = runner_of(Whole(VIT), folder, val_dataloader=dict(dataset=dict(parts=parts)))
+    loop = dict(type='ExportLoop', _scope_='memengine', runner=runner, input_size=(3, 16, 16))
+    LOOPS.build(loop).run()
+    config = timm.data.resolve_model_data_config(timm.create_model(f'local-dir:{folder}'))
+    card = (folder / 'README.md').read_text()
+    if others:
+        assert 'mean [' not in card
+    else:
+        assert (config['mean'], config['std']) == ([0.4, 0.5, 0.6], [0.3, 0.3, 0.3])
+        assert '| images | mean [0.4, 0.5, 0.6], std [0.3, 0.3, 0.3] |' in card
+
+
 def test_torchvision_reads_it(tmp_path):
     from torchvision.models import resnet18
 

@@ -101,10 +101,23 @@ def test_zeroshot_by_names_of_classes(tmp_path):
     found = run('zeroshot', samples, tmp_path, **ZEROSHOT)
     assert found['top'] == {'1': 60.0, '2': 100.0}
     assert found['top1_by_class'] == {'cat': 50.0, 'dog': 100.0, 'owl': 50.0}
-    other = run('zeroshot', samples, tmp_path, **ZEROSHOT, classes=['owl', 'dog', 'cat'])
-    assert other['top1_by_class'] == {'owl': 0.0, 'dog': 100.0, 'cat': 50.0}
+    other = run('zeroshot', samples, tmp_path, **ZEROSHOT, classes=['owl', 'dog', 'owl cat'])
+    assert other['top1_by_class'] == {'owl': 0.0, 'dog': 100.0, 'owl cat': 50.0}
+    with pytest.raises(ValueError, match='in another order than they are numbered in: cat, dog, o'):
+        run('zeroshot', samples, tmp_path, **ZEROSHOT, classes=['owl', 'dog', 'cat'])
     with pytest.raises(ValueError, match='label 2 has none of the 2 names'):
         run('zeroshot', samples, tmp_path, **ZEROSHOT, classes=['cat', 'dog'])
+
+
+def test_classes_that_a_tokenizer_does_not_tell_apart_are_refused(tmp_path):
+    """All images would be of the first of them."""
+    samples = labelled((CAT, 0), (DOG, 1), (OWL, 2))
+    with pytest.raises(ValueError, match="'lynx' and 'wolf' are the same 6 tokens in 'a {}'"):
+        run('zeroshot', samples, tmp_path, **ZEROSHOT, classes=['cat', 'lynx', 'wolf'])
+    long = {**ZEROSHOT, 'templates': ['one one one one {}']}
+    with pytest.raises(ValueError, match="'cat' and 'dog' are the same .* cuts them off"):
+        run('zeroshot', samples, tmp_path, **long)
+    run('zeroshot', samples, tmp_path, **ZEROSHOT, classes=['cat', 'dog', 'dog'])
 
 
 def pairs(*rows):
@@ -137,6 +150,16 @@ def test_retrieval_where_rows_share_an_image(tmp_path):
         run('retrieve', samples, tmp_path, topk=[1], match='group')
     with pytest.raises(ValueError, match='3 is more than the 2 images'):
         run('retrieve', samples, tmp_path, topk=[3], match='image')
+
+
+def test_samples_without_labels_make_no_figure(tmp_path):
+    """All of them were of one class, or of none that a text has."""
+    with pytest.raises(ValueError, match='zeroshot: 1 of 2 samples have no label'):
+        run('zeroshot', labelled((CAT, 0), (DOG, -1)), tmp_path, **ZEROSHOT)
+    samples = [(pixels, {**its, 'label': -1}) for pixels, its in pairs((CAT, 'cat'), (DOG, 'dog'))]
+    with pytest.raises(ValueError, match='2 of 2 samples have no label'):
+        run('retrieve', samples, tmp_path, topk=[1], match='label')
+    assert run('retrieve', samples, tmp_path, topk=[1])['recall']['image_to_text'] == {'1': 100.0}
 
 
 def test_texts_of_a_setting(tmp_path):
