@@ -11,6 +11,7 @@ import copy
 import hashlib
 import random
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from itertools import islice
 from typing import Any, Protocol, cast, runtime_checkable
@@ -67,8 +68,7 @@ class DrawnIndex(int):
 
     Attributes:
         epoch: The pass over the data.
-        repetition: How often the sample was drawn before in this pass, by samplers that mark their
-            indices with such an attribute.
+        repetition: A number for each time that the sample is drawn in this pass.
     """
 
     epoch: int
@@ -83,8 +83,16 @@ class DrawnIndex(int):
         return int(self), self.epoch, self.repetition
 
 
+# They give each sample to one rank, once a pass.
+_DRAWS_ONCE = (DefaultSampler, InfiniteSampler, DistributedSampler)
+
+
 class ResumableSampler(Sampler[int]):
     """Any sampler, with a place to start from.
+
+    Indices may be marked by the sampler with the number of the ``repetition``, an attribute. Of
+    other samplers than MMEngine's and torch's own nobody knows whether they draw a sample twice in
+    a pass, on a rank or on several: each time is then given a number of its own, by place and rank.
 
     Attributes:
         limit: Draws of a pass, at most; None for all that the sampler gives.
@@ -106,10 +114,16 @@ class ResumableSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         start, self.start = self.start, 0
-        world_size = get_world_size()
-        for position, index in enumerate(islice(iter(self.sampler), start, self.limit), start):
+        world_size, rank = get_world_size(), get_rank()
+        times: Counter[tuple[int, int]] = Counter()
+        for position, index in enumerate(islice(iter(self.sampler), self.limit)):
             epoch = self.epoch + position * world_size // self.dataset_size
-            yield DrawnIndex(int(index), epoch, getattr(index, 'repetition', 0))
+            repetition = getattr(index, 'repetition', None)
+            if repetition is None and not isinstance(self.sampler, _DRAWS_ONCE):
+                repetition = times[int(index), epoch] * world_size + rank
+                times[int(index), epoch] += 1
+            if position >= start:
+                yield DrawnIndex(int(index), epoch, repetition or 0)
 
     def __len__(self) -> int:
         length = len(cast(Sized, self.sampler))

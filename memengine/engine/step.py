@@ -26,7 +26,16 @@ from torch import Tensor, nn
 from memengine._torch_private.ops import do_not_compile
 from memengine.techniques.modules.fetched_later import FetchedLater
 
-__all__ = ['LogVars', 'Progress', 'SlicedModel', 'StepRunner', 'plain_step', 'run_step', 'unwrap']
+__all__ = [
+    'LogVars',
+    'Progress',
+    'SlicedModel',
+    'StepRunner',
+    'plain_step',
+    'progress_of',
+    'run_step',
+    'unwrap',
+]
 
 
 @dataclass(frozen=True)
@@ -37,13 +46,38 @@ class Progress:
         iter: Iterations done.
         max_iters: Iterations in all.
         epoch: Epochs done (in iteration-based training, passes over the data).
-        max_epochs: Epochs in all.
+        max_epochs: Epochs in all; a pass that is cut short counts.
     """
 
     iter: int
     max_iters: int
     epoch: int
     max_epochs: int
+
+
+@runtime_checkable
+class CountsPasses(Protocol):
+    """A training loop that counts iterations, and knows how many passes over the data they are."""
+
+    @property
+    def passes(self) -> int:
+        """Passes that are done."""
+
+    @property
+    def max_passes(self) -> int:
+        """Passes in all."""
+
+
+def progress_of(runner: Any) -> Progress:
+    """Where the training of a runner stands.
+
+    MMEngine's loop over iterations says that it is in epoch 0 for good.
+    """
+    epoch, max_epochs = runner.epoch, runner.max_epochs
+    loop = getattr(runner, 'train_loop', None)
+    if isinstance(loop, CountsPasses):
+        epoch, max_epochs = loop.passes, loop.max_passes
+    return Progress(runner.iter, runner.max_iters, epoch, max_epochs)
 
 
 @runtime_checkable

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from memengine.losses.batch_loss import at_least_fp32
+
 __all__ = ['DINOLoss', 'combine_targets', 'sinkhorn_knopp', 'soft_cross_entropy']
 
 CENTERINGS = ('center', 'sinkhorn')
@@ -62,10 +64,13 @@ def soft_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
             a crop is compared with several teacher views at the price of one.
 
     Returns:
-        One value per row, [N].
+        One value per row, [N], in fp32 or wider, also under autocast: both terms are some tens of
+        nats large, and the loss is their difference.
     """
-    mass = targets.sum(dim=-1)  # [N]
-    return mass * logits.logsumexp(dim=-1) - torch.linalg.vecdot(targets, logits)
+    with torch.autocast(logits.device.type, enabled=False):
+        logits, targets = at_least_fp32(logits, targets)
+        mass = targets.sum(dim=-1)  # [N]
+        return mass * logits.logsumexp(dim=-1) - torch.linalg.vecdot(targets, logits)
 
 
 def combine_targets(targets: Tensor) -> Tensor:
@@ -207,6 +212,7 @@ class DINOLoss(nn.Module):
             Sum over the N rows, divided by the number of (teacher view, crop) pairs. Scalar.
         """
         pairs = 2 * self.ncrops - 2
+        (logits,) = at_least_fp32(logits)
         return soft_cross_entropy(logits / self.student_temp, targets).sum() / pairs
 
     def batch_loss(self, student_output: Tensor, targets: Tensor) -> Tensor:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from mmengine.model import BaseDataPreprocessor
+from torch import Tensor
 from torchvision.transforms import v2
 
 from memengine.models.batch_checks import check_labels
@@ -18,7 +20,8 @@ from memengine.registry import MODELS
 class MixedBatches(BaseDataPreprocessor):
     """Moves a batch to the device and, in training, mixes each image with another of the batch.
 
-    A batch gets MixUp or CutMix, with equal chances. It is mixed before it is cut into slices, so
+    A batch gets MixUp or CutMix, with equal chances. Which image is mixed with which is drawn, too,
+    so that the order of the batch has no say in it. It is mixed before it is cut into slices, so
     that accumulation changes nothing. The mixed labels stand beside the plain ones, as
     ``data_samples['label_weights']`` [B, K], which ``Classifier`` trains on.
 
@@ -58,6 +61,16 @@ class MixedBatches(BaseDataPreprocessor):
         labels = data['data_samples']['label']
         check_labels(labels, classes, 'MixedBatches', f'num_classes={self.num_classes}')
         data = super().forward(data, training)
-        images, weights = self.mix(data['inputs'], data['data_samples']['label'])
+        images, weights = self._mixed(data['inputs'], data['data_samples']['label'])
         samples = {**data['data_samples'], 'label_weights': weights.to(images.dtype)}
         return {**data, 'inputs': images, 'data_samples': samples}
+
+    def _mixed(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Images and weights of the labels, in the order of the batch.
+
+        torchvision mixes neighbours, and those of RepeatedAugmentation are the same image.
+        """
+        order = torch.randperm(len(labels))
+        there, back = order.to(images.device), order.argsort().to(images.device)
+        images, weights = self.mix(images[there], labels[there])
+        return images[back], weights[back]

@@ -185,6 +185,21 @@ def test_repetitions_of_a_sample_are_augmented_anew_and_alike_in_every_run():
     assert torch.equal(once, data[DrawnIndex(4, 0, 0)]['x']) and torch.equal(once, data[4]['x'])
 
 
+@pytest.mark.parametrize('ranks', [1, 3])
+def test_a_foreign_samplers_repetitions_are_augmented_anew_on_all_ranks(monkeypatch, ranks):
+    """Drawn with replacement, or as mmpretrain repeats samples: to each rank the same one."""
+    monkeypatch.setattr(data_order, 'get_world_size', lambda: ranks)
+    data, seen = SeededDataset(ToyData(6), seed=5), []
+    for rank in range(ranks):
+        monkeypatch.setattr(data_order, 'get_rank', lambda rank=rank: rank)
+        sampler = ResumableSampler([4, 1, 4, 4, 1, 0], dataset_size=60)
+        seen += [tuple(data[draw]['x'].tolist()) for draw in sampler]
+        sampler.start = 3
+        assert [tuple(data[draw]['x'].tolist()) for draw in sampler] == seen[-3:]
+    assert len(set(seen)) == len(seen) == 6 * ranks
+    assert seen[5] == tuple(data[0]['x'].tolist()), 'what is drawn once is as it always was'
+
+
 class FetchesBatches(ToyData):
     """A data set with torch's method for a whole batch, as those of Hugging Face."""
 

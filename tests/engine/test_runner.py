@@ -207,6 +207,30 @@ def test_model_hooks_are_called_around_each_update(tmp_path):
     assert updates == [('before', True), ('after',)] * 3  # iterations 2, 4 and the last
 
 
+@pytest.mark.parametrize(
+    ('sampler', 'passes'),
+    [
+        ('DefaultSampler', [0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2]),  # of 5 batches
+        ('InfiniteSampler', [0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2]),  # of 22 samples
+    ],
+)
+def test_a_model_is_told_of_passes_where_iterations_are_counted(tmp_path, sampler, passes):
+    told = []
+
+    class Model(ToyModel):
+        def set_progress(self, progress):
+            told.append((progress.iter, progress.epoch, progress.max_epochs))
+
+    toy_runner(
+        tmp_path,
+        model=Model(),
+        train_cfg=dict(by_epoch=False, max_iters=12, val_interval=100),
+        loader=dict(sampler=dict(type=sampler, shuffle=True)),
+        param_scheduler=None,
+    ).train()
+    assert told == [(number, done, 3) for number, done in enumerate(passes)]
+
+
 def test_mmengine_examples_accumulate_and_default_scope(tmp_path):
     """The runner of MMEngine's page on saving memory, with the import line changed."""
     from mmengine.model import BaseModel

@@ -84,6 +84,24 @@ def test_soft_cross_entropy_takes_targets_of_any_mass():
     assert relative_error(soft_cross_entropy(logits, targets), expected) < 1e-12
 
 
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_loss_and_center_of_half_precision_outputs_are_computed_in_fp32(dtype):
+    """What the network rounds is rounded; the loss adds nothing to it, under autocast either."""
+    size, prototypes = 129, 512
+    torch.manual_seed(0)
+    student = (2 * torch.rand(CROPS * size, prototypes) - 1).to(dtype).requires_grad_()
+    teacher = (2 * torch.rand(2 * size, prototypes) - 1).to(dtype)
+    loss = DINOLoss(prototypes, CROPS, 0.04, 0.04, 0, 9)
+    exact = DINOLoss(prototypes, CROPS, 0.04, 0.04, 0, 9).double()
+    with torch.autocast('cpu', dtype):
+        actual = loss(student, teacher, 0)
+    expected = exact(student.double(), teacher.double(), 0)
+    assert actual.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert relative_error(loss.center.double(), exact.center) < 1e-6
+    (got,), (want,) = (torch.autograd.grad(each, student) for each in (actual, expected))
+    assert relative_error(got.double(), want.double()) < torch.finfo(dtype).eps  # is rounded once
+
+
 def test_sinkhorn_rows_sum_to_one_and_prototypes_are_used_evenly():
     logits = torch.randn(40, 8, dtype=torch.float64)
     plan = sinkhorn_knopp(logits, temperature=0.5, iterations=200)

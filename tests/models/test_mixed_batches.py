@@ -40,6 +40,28 @@ def test_both_come_in_turn():
     assert min(whole) == 1 < max(whole)  # CutMix leaves the values that there are
 
 
+@pytest.mark.parametrize('kind', ['mixup', 'cutmix'])
+def test_neighbours_are_mixed_with_others_than_themselves(kind):
+    """Repeated augmentation on one rank: an image's three augmentations lie side by side."""
+    other = {'mixup': 'cutmix', 'cutmix': 'mixup'}[kind]
+    mixing = MixedBatches(20, **{f'{other}_alpha': 0.0})
+    labels = torch.arange(20).repeat_interleave(3)
+    images = labels.double()[:, None, None, None].expand(60, 1, 8, 8)
+    torch.manual_seed(0)
+    alone = mixed = 0
+    for _ in range(10):
+        out = mixing(dict(inputs=images, data_samples=dict(label=labels)), training=True)
+        weights = out['data_samples']['label_weights']
+        own = weights[torch.arange(60), labels]
+        if own.min() > 0.999:  # next to nothing was drawn
+            continue
+        mixed += 60
+        alone += int((own > 0.999).sum())
+        shown = weights @ torch.arange(20.0).double()
+        assert torch.allclose(out['inputs'].mean(dim=(1, 2, 3)), shown, atol=1e-6)
+    assert mixed and alone / mixed < 0.15  # of 59 others two are the same image
+
+
 def test_evaluation_is_left_alone():
     out = MixedBatches(3)(flat_batch(), training=False)
     assert torch.equal(out['inputs'], flat_batch()['inputs'])

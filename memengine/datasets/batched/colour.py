@@ -136,7 +136,10 @@ def random_erasing(transform: v2.RandomErasing, images: Tensor, draws: Draws) ->
     """``RandomErasing``."""
     height, width = images.shape[-2:]
     chosen = draws.uniform() < transform.p
-    top, left, tall, wide, fits = draw_boxes(draws, height, width, transform.scale, transform.ratio)
+    # Its ratio is of height to width, other than that of RandomResizedCrop.
+    left, top, wide, tall, fits = draw_boxes(
+        draws, width, height, transform.scale, transform.ratio, smaller=True
+    )
     rows = torch.arange(height, device=images.device)[:, None]
     columns = torch.arange(width, device=images.device)
     top, left, tall, wide = (each[:, None, None] for each in (top, left, tall, wide))

@@ -24,11 +24,25 @@ def height_and_width(size: Sequence[int]) -> tuple[int, int]:
 
 
 def draw_boxes(
-    draws: Draws, height: int, width: int, scale: Sequence[float], ratio: Sequence[float]
+    draws: Draws,
+    height: int,
+    width: int,
+    scale: Sequence[float],
+    ratio: Sequence[float],
+    smaller: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Boxes of a share of the image's area and of a ratio of width to height, that fit into it.
 
     Of ten tries the first that fits is taken, as torchvision does.
+
+    Args:
+        draws: Those of B images.
+        height: Of the images.
+        width: Of the images.
+        scale: Least and largest share of the area.
+        ratio: Least and largest ratio.
+        smaller: Whether a box fits only if the image is larger along both sides; then it may also
+            be empty.
 
     Returns:
         top, left, height and width, Long[B], and whether any try fitted, Bool[B].
@@ -36,7 +50,10 @@ def draw_boxes(
     area = height * width * draws.uniform(10, low=scale[0], high=scale[1])
     shape = draws.uniform(10, low=math.log(ratio[0]), high=math.log(ratio[1])).exp()
     widths, heights = (area * shape).sqrt().round(), (area / shape).sqrt().round()
-    fits = (widths > 0) & (widths <= width) & (heights > 0) & (heights <= height)
+    if smaller:
+        fits = (widths < width) & (heights < height)
+    else:
+        fits = (widths > 0) & (widths <= width) & (heights > 0) & (heights <= height)
     first = fits.float().argmax(1, keepdim=True)
     box_height, box_width = (each.gather(1, first)[:, 0] for each in (heights, widths))
     place = draws.uniform(2)

@@ -19,7 +19,7 @@ from memengine.engine.checkpoint.files import atomic_write
 from memengine.engine.checkpoint.latest import find_latest
 from memengine.engine.data_order import NamesSamples
 from memengine.engine.faults.guard import BadStep, Guarded
-from memengine.engine.step import unwrap
+from memengine.engine.step import progress_of, unwrap
 from memengine.techniques.modules.forward_state import RandomState, accelerators_of
 from memengine.techniques.sharding.clipping import local_part
 
@@ -106,12 +106,7 @@ def _content(
         format=FORMAT,
         rank=runner.rank,
         world_size=get_world_size(),
-        place=dict(
-            iter=runner.iter,
-            epoch=runner.epoch,
-            max_iters=runner.max_iters,
-            max_epochs=runner.max_epochs,
-        ),
+        place=vars(progress_of(runner)),
         found={**vars(bad), 'log_vars': plain(bad.log_vars)},
         state_dict={
             name: local_part(value).detach().cpu()

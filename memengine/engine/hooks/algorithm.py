@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapperDict
 
-from memengine.engine.step import Progress, unwrap
+from memengine.engine.step import Progress, progress_of, unwrap
 from memengine.registry import HOOKS
 
 __all__ = ['AlgorithmHook']
@@ -67,6 +67,4 @@ class AlgorithmHook(Hook):
         """Tell the model where training stands."""
         model = unwrap(runner.model)
         if isinstance(model, FollowsTraining):
-            model.set_progress(
-                Progress(runner.iter, runner.max_iters, runner.epoch, runner.max_epochs)
-            )
+            model.set_progress(progress_of(runner))

@@ -13,16 +13,32 @@ from memengine.registry import HOOKS
 
 @HOOKS.register_module()
 class EMAHook(MMEngineEMAHook):
-    """MMEngine's, without the steps that were refused as not finite.
+    """MMEngine's, of updates and not of iterations.
 
-    A step that is skipped leaves the average as it is, and a roll-back takes the average of the
-    checkpoint, too. Settings are MMEngine's.
+    What is no update leaves the average as it is: an iteration whose gradient is kept for a later
+    one (``accumulative_counts``), an overflow in fp16, a step that was refused as not finite. A
+    batch in several iterations then has the average of a batch in one. A roll-back takes the
+    average of the checkpoint, too. Settings are MMEngine's; ``interval`` counts updates.
     """
+
+    _has_updated = False
+
+    def before_train(self, runner: Any) -> None:
+        """Check the settings, as MMEngine does, and have the optimisers tell of their steps."""
+        super().before_train(runner)
+        for wrapper in each_optim_wrapper(runner.optim_wrapper):
+            wrapper.optimizer.register_step_post_hook(self._note_update)
+
+    def _note_update(self, *_: Any) -> None:
+        self._has_updated = True
 
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None
     ) -> None:
         """Average, unless there was no update."""
+        has_updated, self._has_updated = self._has_updated, False
+        if not has_updated:
+            return
         ours = (w for w in each_optim_wrapper(runner.optim_wrapper) if isinstance(w, OptimWrapper))
         if all(wrapper.guard is None or wrapper.guard.bad_step is None for wrapper in ours):
             super().after_train_iter(runner, batch_idx, data_batch, outputs)

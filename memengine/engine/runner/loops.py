@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from mmengine.dataset import InfiniteSampler
+from mmengine.dist import get_world_size
 from mmengine.optim import OptimWrapper
 from mmengine.runner import EpochBasedTrainLoop as _EpochBasedTrainLoop
 from mmengine.runner import IterBasedTrainLoop as _IterBasedTrainLoop
@@ -154,6 +155,29 @@ class IterBasedTrainLoop(_IterBasedTrainLoop):
         self._stop = StopRequest(stop_at_iter)
         runner.register_hook(self._stop)
 
+    @property
+    def passes(self) -> int:
+        """Passes over the data that are done."""
+        drawn, size = self._draws(self._iter)
+        return drawn // size
+
+    @property
+    def max_passes(self) -> int:
+        """Passes over the data in all; the last one may be cut short."""
+        drawn, size = self._draws(self._max_iters)
+        return -(-drawn // size)
+
+    def _draws(self, iters: int) -> tuple[int, int]:
+        """How far so many iterations come, and how far a pass does: in batches, or in samples."""
+        sampler = self._sampler
+        if isinstance(sampler, InfiniteSampler):  # whose passes may end within a batch
+            return iters * (self.dataloader.batch_size or 1) * get_world_size(), sampler.size
+        return iters, len(self.dataloader)
+
+    @property
+    def _sampler(self) -> Any:
+        return getattr(self.dataloader.sampler, 'sampler', self.dataloader.sampler)
+
     def run(self) -> nn.Module:
         """Train, from wherever the runner was resumed."""
         self.runner.call_hook('before_train')
@@ -182,8 +206,7 @@ class IterBasedTrainLoop(_IterBasedTrainLoop):
         """Batches without end, pass after pass, from the current iteration on."""
         if self._iter >= self._max_iters or self._stop.after(self._iter):
             return
-        sampler = getattr(self.dataloader.sampler, 'sampler', self.dataloader.sampler)
-        if isinstance(sampler, InfiniteSampler):  # one endless pass
+        if isinstance(self._sampler, InfiniteSampler):  # one endless pass
             passes, start = 0, self._iter
         else:
             passes, start = divmod(self._iter, len(self.dataloader))

@@ -187,6 +187,28 @@ def test_random_erasing():
 
 
 @pytest.mark.parametrize(
+    'settings', [dict(ratio=(0.3, 0.5)), dict(ratio=(2.0, 4.0)), dict(scale=(0.5, 1.0))]
+)
+def test_erased_boxes_are_those_that_torchvision_draws(settings):
+    """The same distribution of sides and of images without a box, by 4000 of each."""
+    kind = v2.RandomErasing(p=1.0, value=1.0, **settings)
+    mine = augment([kind], torch.zeros(4000, 1, H, W), Draws(torch.arange(4000)))
+    torch.manual_seed(0)
+    theirs = torch.stack([kind(torch.zeros(1, H, W)) for _ in range(4000)])
+    mine, theirs = (_sides(erased[:, 0] > 0) for erased in (mine, theirs))
+    for measure in (torch.mean, torch.std):
+        torch.testing.assert_close(measure(mine, 0), measure(theirs, 0), atol=0.4, rtol=0)
+    assert mine[:, 0].max() < H and mine[:, 1].max() < W
+    missing = [(sides.sum(1) == 0).float().mean().item() for sides in (mine, theirs)]
+    assert missing[0] == pytest.approx(missing[1], abs=0.03)
+
+
+def _sides(erased):
+    """Height and width of the boxes of bool [B, H, W], 0 where there is none."""
+    return torch.stack([erased.any(2).sum(1), erased.any(1).sum(1)], 1).float()
+
+
+@pytest.mark.parametrize(
     'kind',
     [v2.Resize(10), v2.CenterCrop(8), v2.Pad(2), v2.Grayscale(3), v2.Normalize([0.5], [0.25])],
 )

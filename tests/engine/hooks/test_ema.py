@@ -1,0 +1,54 @@
+"""The moving average is of updates, however many iterations they take."""
+
+import pytest
+import torch
+from mmengine.hooks import Hook
+
+from memengine.engine.hooks import EMAHook
+from tests.engine.toy import toy_runner
+
+
+class Weights(Hook):
+    """Keeps the weight after each iteration."""
+
+    priority = 'LOWEST'
+
+    def __init__(self):
+        self.seen = []
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        self.seen.append(runner.model.net[0].weight.detach().clone())
+
+
+@pytest.mark.parametrize(
+    ('settings', 'updates'),
+    [
+        (dict(), [0, 1, 2, 3, 4]),
+        (dict(accumulative_counts=2), [1, 3, 4]),  # the last iteration updates by itself
+        (
+            dict(precision='fp16', loss_scale=dict(init_scale=2.0**100, backoff_factor=2.0**-100)),
+            None,
+        ),
+    ],
+    ids=['plain', 'accumulated', 'overflow'],
+)
+def test_the_average_is_of_updates(tmp_path, settings, updates):
+    weights = Weights()
+    runner = toy_runner(
+        tmp_path,
+        train_cfg=dict(by_epoch=True, max_epochs=1),
+        optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.5), **settings),
+        param_scheduler=None,
+        custom_hooks=[weights, dict(type='EMAHook', momentum=0.25)],
+    )
+    runner.train()
+    if updates is None:
+        moved = zip(weights.seen, weights.seen[1:], strict=False)
+        updates = [place for place, (a, b) in enumerate(moved, 1) if not torch.equal(a, b)]
+        assert 0 < len(updates) < 5
+    (ema,) = [hook for hook in runner.hooks if isinstance(hook, EMAHook)]
+    expected = weights.seen[updates[0]]
+    for place in updates[1:]:
+        expected = 0.75 * expected + 0.25 * weights.seen[place]
+    torch.testing.assert_close(ema.ema_model.module.net[0].weight, expected)
+    assert int(ema.ema_model.steps) == len(updates)
