@@ -29,6 +29,19 @@ from memengine.memory.ledger import blocks_of, owned_by
 Call = tuple[str, int]  # an op and which of its calls within the module, from 0 on
 Kept = frozenset[Call] | None  # None: the module is not checkpointed, so all is kept
 
+
+class Keeping(NamedTuple):
+    """What a checkpointed module keeps.
+
+    Attributes:
+        kept: Calls.
+        measured: All calls in order, as they were when these were chosen.
+    """
+
+    kept: frozenset[Call] = frozenset()
+    measured: Sequence[Call] = ()
+
+
 # What writing a byte costs in FLOPs, so that ops without products have a price; it decides only
 # among them, as products cost some hundred FLOPs for every byte of their output.
 _FLOPS_PER_BYTE = 1
@@ -63,6 +76,11 @@ class Trace:
     saved_bytes: int = 0
     input_bytes: int = 0
     saved_input_bytes: int = 0
+
+    @property
+    def calls(self) -> list[Call]:
+        """All, in order."""
+        return [op.call for op in self.ops]
 
     @property
     def plain_bytes(self) -> int:

@@ -17,6 +17,7 @@ from memengine._torch_private.autograd import current_backward
 from memengine._torch_private.ops import draw_from_known_generators_when_compiled
 from memengine.technique import PausableHandle, Report, Settings, Technique, setting, with_settings
 from memengine.techniques.activation_checkpointing.budget import (
+    Keeping,
     Kept,
     Trace,
     plan_by_budget,
@@ -32,7 +33,7 @@ from memengine.techniques.modules.wrapped_forward import is_wrapped
 
 __all__ = ['ActivationCheckpointingSettings', 'Checkpointing', 'checkpoint_activations']
 
-_RECOMPUTE_ALL: Kept = frozenset()  # nothing is kept, all is computed again
+_RECOMPUTE_ALL = Keeping()  # nothing is kept, all is computed again
 
 
 def checkpoint_activations(
@@ -120,7 +121,9 @@ class Checkpointing(PausableHandle):
         self.is_settled = not self.measures
         self._traces: dict[tuple[str, bool], Trace] = {}  # by name and training mode
         # Replaced, never changed: another thread that uses the model may be reading it.
-        self._plans: dict[tuple[str, bool], Kept] = {}
+        self._plans: dict[tuple[str, bool], Keeping | None] = {}
+        self._other_calls: Counter[tuple[str, bool]] = Counter()  # forwards that were not as traced
+        self._to_measure_again: frozenset[tuple[str, bool]] = frozenset()
         self._was_measured_in_backward = False  # as within a reentrant checkpoint
         self._forwards = {
             name: CheckpointedForward(name, module, self) for name, module in modules.items()
@@ -165,25 +168,39 @@ class Checkpointing(PausableHandle):
         for forward in self._forwards.values():
             forward.undo()
 
-    def kept(self, name: str, training: bool, trace: Callable[[], Trace]) -> Kept:
+    def kept(self, name: str, training: bool, trace: Callable[[], Trace]) -> Keeping | None:
         """What a module keeps. ``trace()`` measures it, when that has not been done."""
         if not self.measures:
             return _RECOMPUTE_ALL
         key = (name, training)
         is_in_backward = current_backward() != -1
-        if key not in self._traces:
-            self._traces[key] = trace()
+        if key not in self._traces or (key in self._to_measure_again and not is_in_backward):
+            self._to_measure_again -= {key}
+            self._traces[key] = measured = trace()
             self._plans = {}
             self._was_measured_in_backward = is_in_backward
             if self.budget is not None:
                 return _RECOMPUTE_ALL  # until all are measured, so that the first step fits, too
-            return plan_by_ops(self._traces[key], self.ops)
+            return _keeping(plan_by_ops(measured, self.ops), measured)
         plans = self._plans
         if key not in plans:
             if self.budget is not None and is_in_backward and not self._was_measured_in_backward:
                 return _RECOMPUTE_ALL  # for a checkpoint around it that repeats the first step
-            plans = self._plans = self._planned(dict(self._traces))
+            traces = dict(self._traces)
+            kept = self._planned(traces)
+            plans = self._plans = {key: _keeping(kept[key], traces[key]) for key in kept}
         return plans[key]
+
+    def note_other_calls(self, name: str, training: bool) -> None:
+        """A module has done other calls than when it was measured.
+
+        It is measured again after the first, second, fourth, eighth ... time: what it does in most
+        steps may differ from the first.
+        """
+        key = (name, training)
+        times = self._other_calls[key] = self._other_calls[key] + 1
+        if times & (times - 1) == 0:
+            self._to_measure_again |= {key}
 
     def _planned(self, traces: dict[tuple[str, bool], Trace]) -> dict[tuple[str, bool], Kept]:
         if self.budget is not None:
@@ -210,6 +227,10 @@ class Checkpointing(PausableHandle):
                 f'are {", ".join(sorted(there)) or "none"}'
             )
         return plans
+
+
+def _keeping(kept: Kept, trace: Trace) -> Keeping | None:
+    return None if kept is None else Keeping(kept, trace.calls)
 
 
 @dataclass(frozen=True)

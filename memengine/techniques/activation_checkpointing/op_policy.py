@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import weakref
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-from memengine._torch_private.ops import FLOPS_OF, OpOverload, OpOverloadPacket
+from memengine._torch_private.autograd import storage_key
+from memengine._torch_private.ops import (
+    FLOPS_OF,
+    OpOverload,
+    OpOverloadPacket,
+    pytree,
+    written_arguments,
+)
 from memengine.suggest import did_you_mean
-from memengine.techniques.activation_checkpointing.budget import Call, draws_random
+from memengine.techniques.activation_checkpointing.budget import Keeping, draws_random
+from memengine.techniques.modules.saved_tensors import is_plain
 
 Op: TypeAlias = str | OpOverload | OpOverloadPacket
 
@@ -54,20 +63,66 @@ def _op_name(text: str, groups: list[str], setting: str) -> str:
 
 
 class KeepCalls:
-    """Which calls are kept, counted anew in each pass."""
+    """Which calls are kept, as long as they are those that were measured, in their order.
 
-    def __init__(self, kept: frozenset[Call]) -> None:
-        self._kept = kept
-        self._counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
+    With others, as of a longer sequence, the same number means another call: one that the module
+    may write into afterwards, so that the repeated forward would go on from what was written. From
+    the first other call on, nothing is kept.
+
+    Args:
+        keeping: What is kept, and what was measured.
+        name: The module's, for errors.
+
+    Attributes:
+        is_as_measured: Whether all calls of the first forward so far were those.
+    """
+
+    def __init__(self, keeping: Keeping, name: str) -> None:
+        self._kept, self._measured, self._name = *keeping, name
+        self._counts = {False: 0, True: 0}  # of calls, in the first forward and when repeated
+        self._is_other = {False: False, True: False}
+        self._outputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # that are kept
+
+    @property
+    def is_as_measured(self) -> bool:
+        """See the class."""
+        return not self._is_other[False]
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """Whether the call that is about to be carried out is kept."""
-        counts = self._counts[context.is_recompute]
-        call = (str(op), counts[str(op)])
-        counts[str(op)] += 1
-        if call in self._kept and not draws_random(op, args, kwargs):
+        """Whether the call that is carried out is kept."""
+        is_repeated = context.is_recompute
+        number = self._counts[is_repeated]
+        self._counts[is_repeated] = number + 1
+        self._refuse_writes(written_arguments(op, args, kwargs))
+        if self._is_other[is_repeated] or number >= len(self._measured):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        call = self._measured[number]
+        if call[0] != str(op):
+            self._is_other[is_repeated] = True
+        elif call in self._kept and not draws_random(op, args, kwargs):
+            # Known to later versions only; torch itself sees most writes, in backward.
+            self._note_kept(getattr(context, 'op_output', None))
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
+
+    def _note_kept(self, outputs: Any) -> None:
+        for storage in _storages(outputs):
+            self._outputs[storage_key(storage)] = weakref.ref(storage)
+
+    def _refuse_writes(self, written: list[Any]) -> None:
+        for storage in _storages(written) if written and self._outputs else ():
+            kept = self._outputs.get(storage_key(storage))
+            if kept is not None and kept() is storage:
+                raise ValueError(
+                    f'activation_checkpointing: {self._name} writes into what keep or budget has '
+                    'kept of it, which it did not when it was measured; leave it out, or leave '
+                    'keep and budget out'
+                )
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [leaf.untyped_storage() for leaf in leaves if is_plain(leaf)]
 
 
 def keep_ops(

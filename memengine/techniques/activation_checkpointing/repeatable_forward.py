@@ -24,7 +24,7 @@ from memengine._torch_private.ops import (
     pytree,
 )
 from memengine.techniques.activation_checkpointing.budget import (
-    Kept,
+    Keeping,
     Trace,
     measure,
     without_autocast_cache,
@@ -46,8 +46,12 @@ class Planner(Protocol):
     budget: float | None
     is_paused: bool
 
-    def kept(self, name: str, training: bool, trace: Callable[[], Trace]) -> Kept:
-        """What is kept; ``trace()`` measures the module."""
+    def kept(self, name: str, training: bool, trace: Callable[[], Trace]) -> Keeping | None:
+        """What is kept, None for all of it; ``trace()`` measures the module."""
+        ...
+
+    def note_other_calls(self, name: str, training: bool) -> None:
+        """A forward of the module has done other calls than those that were measured."""
         ...
 
 
@@ -92,15 +96,15 @@ class CheckpointedForward(WrappedForward):
         if not torch.is_grad_enabled() or not self._needs_gradient(tensors):
             return self.plain(*args, **kwargs)
         state = RandomState.of(self.module, tensors)
-        kept = self.planner.kept(
+        keeping = self.planner.kept(
             self.name, self.module.training, partial(self._measure, run, tensors, state)
         )
         self.checkpointed += 1
-        if kept is None:
+        if keeping is None:
             return self.plain(*args, **kwargs)
         again = _RepeatContext(state, self.name, self.module)
         with _refusing_changes(again, tensors):
-            return self._checkpoint(run, again, kept)
+            return self._checkpoint(run, again, keeping)
 
     def _needs_gradient(self, tensors: list[Tensor]) -> bool:
         parameters = self.module.parameters()
@@ -110,21 +114,25 @@ class CheckpointedForward(WrappedForward):
         with _RepeatContext(state, self.name, self.module):
             return measure(self.module, partial(run.repeat, *run.leaves), tensors)
 
-    def _checkpoint(self, run: _FlatCall, again: _RepeatContext, kept: Kept) -> Any:
+    def _checkpoint(self, run: _FlatCall, again: _RepeatContext, keeping: Keeping) -> Any:
         options: dict[str, Any] = dict(context_fn=lambda: (ExitStack(), again))
+        policy = KeepCalls(keeping, self.name)
         with ExitStack() as stack:
             if self._has_rrelu:  # stopped when all is saved again, it has yet to fill its noise
                 stack.enter_context(set_checkpoint_early_stop(False))
-            if kept:
-                forward, repeated = create_selective_checkpoint_contexts(KeepCalls(kept))
+            if keeping.kept:
+                forward, repeated = create_selective_checkpoint_contexts(policy)
                 again.inside.append(repeated)
                 options = dict(context_fn=lambda: (forward, again))
                 if CHECKPOINT_HEEDS_HOOKS:
                     options['respect_saved_tensors_hooks'] = True
                 stack.enter_context(without_autocast_cache())
-            return checkpoint(
+            outputs = checkpoint(
                 run, *run.leaves, use_reentrant=False, preserve_rng_state=False, **options
             )
+        if not policy.is_as_measured:
+            self.planner.note_other_calls(self.name, self.module.training)
+        return outputs
 
     def _traced_by_compile(self, *args: Any, **kwargs: Any) -> Any:
         self.checkpointed = 1  # a constant, so that it is no reason to compile again

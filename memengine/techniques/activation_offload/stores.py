@@ -9,6 +9,7 @@ import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,14 @@ def _let_go_of_pages(mapped: Tensor) -> None:
     """Leave what has been written or read to the file, as a process is said to take its pages."""
     if not is_fake(mapped):
         address, length = ctypes.c_void_p(mapped.data_ptr()), ctypes.c_size_t(mapped.nbytes)
-        ctypes.CDLL(None).madvise(address, length, mmap.MADV_DONTNEED)
+        _madvise()(address, length, mmap.MADV_DONTNEED)
+
+
+@cache
+def _madvise() -> Callable[..., int]:
+    """The C library's function: each look-up makes classes that only a collection frees."""
+    found: Callable[..., int] = ctypes.CDLL(None).madvise
+    return found
 
 
 class Leaving:
