@@ -11,7 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from memengine.engine.optim import AccumulationOptimWrapper, GradCacheOptimWrapper, OptimWrapper
 from memengine.engine.step import run_step, unwrap
-from memengine.engine.wrappers import FullyShardedDataParallel, MMFullyShardedDataParallel
+from memengine.engine.wrappers import (
+    FullyShardedDataParallel,
+    MMDistributedDataParallel,
+    MMFullyShardedDataParallel,
+)
 from memengine.models import CLIP, Classifier, SimCLR
 from memengine.registry import FUNCTIONS
 from memengine.testing import assert_same_step, relative_error, run_ranks
@@ -170,6 +174,48 @@ def _frozen_and_half(rank, world_size):
 
 def test_frozen_towers_stay_and_half_precision_is_gathered():
     run_ranks(2, _frozen_and_half)
+
+
+def _thawed(rank, world_size):
+    """Steps of a CLIP whose scale and a tower are trained from the second on only."""
+    model = build(CLIP)
+    late = [model.logit_scale, *model.towers['text'].parameters()]
+    for parameter in late:
+        parameter.requires_grad_(False)
+    wrapped = FullyShardedDataParallel(model) if world_size > 1 else model
+    late = [p for p in wrapped.parameters() if not p.requires_grad]
+    wrapper = OptimWrapper(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    for seed in range(3):
+        for parameter in late if seed else ():
+            parameter.requires_grad_(True)
+        wrapped.train_step(share(big_batch(CLIP, seed), rank, world_size), wrapper)
+    return whole(model.state_dict())
+
+
+def test_what_is_trained_later_is_reduced_then():
+    for result in run_ranks(2, _thawed):
+        assert_close(result, _thawed(0, 1))
+
+
+def _thawed_under_ddp(rank, world_size):
+    model = build(CLIP)
+    model.logit_scale.requires_grad_(False)
+    wrapped = MMDistributedDataParallel(model)
+    wrapper = optimizer_of(model)
+    data = share(big_batch(CLIP, 0), rank, world_size)
+    wrapped.train_step(data, wrapper)
+    model.logit_scale.requires_grad_(True)
+    with pytest.raises(ValueError, match=r'logit_scale \(1 parameters in all\) was frozen when'):
+        wrapped.train_step(data, wrapper)
+
+
+@pytest.mark.edge(
+    'data_parallel',
+    'refused',
+    'A parameter that was frozen when the model was wrapped, and is trained',
+)
+def test_what_is_trained_later_is_refused_under_ddp():
+    run_ranks(2, _thawed_under_ddp)
 
 
 # ------------------------------------------------------------------ through the Runner

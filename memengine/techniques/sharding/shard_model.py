@@ -237,7 +237,7 @@ class ShardedModel:
     ) -> None:
         self.model, self.device = model, device
         self.units = tuple(units)
-        self._scalars = [p for p in scalars if p.requires_grad]
+        self._scalars = list(scalars)  # frozen ones may be trained later
         self._free_after = free_after
         self._reduce_once = reduce_once
         self._is_last = True  # whether the next backward is the step's last
@@ -247,7 +247,7 @@ class ShardedModel:
         """The model's forward; its backward reduces gradients unless in :meth:`no_sync`."""
         self._is_reduction_queued = False  # by a backward that was broken off
         outputs = self.model(*args, **kwargs)
-        if self._scalars and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and any(scalar.requires_grad for scalar in self._scalars):
             for output in pytree.tree_leaves(outputs):
                 if isinstance(output, Tensor) and output.requires_grad:
                     output.register_hook(self._queue_scalar_reduction)
