@@ -12,7 +12,7 @@ import torch
 from mmengine.evaluator import BaseMetric
 from torch import Tensor
 
-from memengine.evaluation.knn import unit_rows
+from memengine.evaluation.knn import refuse_unlabelled, unit_rows
 from memengine.registry import METRICS
 
 _CHUNK = 1024
@@ -92,19 +92,18 @@ class ZeroShotMetric(_PairMetric):
         prefix: Put before the name, for several such metrics.
 
     Raises:
-        ValueError: When the model returns no text features.
+        ValueError: When the model returns no text features, or an image has no label.
 
     Cost: 8 * D bytes per sample, gathered from all ranks.
     """
 
     def compute_metrics(self, results: list[tuple[Tensor, Tensor, int, int]]) -> dict[str, float]:
         """The percentage, from all samples."""
-        images, texts, labels, _ = zip(*results, strict=True)
-        return {
-            'zero_shot_top1': zero_shot_accuracy(
-                torch.stack(images), torch.stack(texts), torch.tensor(labels)
-            )
-        }
+        images, texts, numbers, _ = zip(*results, strict=True)
+        labels = torch.tensor(numbers)
+        refuse_unlabelled(labels, 'ZeroShotMetric')
+        accuracy = zero_shot_accuracy(torch.stack(images), torch.stack(texts), labels)
+        return {'zero_shot_top1': accuracy}
 
 
 @METRICS.register_module()
@@ -120,7 +119,8 @@ class RetrievalMetric(_PairMetric):
         prefix: Put before the names, for several such metrics.
 
     Raises:
-        ValueError: For a setting out of range, or a model that returns no text features.
+        ValueError: For a setting out of range, a model that returns no text features, or labels
+            that are asked for and not there.
 
     Cost: 8 * D bytes per sample, gathered from all ranks; 4 * N bytes for each of 1,024 queries.
     """
@@ -145,6 +145,8 @@ class RetrievalMetric(_PairMetric):
             raise ValueError(f'RetrievalMetric: topk={self.topk} exceeds {len(results)} samples')
         images, texts = (torch.stack(part) for part in list(zip(*results, strict=True))[:2])
         match = torch.tensor([row[2] if self.match == 'label' else row[3] for row in results])
+        if self.match == 'label':
+            refuse_unlabelled(match, "RetrievalMetric.match='label'")
         metrics = {}
         for k in self.topk:
             metrics[f'image_to_text_r{k}'] = recall_at(images, texts, match, k)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ['merge', 'nearest', 'unit_rows', 'vote', 'weighted_knn']
+__all__ = ['merge', 'nearest', 'refuse_unlabelled', 'unit_rows', 'vote', 'weighted_knn']
 
 _SIMILARITY_STEPS = 2**24  # similarities are told apart to 1/2**24, which is what float32 has at 1
 _MAX_INDEX = 2**32
@@ -161,4 +161,13 @@ def check_k(k: int, bank_size: int) -> None:
         raise ValueError(
             f'k-NN: k={k} neighbours are asked for, but the bank has {bank_size} samples; '
             f'set k to at most {bank_size}'
+        )
+
+
+def refuse_unlabelled(labels: Tensor, where: str) -> None:
+    """Raise ValueError for labels of -1, as what has no label would all be one class."""
+    if missing := int((labels < 0).sum()):
+        raise ValueError(
+            f'{where}: {missing} of {len(labels)} images have no label (-1), and classes are asked '
+            'for; give the data labels'
         )

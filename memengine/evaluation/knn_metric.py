@@ -16,7 +16,15 @@ from mmengine.logging import MessageHub, print_log
 from torch import Tensor
 from torch.nn import functional as F
 
-from memengine.evaluation.knn import check_k, check_settings, merge, nearest, unit_rows, vote
+from memengine.evaluation.knn import (
+    check_k,
+    check_settings,
+    merge,
+    nearest,
+    refuse_unlabelled,
+    unit_rows,
+    vote,
+)
 from memengine.registry import METRICS
 
 _PIXEL_LIMIT_BYTES = 2 * 2**30
@@ -67,7 +75,7 @@ class KNNMetric(BaseMetric):
 
     Raises:
         ValueError: For a setting that makes no sense, k larger than the bank, features that are
-            NaN or infinite, samples without the keys named above.
+            NaN or infinite, samples without the keys named above or without a label.
 
     Cost: per rank 4 * D bytes per own sample, and 12 bytes for chunk_size x 16384 similarities;
     on the wire the queries' features and 16 * k bytes per query and rank.
@@ -106,6 +114,7 @@ class KNNMetric(BaseMetric):
                 f'KNNMetric: data_samples lacks {", ".join(missing)}; validate on '
                 "dict(type='BankAndQueries', bank=..., queries=...)"
             )
+        refuse_unlabelled(given['label'], 'KNNMetric')
         features = torch.stack([sample['feature'].flatten() for sample in data_samples])
         self._device = features.device
         wanted = self.raw_pixels and self._cached('knn_top1_raw_pixels') is None

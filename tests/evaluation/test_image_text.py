@@ -105,3 +105,12 @@ def test_what_does_not_fit_is_refused():
         RetrievalMetric(match='class')
     with pytest.raises(ValueError, match='exceeds 30 samples'):
         evaluate(RetrievalMetric((31,)), *embeddings())
+
+
+@pytest.mark.parametrize('metric', [ZeroShotMetric(), RetrievalMetric((1,), 'label')])
+def test_images_without_a_label_are_not_one_class(metric):
+    images, texts, labels = embeddings()
+    with pytest.raises(ValueError, match=r'30 of 30 images have no label \(-1\)'):
+        evaluate(metric, images, texts, torch.full_like(labels, -1))
+    by_index = evaluate(RetrievalMetric((1,)), images, texts, torch.full_like(labels, -1))
+    assert by_index['text_to_image_r1'] < 100

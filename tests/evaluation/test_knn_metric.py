@@ -294,3 +294,10 @@ def test_an_error_on_one_rank_is_raised_on_all():
 
 def test_a_rank_without_samples():
     assert run_ranks(2, _empty_rank) == [run_metric(dataset(), range(107))] * 2
+
+
+def test_images_without_a_label_are_refused():
+    data = dataset()
+    data['label'][~data['bank']] = -1
+    with pytest.raises(ValueError, match=r'KNNMetric: .* images have no label \(-1\)'):
+        run_metric(data, range(107))

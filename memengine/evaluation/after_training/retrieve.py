@@ -15,6 +15,7 @@ from memengine.evaluation.after_training.predictions import batches, dataset_of,
 from memengine.evaluation.after_training.results import table, write_results
 from memengine.evaluation.after_training.texts import check_has_texts, embed_texts
 from memengine.evaluation.image_text import recall_at
+from memengine.evaluation.knn import refuse_unlabelled
 from memengine.registry import LOOPS
 
 _WAYS = {'image_to_text': 'image to text', 'text_to_image': 'text to image'}
@@ -51,7 +52,9 @@ class RetrieveLoop:
         one_process(self.runner, 'retrieve')
         check_has_texts(self.runner.model, 'retrieve')
         images, image_keys, texts, text_keys = self._collect()
-        if self.match != 'label':
+        if self.match == 'label':
+            refuse_unlabelled(image_keys, "retrieve.match='label'")
+        else:
             images, image_keys = _once(images, image_keys)
         if (most := max(self.topk)) > min(len(images), len(texts)):
             raise ValueError(

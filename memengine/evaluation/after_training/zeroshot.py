@@ -20,7 +20,7 @@ from memengine.evaluation.after_training.texts import (
     templates_of,
     tokenizer_of,
 )
-from memengine.evaluation.knn import unit_rows
+from memengine.evaluation.knn import refuse_unlabelled, unit_rows
 from memengine.registry import LOOPS
 
 
@@ -72,6 +72,7 @@ class ZeroShotLoop:
             raise ValueError("memengine zeroshot needs labels; let PackInputs.keys hold 'label'")
         chosen = ~found['bank'].bool() if 'bank' in found else slice(None)
         features, labels = found['feature'][chosen], found['label'][chosen]
+        refuse_unlabelled(labels, 'memengine zeroshot')
         if int(labels.max()) >= len(names):
             raise ValueError(
                 f'zeroshot.classes: label {int(labels.max())} has none of the {len(names)} names'

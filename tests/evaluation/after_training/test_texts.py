@@ -105,6 +105,8 @@ def test_zeroshot_by_names_of_classes(tmp_path):
     assert other['top1_by_class'] == {'owl': 0.0, 'dog': 100.0, 'cat': 50.0}
     with pytest.raises(ValueError, match='label 2 has none of the 2 names'):
         run('zeroshot', samples, tmp_path, **ZEROSHOT, classes=['cat', 'dog'])
+    with pytest.raises(ValueError, match=r'zeroshot: 1 of 2 images have no label'):
+        run('zeroshot', labelled((CAT, 0), (DOG, -1)), tmp_path, **ZEROSHOT)
 
 
 def pairs(*rows):
