@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from mmengine.evaluator import BaseMetric
 
+from memengine.evaluation.knn import refuse_unlabelled
 from memengine.registry import METRICS
 
 
@@ -24,8 +25,8 @@ class AccuracyMetric(BaseMetric):
         prefix: Put before the names, for several such metrics.
 
     Raises:
-        ValueError: For a number below 1 or above the number of classes, or a model without
-            ``logits``.
+        ValueError: For a number below 1 or above the number of classes, a model without
+            ``logits``, or an image without a label.
 
     Cost: a few bytes per sample, gathered from all ranks.
     """
@@ -45,6 +46,7 @@ class AccuracyMetric(BaseMetric):
             raise ValueError("AccuracyMetric: the model returns no 'logits'; it needs a Classifier")
         logits = torch.stack([sample['logits'] for sample in data_samples]).cpu()
         given = data_batch['data_samples']
+        refuse_unlabelled(given['label'], 'AccuracyMetric')
         classes = logits.shape[1]
         if max(self.topk) > classes:
             raise ValueError(f'AccuracyMetric: topk={self.topk} exceeds the {classes} classes')

@@ -36,3 +36,6 @@ def test_what_does_not_fit_is_refused():
         evaluate(AccuracyMetric((4,)))
     with pytest.raises(ValueError, match="no 'logits'"):
         AccuracyMetric().process(dict(data_samples=dict(label=LABELS)), [{'feature': LOGITS[0]}])
+    unlabelled = dict(data_samples=dict(label=torch.tensor([0, -1, 2, 2])))
+    with pytest.raises(ValueError, match=r'AccuracyMetric: 1 of 4 images have no label \(-1\)'):
+        AccuracyMetric().process(unlabelled, [{'logits': row} for row in LOGITS])
