@@ -33,7 +33,9 @@ def sinkhorn_knopp(logits: Tensor, temperature: float, iterations: int = 3) -> T
     marginals, as SwAV and DINOv2 do, with the sums taken over all ranks.
 
     Args:
-        logits: Teacher outputs, [N, K] on this rank.
+        logits: Teacher outputs, [N, K] on this rank. In fp32 they are to lie within some 80
+            temperatures of each other, as those of prototypes of length 1 do; a row further below
+            vanishes.
         temperature: Sharpness; smaller is closer to one-hot.
         iterations: Number of row-and-column scalings.
 
