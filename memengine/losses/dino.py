@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from memengine.losses.batch_loss import at_least_fp32
-
 __all__ = ['DINOLoss', 'combine_targets', 'sinkhorn_knopp', 'soft_cross_entropy']
 
 CENTERINGS = ('center', 'sinkhorn')
@@ -23,6 +21,10 @@ def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM)
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(tensor, op=op)
     return tensor
+
+
+def _at_least_fp32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 @torch.no_grad()
@@ -44,7 +46,7 @@ def sinkhorn_knopp(logits: Tensor, temperature: float, iterations: int = 3) -> T
 
     Cost: ``iterations + 2`` all-reduces of at most K numbers when distributed.
     """
-    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature  # [N, K]
+    scaled = _at_least_fp32(logits) / temperature  # [N, K]
     largest = _all_reduce(scaled.max(), dist.ReduceOp.MAX)  # the same on all ranks
     plan = (scaled - largest).exp()
     samples = _all_reduce(plan.new_full((), float(plan.shape[0])))
@@ -70,7 +72,7 @@ def soft_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         nats large, and the loss is their difference.
     """
     with torch.autocast(logits.device.type, enabled=False):
-        logits, targets = at_least_fp32(logits, targets)
+        logits, targets = _at_least_fp32(logits), _at_least_fp32(targets)
         mass = targets.sum(dim=-1)  # [N]
         return mass * logits.logsumexp(dim=-1) - torch.linalg.vecdot(targets, logits)
 
@@ -213,8 +215,8 @@ class DINOLoss(nn.Module):
             Sum over the N rows, divided by the number of (teacher view, crop) pairs. Scalar.
         """
         pairs = 2 * self.ncrops - 2
-        (logits,) = at_least_fp32(logits)
-        return soft_cross_entropy(logits / self.student_temp, targets).sum() / pairs
+        logits = _at_least_fp32(logits) / self.student_temp
+        return soft_cross_entropy(logits, targets).sum() / pairs
 
     def batch_loss(self, student_output: Tensor, targets: Tensor) -> Tensor:
         """Loss of a whole batch.
