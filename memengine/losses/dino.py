@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from memengine.losses.batch_loss import at_least_fp32
-
 __all__ = ['DINOLoss', 'combine_targets', 'sinkhorn_knopp', 'soft_cross_entropy']
 
 CENTERINGS = ('center', 'sinkhorn')
@@ -25,6 +23,10 @@ def _all_reduce(tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM)
     return tensor
 
 
+def _at_least_fp32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 @torch.no_grad()
 def sinkhorn_knopp(logits: Tensor, temperature: float, iterations: int = 3) -> Tensor:
     """Teacher probabilities that use every prototype equally over the whole (global) batch.
@@ -33,7 +35,9 @@ def sinkhorn_knopp(logits: Tensor, temperature: float, iterations: int = 3) -> T
     marginals, as SwAV and DINOv2 do, with the sums taken over all ranks.
 
     Args:
-        logits: Teacher outputs, [N, K] on this rank.
+        logits: Teacher outputs, [N, K] on this rank. In fp32 they are to lie within some 80
+            temperatures of each other, as those of prototypes of length 1 do; a row further below
+            vanishes.
         temperature: Sharpness; smaller is closer to one-hot.
         iterations: Number of row-and-column scalings.
 
@@ -42,7 +46,7 @@ def sinkhorn_knopp(logits: Tensor, temperature: float, iterations: int = 3) -> T
 
     Cost: ``iterations + 2`` all-reduces of at most K numbers when distributed.
     """
-    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature  # [N, K]
+    scaled = _at_least_fp32(logits) / temperature  # [N, K]
     largest = _all_reduce(scaled.max(), dist.ReduceOp.MAX)  # the same on all ranks
     plan = (scaled - largest).exp()
     samples = _all_reduce(plan.new_full((), float(plan.shape[0])))
@@ -68,7 +72,7 @@ def soft_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         nats large, and the loss is their difference.
     """
     with torch.autocast(logits.device.type, enabled=False):
-        logits, targets = at_least_fp32(logits, targets)
+        logits, targets = _at_least_fp32(logits), _at_least_fp32(targets)
         mass = targets.sum(dim=-1)  # [N]
         return mass * logits.logsumexp(dim=-1) - torch.linalg.vecdot(targets, logits)
 
@@ -212,8 +216,8 @@ class DINOLoss(nn.Module):
             Sum over the N rows, divided by the number of (teacher view, crop) pairs. Scalar.
         """
         pairs = 2 * self.ncrops - 2
-        (logits,) = at_least_fp32(logits)
-        return soft_cross_entropy(logits / self.student_temp, targets).sum() / pairs
+        logits = _at_least_fp32(logits) / self.student_temp
+        return soft_cross_entropy(logits, targets).sum() / pairs
 
     def batch_loss(self, student_output: Tensor, targets: Tensor) -> Tensor:
         """Loss of a whole batch.

@@ -30,6 +30,19 @@ def check_labels(labels: Tensor, classes: range, name: str, setting: str) -> Non
         )
 
 
+def check_has_labels(data_samples: Any, name: str) -> None:
+    """Raise ValueError where a sample of a batch has no label, which is a label of -1.
+
+    As equal labels all of these would be one class. Looked at on the CPU only, as above.
+    """
+    labels = labels_of(data_samples, name)
+    if labels.device.type == 'cpu' and bool((labels < 0).any()):
+        raise ValueError(
+            f'{name}: {int((labels < 0).sum())} of the {len(labels)} images of a batch have no '
+            'label (-1); set use_labels=False, or give the data labels'
+        )
+
+
 def check_one_view(inputs: Any, name: str) -> None:
     """Raise ValueError for a batch of several views."""
     if not isinstance(inputs, Tensor):

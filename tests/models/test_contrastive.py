@@ -176,6 +176,17 @@ def test_batches_that_do_not_fit_are_refused():
         build(SupCon, use_labels=False)(views[0], samples, mode='loss')
 
 
+@pytest.mark.parametrize('algorithm', [SupCon, SelfCon])
+def test_images_without_a_label_are_not_one_class(algorithm):
+    model, (views, samples) = build(algorithm), batch(algorithm)
+    samples['label'][1:3] = -1  # as sources without labels have it
+    with pytest.raises(ValueError, match=r'2 of the 5 images .* have no label \(-1\); set use_l'):
+        model(views, samples, mode='loss')
+    with pytest.raises(ValueError, match='have no label'):
+        model.data_preprocessor(dict(inputs=views, data_samples=samples), True)
+    assert build(algorithm, use_labels=False)(views, samples, mode='loss')['loss'].isfinite()
+
+
 def test_projection_head():
     head = ProjectionHead(12, 6, hidden_dim=20, nlayers=3)
     widths = [m.weight.shape for m in head.mlp if isinstance(m, torch.nn.Linear)]

@@ -18,7 +18,7 @@ from memengine.models.algorithms.base import (
     feature_std,
     rows_of,
 )
-from memengine.models.batch_checks import labels_of
+from memengine.models.batch_checks import check_has_labels, labels_of
 from memengine.models.build import build_head, build_loss
 from memengine.registry import MODELS, HeadConfig, ModelConfig
 
@@ -46,6 +46,7 @@ class _ContrastiveAlgorithm(Algorithm):
         """Number of views; they are checked here, once per batch."""
         views = len(inputs) if isinstance(inputs, (list, tuple)) else 1
         self._check_views(views)
+        self.check_batch(data_samples)
         return views
 
     def _check_views(self, views: int) -> None:
@@ -136,6 +137,11 @@ class SupCon(_ContrastiveAlgorithm):
     ) -> None:
         super().__init__(backbone, head, loss, freeze_backbone, **kwargs)
         self.use_labels = use_labels
+
+    def check_batch(self, data_samples: Any) -> None:
+        """Images without a label are of no class, and not of one."""
+        if self.use_labels:
+            check_has_labels(data_samples, 'SupCon')
 
     def _check_views(self, views: int) -> None:
         if views < 2 and not self.use_labels:

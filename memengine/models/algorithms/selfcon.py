@@ -19,7 +19,7 @@ from memengine.models.algorithms.base import (
     feature_std,
     rows_of,
 )
-from memengine.models.batch_checks import labels_of
+from memengine.models.batch_checks import check_has_labels, labels_of
 from memengine.models.build import build_head, build_loss
 from memengine.registry import MODELS, HeadConfig, ModelConfig
 
@@ -77,8 +77,14 @@ class SelfCon(Algorithm):
         self.loss = build_loss(loss)
         self.use_labels = use_labels
 
+    def check_batch(self, data_samples: Any) -> None:
+        """Images without a label are of no class, and not of one."""
+        if self.use_labels:
+            check_has_labels(data_samples, 'SelfCon')
+
     def targets(self, inputs: Any, data_samples: Any = None, size: Any = None) -> int:
-        """Number of views."""
+        """Number of views; the labels are checked here, once per batch."""
+        self.check_batch(data_samples)
         return len(inputs) if isinstance(inputs, (list, tuple)) else 1
 
     def embed(self, inputs: Tensor | Sequence[Tensor], data_samples: Any = None) -> Tensor:
