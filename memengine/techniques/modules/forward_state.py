@@ -24,7 +24,13 @@ from memengine._torch_private.modules import BatchOrInstanceNorm, own_buffers, o
 from memengine._torch_private.ops import draw_from_known_generators_when_compiled
 from memengine.techniques.modules.private_random import generators
 from memengine.techniques.modules.saved_tensors import is_plain
-from memengine.techniques.modules.tables import CONTAINERS, Table, holds_tensor, tables_of
+from memengine.techniques.modules.tables import (
+    CONTAINERS,
+    Table,
+    holds_tensor,
+    tables_of,
+    tables_of_object,
+)
 
 _MOST_ELEMENTS = 2**16  # of a buffer that is copied
 _STANDARD_ATTRIBUTES = frozenset(vars(nn.Module()))  # hooks, parameters, submodules
@@ -77,10 +83,15 @@ class ModuleState:
     statistics that a norm layer only counts, sharded parameters, which ``fully_shard`` swaps
     itself, and DDP's own books.
 
+    Args:
+        module: The module.
+        given: What its forward is given. Of objects, whose attributes a forward may set and the
+            next one reads, these are held likewise, and what is in them.
+
     Cost: some 10 microseconds and 2 kB for each module inside.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, given: Iterable[Any] = ()) -> None:
         self._tables: list[Table] = []
         self._attributes: list[Table] = []  # of these, all but parameters and buffers
         seen: set[int] = set()
@@ -94,7 +105,8 @@ class ModuleState:
             for name, value in vars(inner).items():
                 if name not in _STANDARD_ATTRIBUTES and isinstance(value, CONTAINERS):
                     self._attributes += tables_of(path, value, name, seen)
-        self._tables += self._attributes
+        self._given = [table for one in given for table in tables_of_object(one, seen)]
+        self._tables += [*self._attributes, *self._given]
         self._versions = [
             (table, name, tensor, version_of(tensor))
             for table in self._tables
@@ -117,7 +129,7 @@ class ModuleState:
         for entry in list(self._versions):
             table, name, tensor, _ = entry
             is_held = tensor.grad_fn is not None and table.held.get(name) is tensor
-            if is_held and table.now().get(name) is not tensor:
+            if is_held and table.now().get(name) is not tensor and table not in self._given:
                 self._versions.remove(entry)
                 table.forget(name)
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ['CONTAINERS', 'Table', 'holds_tensor', 'tables_of']
+__all__ = ['CONTAINERS', 'Table', 'holds_tensor', 'tables_of', 'tables_of_object']
 
 CONTAINERS = (dict, list, deque, set)  # that a forward may keep something in
+_MOST_NESTED = 3  # objects within each other: a cache, its layers, what these hold
+_NO_PLAIN_OBJECTS = (Tensor, nn.Module, type, ModuleType, FunctionType, MethodType)
 _ABSENT: Any = object()  # in place of a value: there is no such entry
 
 
@@ -63,6 +67,10 @@ class Table:
         """Whether two values of an entry are the same object; of sharded ones nobody asks."""
         return one is other or isinstance(one, DTensor) or isinstance(other, DTensor)
 
+    def entries(self) -> Iterable[Any]:
+        """What is held."""
+        return self.held.values()
+
     def tensors(self) -> Iterator[tuple[Any, Tensor]]:
         """The tensors that are held, by name."""
         for name, value in self.held.items():
@@ -94,8 +102,12 @@ class _ListTable(Table):
     def same(self, one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(super().same, one, other))
 
+    def entries(self) -> Iterable[Any]:
+        held: Iterable[Any] = self.held['']
+        return held
+
     def tensors(self) -> Iterator[tuple[Any, Tensor]]:
-        for number, value in enumerate(self.held['']):
+        for number, value in enumerate(self.entries()):
             if isinstance(value, Tensor) and not value.is_inference():
                 yield number, value
 
@@ -118,6 +130,31 @@ class _SetTable(_ListTable):
         return bool(one == other)
 
 
+class _SlotTable(Table):
+    """Of an object whose class states ``__slots__``."""
+
+    def now(self) -> dict[Any, Any]:
+        names = _slots_of(self.table.__class__)
+        return {name: getattr(self.table, name) for name in names if hasattr(self.table, name)}
+
+    def put(self, name: Any, value: Any) -> None:
+        if value is _ABSENT:
+            object.__delattr__(self.table, name)
+        else:
+            object.__setattr__(self.table, name, value)
+
+
+@lru_cache(maxsize=1024)
+def _slots_of(kind: Any) -> tuple[str, ...]:
+    bases = (vars(base) for base in kind.__mro__ if '__slots__' in vars(base))
+    return tuple(
+        name
+        for members in bases
+        for name, member in members.items()
+        if isinstance(member, MemberDescriptorType) and not name.startswith('__')
+    )
+
+
 def tables_of(path: str, value: Any, attribute: str, seen: set[int]) -> Iterator[Table]:
     """Tables of a container, and of those in it.
 
@@ -138,6 +175,33 @@ def tables_of(path: str, value: Any, attribute: str, seen: set[int]) -> Iterator
         for entry in entries:
             if isinstance(entry, CONTAINERS):
                 yield from tables_of(path, entry, attribute, seen)
+
+
+def tables_of_object(value: Any, seen: set[int], depth: int = _MOST_NESTED) -> Iterator[Table]:
+    """Tables of an object's attributes, and of containers and further objects in these.
+
+    Args:
+        value: Anything; of what is no plain object (tensors, modules, functions) nothing is said.
+        seen: Objects and containers so far, by id.
+        depth: Of objects within each other that are looked into.
+    """
+    if not depth or id(value) in seen or isinstance(value, _NO_PLAIN_OBJECTS):
+        return
+    path = type(value).__name__
+    tables = [Table(path, vars(value))] if hasattr(value, '__dict__') else []
+    if _slots_of(value.__class__):
+        tables.append(_SlotTable(path, value))
+    if not tables:
+        return
+    seen.add(id(value))
+    for table in list(tables):
+        for name, entry in table.held.items():
+            if isinstance(entry, CONTAINERS):
+                tables += tables_of(path, entry, name, seen)
+    for table in tables:
+        yield table
+        for entry in table.entries():
+            yield from tables_of_object(entry, seen, depth - 1)
 
 
 _TABLES: dict[type, type[Table]] = {
