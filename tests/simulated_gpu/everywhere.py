@@ -49,6 +49,8 @@ MEANS_THE_CPU = {
     'cells of recurrent networks have kernels of their own on a GPU, and none on a CPU': [
         'test_activation_offload.py::test_gates_that_are_computed_in_place_in_one_memory[LSTM]',
         'test_activation_offload.py::test_gates_that_are_computed_in_place_in_one_memory[GRU]',
+        'activation_checkpointing/test_other_calls.py::test_sequences_of_another_length[GRU-',
+        'activation_checkpointing/test_other_calls.py::test_sequences_of_another_length[LSTM-',
     ],
     'is about a model on the CPU': [
         'layers/test_sync_batchnorm.py::test_a_model_on_the_cpu_takes_layers_that_run_there',

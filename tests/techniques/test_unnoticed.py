@@ -1,14 +1,15 @@
 """What exact techniques do not notice: each is a wrong gradient without a word, and known.
 
 All are edits that autograd does not count (``.data``, ``F.batch_norm``), or things that no
-technique can see:
-what code reads beside its module, generators of its own, samples that meet inside an encoder. In
-each the error is beyond the tolerance of ``verify_exactness``.
+technique can see: what code reads beside its module, or keeps in objects of it, generators of its
+own, samples that meet inside an encoder. In each the error is beyond the tolerance of
+``verify_exactness``.
 """
 
 import copy
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -66,6 +67,29 @@ def test_checkpointing_takes_the_weight_that_it_finds():
 
 def checkpoint_activations_of_all(model):
     checkpoint_activations(model, '')
+
+
+class Counting(nn.Module):
+    """Scales by how often it was called, which an array counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = np.ones(1)
+
+    def forward(self, x):
+        self.calls += 1
+        return (x * float(self.calls[0])).tanh()
+
+
+@pytest.mark.edge(
+    'activation_checkpointing',
+    'unnoticed',
+    'What a forward writes into objects that its module holds and that are no dict, list, deque or '
+    'set (a NumPy array, an iterator, an object with attributes): the repetition finds it written',
+)
+def test_checkpointing_does_not_look_into_objects_of_a_module():
+    model = network(Counting())
+    assert error(model, checkpoint_activations_of_all, rows(4, 6)) > TOLERANCE
 
 
 SURROUNDINGS = {'scale': 1.0}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -102,7 +102,7 @@ class CheckpointedForward(WrappedForward):
         self.checkpointed += 1
         if keeping is None:
             return self.plain(*args, **kwargs)
-        again = _RepeatContext(state, self.name, self.module)
+        again = _RepeatContext(state, self.name, self.module, run.leaves)
         with _refusing_changes(again, tensors):
             return self._checkpoint(run, again, keeping)
 
@@ -111,7 +111,7 @@ class CheckpointedForward(WrappedForward):
         return any(t.requires_grad for t in tensors) or any(p.requires_grad for p in parameters)
 
     def _measure(self, run: _FlatCall, tensors: list[Tensor], state: RandomState) -> Trace:
-        with _RepeatContext(state, self.name, self.module):
+        with _RepeatContext(state, self.name, self.module, run.leaves):
             return measure(self.module, partial(run.repeat, *run.leaves), tensors)
 
     def _checkpoint(self, run: _FlatCall, again: _RepeatContext, keeping: Keeping) -> Any:
@@ -178,9 +178,11 @@ class _RepeatContext:
     the first forward. So does what writes to other small buffers in silence, from their values.
     """
 
-    def __init__(self, random: RandomState, name: str, module: nn.Module) -> None:
+    def __init__(
+        self, random: RandomState, name: str, module: nn.Module, given: Iterable[Any]
+    ) -> None:
         self._random, self.name = random, name
-        self.state, self._buffers = ModuleState(module), SmallBuffers(module)
+        self.state, self._buffers = ModuleState(module, given), SmallBuffers(module)
         self.inside: list[Any] = []  # more contexts
         self._norms = [m for m in module.modules() if isinstance(m, BatchOrInstanceNorm)]
         self._stack = ExitStack()

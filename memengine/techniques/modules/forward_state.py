@@ -24,101 +24,22 @@ from memengine._torch_private.modules import BatchOrInstanceNorm, own_buffers, o
 from memengine._torch_private.ops import draw_from_known_generators_when_compiled
 from memengine.techniques.modules.private_random import generators
 from memengine.techniques.modules.saved_tensors import is_plain
+from memengine.techniques.modules.tables import (
+    CONTAINERS,
+    Table,
+    holds_tensor,
+    tables_of,
+    tables_of_object,
+)
 
-_ABSENT: Any = object()  # in place of a value: there is no such entry
 _MOST_ELEMENTS = 2**16  # of a buffer that is copied
 _STANDARD_ATTRIBUTES = frozenset(vars(nn.Module()))  # hooks, parameters, submodules
-
-
-def _holds_tensor(value: Any) -> bool:
-    """Whether it is one or a container of some; pytree takes ten times as long to tell."""
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    is_one = isinstance(value, Tensor)
-    return any(map(_holds_tensor, value)) if isinstance(value, (list, tuple)) else is_one
-
-
-class _Table:
-    """What one of a module's tables holds (its parameters, buffers, attributes, a dict of its own).
-
-    Attributes:
-        path: The module's name.
-        table: The table itself.
-        attribute: Which of the module's it is, where it is one of its own.
-        held: The entries at the time.
-    """
-
-    def __init__(self, path: str, table: Any, attribute: str = '') -> None:
-        self.path, self.table, self.attribute = path, table, attribute
-        self.held = dict(self.now())
-        self._ignored: set[Any] = set()
-
-    def path_of(self, name: Any) -> str:
-        """What an entry is called in errors."""
-        return '.'.join(filter(None, (self.path, self.attribute, str(name))))
-
-    def now(self) -> dict[Any, Any]:
-        """The entries at present; a dict's is the table itself."""
-        entries: dict[Any, Any] = self.table
-        return entries
-
-    def forget(self, name: Any) -> None:
-        """Hold an entry no longer; it is left as it is."""
-        del self.held[name]
-        self._ignored.add(name)
-
-    def put(self, name: Any, value: Any) -> None:
-        """Set an entry, or remove it."""
-        if value is _ABSENT:
-            self.table.pop(name, None)
-        else:
-            self.table[name] = value
-
-    def same(self, one: Any, other: Any) -> bool:
-        """Whether two values of an entry are the same object; of sharded ones nobody asks."""
-        return one is other or isinstance(one, DTensor) or isinstance(other, DTensor)
-
-    def tensors(self) -> Iterator[tuple[Any, Tensor]]:
-        """The tensors that are held, by name."""
-        for name, value in self.held.items():
-            if isinstance(value, Tensor) and not value.is_inference():
-                yield name, value
-
-    def changes(self, later: dict[Any, Any]) -> Iterator[tuple[Any, Any, Any]]:
-        """Entries that are other ones later: name, what was held, what is."""
-        missing = 0
-        for name, then in self.held.items():
-            now = later.get(name, _ABSENT)
-            missing += now is _ABSENT
-            if now is not then and name != 'forward' and not self.same(then, now):
-                yield name, then, now
-        if len(later) + missing > len(self.held):
-            for name in later.keys() - self.held.keys() - self._ignored - {'forward'}:
-                yield name, _ABSENT, later[name]
-
-
-class _ListTable(_Table):
-    """The same of a list, whose one entry is all that is in it."""
-
-    def now(self) -> dict[Any, Any]:
-        return {'': list(self.table)}
-
-    def put(self, name: Any, value: Any) -> None:
-        self.table[:] = value
-
-    def same(self, one: Any, other: Any) -> bool:
-        return len(one) == len(other) and all(map(super().same, one, other))
-
-    def tensors(self) -> Iterator[tuple[Any, Tensor]]:
-        for number, value in enumerate(self.held['']):
-            if isinstance(value, Tensor) and not value.is_inference():
-                yield number, value
 
 
 class Change(NamedTuple):
     """An entry of a module's table that is another one at a later moment."""
 
-    table: _Table
+    table: Table
     name: Any
     then: Any
     later: Any
@@ -157,28 +78,35 @@ class ModuleState:
     """Parameters, buffers and attributes of a module, and of all inside it, at one moment.
 
     Attributes are modes, rates of dropout, a weight that a hook has computed, and so on, with what
-    dicts and lists among them hold. Nothing is copied: what is replaced afterwards can be put back,
-    a tensor that is written to is named. Left out are statistics that a norm layer only counts,
-    sharded parameters, which ``fully_shard`` swaps itself, and DDP's own books.
+    dicts, lists, deques and sets among them hold, and such in these. Nothing is copied: what is
+    replaced afterwards can be put back, a tensor that is written to is named. Left out are
+    statistics that a norm layer only counts, sharded parameters, which ``fully_shard`` swaps
+    itself, and DDP's own books.
+
+    Args:
+        module: The module.
+        given: What its forward is given. Of objects, whose attributes a forward may set and the
+            next one reads, these are held likewise, and what is in them.
 
     Cost: some 10 microseconds and 2 kB for each module inside.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._tables: list[_Table] = []
-        self._attributes: list[_Table] = []  # of these, all but parameters and buffers
+    def __init__(self, module: nn.Module, given: Iterable[Any] = ()) -> None:
+        self._tables: list[Table] = []
+        self._attributes: list[Table] = []  # of these, all but parameters and buffers
+        seen: set[int] = set()
         for path, inner in module.named_modules():
             if isinstance(inner, DistributedDataParallel):
                 continue
-            self._tables.append(_Table(path, own_parameters(inner)))
-            self._attributes.append(_Table(path, vars(inner)))
+            self._tables.append(Table(path, own_parameters(inner)))
+            self._attributes.append(Table(path, vars(inner)))
             if not (isinstance(inner, BatchOrInstanceNorm) and inner.training):
-                self._tables.append(_Table(path, own_buffers(inner)))
+                self._tables.append(Table(path, own_buffers(inner)))
             for name, value in vars(inner).items():
-                if name not in _STANDARD_ATTRIBUTES and isinstance(value, (dict, list)):
-                    kind = _Table if isinstance(value, dict) else _ListTable
-                    self._attributes.append(kind(path, value, name))
-        self._tables += self._attributes
+                if name not in _STANDARD_ATTRIBUTES and isinstance(value, CONTAINERS):
+                    self._attributes += tables_of(path, value, name, seen)
+        self._given = [table for one in given for table in tables_of_object(one, seen)]
+        self._tables += [*self._attributes, *self._given]
         self._versions = [
             (table, name, tensor, version_of(tensor))
             for table in self._tables
@@ -201,7 +129,7 @@ class ModuleState:
         for entry in list(self._versions):
             table, name, tensor, _ = entry
             is_held = tensor.grad_fn is not None and table.held.get(name) is tensor
-            if is_held and table.now().get(name) is not tensor:
+            if is_held and table.now().get(name) is not tensor and table not in self._given:
                 self._versions.remove(entry)
                 table.forget(name)
 
@@ -212,7 +140,7 @@ class ModuleState:
         """
         for table in self._attributes:
             for name in table.held.keys() - _STANDARD_ATTRIBUTES:
-                if _holds_tensor(table.held[name]):
+                if holds_tensor(table.held[name]):
                     table.forget(name)
         self._versions = [entry for entry in self._versions if entry[1] in entry[0].held]
 

@@ -265,7 +265,7 @@ class ForwardHooks(saved_tensors_hooks):
 
     def _recomputation(self, node: Any, field: str, saved: SavedTensor) -> Recomputation | None:
         """How to compute what a node has saved again, with the version that it is to have."""
-        found = recomputation_of(node, field, saved.content, saved.number, self.graph.find_source)
+        found = recomputation_of(node, field, saved.whole, saved.number, self.graph.find_source)
         saved.is_recomputable |= found is not None
         if found is None or found.is_exact:
             return found

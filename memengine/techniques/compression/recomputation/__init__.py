@@ -14,6 +14,7 @@ from memengine.techniques.compression.recomputation.recomputation import (
     Recomputation,
     RecomputedCode,
     Source,
+    Whole,
 )
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     'Recomputation',
     'RecomputedCode',
     'Source',
+    'Whole',
     'is_recomputable',
     'recomputation_of',
 ]

@@ -28,6 +28,7 @@ from memengine.techniques.compression.recomputation.recomputation import (
     FindSource,
     Recomputation,
     Source,
+    Whole,
 )
 from memengine.techniques.modules.saved_tensors import KeptAsIs, is_plain
 from memengine.techniques.modules.wrapped_forward import innermost_forward
@@ -45,14 +46,14 @@ def is_recomputable(node: Any, saved_as: str) -> bool:
 
 
 def recomputation_of(
-    node: Any, saved_as: str, tensor: Tensor, number: int, find_source: FindSource
+    node: Any, saved_as: str, whole: Whole, number: int, find_source: FindSource
 ) -> Recomputation | None:
     """How to compute what a node has saved again, if its operation is one of these.
 
     Args:
         node: Of autograd's graph, which has saved the tensor.
         saved_as: In which field.
-        tensor: The saved tensor; a view of the result will do.
+        whole: The saved tensor, or what it is a view of, where that is known.
         number: Of the tensor, among those that its module saves.
         find_source: Knows what is held of other nodes. Only that is kept, no node.
     """
@@ -61,13 +62,19 @@ def recomputation_of(
         return None
     result = _Result(producer, 0, find_source, [], Derivation(), _LONGEST_CHAIN)
     metadata = result_metadata_of(producer)
-    if prod(metadata.shape) * metadata.dtype.itemsize != tensor.untyped_storage().nbytes():
+    if prod(metadata.shape) * metadata.dtype.itemsize != whole.nbytes:
         return None  # part of something larger, or a copy
     name = result.ask(operation_name)  # first: others lack the fields that are asked for then
     compute = result.recompute()
     if compute is None:
         return None
-    return Recomputation(name, compute, result.sources, result.derivation, number)
+    stride = None
+    if not result.derivation.keeps_layout:
+        if whole.shape != metadata.shape:
+            return None  # a view of the result, which may lie in memory in another way
+        stride = whole.stride
+    made = name, compute, result.sources, result.derivation, number
+    return Recomputation(*made, stride=stride)
 
 
 @dataclass
@@ -164,6 +171,7 @@ def _residual_sum(result: _Result) -> Compute | None:
 
 
 def _cast(result: _Result) -> Compute | None:
+    result.derivation.keeps_layout = False  # if it was asked for another one
     x, (device, dtype) = result.input(), result.ask(_device_and_dtype)
     return (lambda tensors: x(tensors).to(device, dtype)) if x is not None else None
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from memengine._torch_private.autograd import current_backward, version_of
+from memengine._torch_private.autograd import base_of, current_backward, version_of
 from memengine.techniques.compression.backward_needs import behind_views, operation_name
 from memengine.techniques.modules.saved_tensors import is_in_backward
 
@@ -24,6 +24,7 @@ __all__ = [
     'Recomputation',
     'RecomputedCode',
     'Source',
+    'Whole',
 ]
 
 Ask = Callable[[Any], Any]  # what is asked of a node
@@ -55,18 +56,35 @@ FindSource = Callable[[Any, str], Source | None]  # what hooks hold of a node's 
 Compute = Callable[[Sequence[Source]], Tensor]
 
 
+class Whole(NamedTuple):
+    """A tensor that is all of its memory, as a rule."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    nbytes: int  # of the memory
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Whole:
+        """Of a tensor, or of what it is a view of, which a detached one does not know."""
+        base = base_of(tensor)
+        whole = tensor if base is None else base
+        return cls(whole.shape, whole.stride(), whole.untyped_storage().nbytes())
+
+
 @dataclass
 class Derivation:
     """How sources were found, and what has to be so for what is computed from them to be right.
 
     Attributes:
         is_certain: Whether all that was used is known, and not only what a module says of itself.
+        keeps_layout: Whether the result surely lies in memory as the first one did.
         places: For each source, which of the nodes has saved it; or where it is to be had.
         asked: What was asked of which node, and answered; or by which input it leads to the next.
         nodes: How many were asked. The first is the one whose result it is.
     """
 
     is_certain: bool = True
+    keeps_layout: bool = True
     places: list[int | Callable[[], Source]] = field(default_factory=list)
     asked: list[tuple[int, Ask | int, Any]] = field(default_factory=list)
     nodes: int = 1
@@ -101,6 +119,7 @@ class Recomputation:
         number: Of the tensor that it is for, among those that its module saves in a forward.
         version: That the storage has if only these operations have worked in place in it; None if
             that cannot be told.
+        stride: Of the first result, where another's may differ.
     """
 
     operation: str
@@ -109,6 +128,7 @@ class Recomputation:
     derivation: Derivation = field(default_factory=Derivation)
     number: int = 0
     version: int | None = None
+    stride: tuple[int, ...] | None = None
 
     @property
     def is_exact(self) -> bool:
@@ -123,13 +143,19 @@ class Recomputation:
     def __call__(self) -> Tensor:
         """The result. (Meters do not look into what can be called: sources are counted already.)"""
         if not torch.is_grad_enabled():  # as in most backward passes, where to enter it costs
-            return self.compute(self.sources)
-        with torch.no_grad():
-            return self.compute(self.sources)
+            result = self.compute(self.sources)
+        else:
+            with torch.no_grad():
+                result = self.compute(self.sources)
+        if self.stride is None or result.stride() == self.stride:
+            return result
+        # In memory as the first one was, which views of that ask for.
+        return result.new_empty_strided(result.shape, self.stride).copy_(result)
 
     def again_from(self, sources: Sequence[Source]) -> Recomputation:
         """The same, of another forward."""
-        return Recomputation(self.operation, self.compute, sources, self.derivation, self.number)
+        how = self.operation, self.compute, sources, self.derivation, self.number
+        return Recomputation(*how, stride=self.stride)
 
     def code(self, view: Tensor) -> RecomputedCode:
         """A codec for views of the storage."""

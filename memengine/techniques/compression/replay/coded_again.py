@@ -17,6 +17,7 @@ from memengine.techniques.compression.backward_needs import Need
 from memengine.techniques.compression.recomputation import (
     FindSource,
     Recomputation,
+    Whole,
     recomputation_of,
 )
 from memengine.techniques.compression.saved.coded_part import CodedPart, coded, view_of
@@ -132,7 +133,7 @@ class CodedAgain:
         if how.saved_as[:2] != this[:2] or needs.get(field) is not how.need or kept.is_modified:
             return False
         if any(rule.only_recomputes for rule, _ in how.rules):
-            of = field, kept.content, self.number
+            of = field, Whole.of(kept.content), self.number
             if recomputation_of(node, *of, find_source) is not None:
                 return False
         self.codec = how.codec or lossless_codec_for(how.need, kept.content, node)

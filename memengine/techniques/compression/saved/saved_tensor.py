@@ -15,6 +15,7 @@ from memengine.techniques.compression.backward_needs import Need
 from memengine.techniques.compression.recomputation import (
     Recomputation,
     RecomputedCode,
+    Whole,
     is_recomputable,
 )
 from memengine.techniques.compression.rules import FindRecomputation, Rule
@@ -73,13 +74,14 @@ class SavedTensor:
         coding: The how manieth coding of its memory that was.
         is_recomputable: Whether a way was found to compute it again.
         follows: Gives what stands for it where others are coded, with which it has to agree.
+        whole: It, or what it is a view of.
     """
 
     __slots__ = (
         '__weakref__', '_counted_bytes', '_dtype', '_is_metered', '_is_part', '_kept', '_layout',
         '_offloaded', '_prefetched', '_rules', 'codec', 'coding', 'follows', 'has_gradient',
         'is_examined', 'is_for_no_rule', 'is_recomputable', 'is_whole', 'memory', 'module', 'name',
-        'need', 'number', 'order', 'part', 'rule', 'saved_as',
+        'need', 'number', 'order', 'part', 'rule', 'saved_as', 'whole',
     )  # fmt: skip
 
     def __init__(
@@ -90,6 +92,7 @@ class SavedTensor:
         rules: Sequence[tuple[Rule, str]],
     ) -> None:
         self._kept: KeptAsIs | None = KeptAsIs(tensor)
+        self.whole = Whole.of(tensor)
         self.has_gradient = tensor.requires_grad
         self._is_part = is_offloading() and is_part_without_base(tensor)
         self.memory, self.module = memory, module
