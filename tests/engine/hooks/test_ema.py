@@ -38,7 +38,7 @@ def test_the_average_is_of_updates(tmp_path, settings, updates, fused):
     runner = toy_runner(
         tmp_path,
         train_cfg=dict(by_epoch=True, max_epochs=1),
-        optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.5, fused=fused), **settings),
+        optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.05, fused=fused), **settings),
         param_scheduler=None,
         default_hooks=dict(finite_loss=None) if fused else None,  # which would look beforehand
         custom_hooks=[weights, dict(type='EMAHook', momentum=0.25)],
