@@ -35,6 +35,7 @@ __all__ = [
     'foreach_norm',
     'fused_rms_norm',
     'is_traceable_wrapper_subclass',
+    'last_kept',
     'parts_of_sparse',
     'pytree',
     'written_arguments',
@@ -122,6 +123,12 @@ def written_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
         for index, argument in enumerate(op._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+
+
+def last_kept(mode: Any, op: OpOverload) -> Any:
+    """What selective checkpointing in torch 2.6 has kept of an operator's latest call."""
+    kept = mode.storage.get(op) if mode is not None else None
+    return pytree.tree_map(lambda each: each.val, kept[-1]) if kept else None
 
 
 HAS_FUSED_RMS_NORM = hasattr(torch.ops.aten, '_fused_rms_norm') and 'normalized_shape' in (

@@ -191,7 +191,8 @@ class CocoDetection(Dataset):
     def _check_size(self, index: int, size: tuple[int, int]) -> None:
         """Raise ValueError for an image of another size than its objects were drawn in."""
         image = self._coco.imgs[self._ids[index]]
-        stated = (image.get('height', size[0]), image.get('width', size[1]))
+        # Some programs write 0 or null for what they do not know.
+        stated = (image.get('height') or size[0], image.get('width') or size[1])
         if stated != size:
             raise ValueError(
                 f'{self.sample_name(index)} has {size[1]}x{size[0]} pixels, and annotations say '
@@ -204,7 +205,7 @@ class CocoDetection(Dataset):
         for image_id in self._ids:
             objects, image = self._objects(image_id), self._coco.imgs[image_id]
             bare = [each['id'] for each in objects if not each.get('segmentation')]
-            if bare or (objects and not {'width', 'height'} <= image.keys()):
+            if bare or (objects and not (image.get('width') and image.get('height'))):
                 lacking = (
                     f'annotation {bare[0]} has no segmentation'
                     if bare

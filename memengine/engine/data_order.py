@@ -91,11 +91,15 @@ class ResumableSampler(Sampler[int]):
     """Any sampler, with a place to start from.
 
     Indices may be marked by the sampler with the number of the ``repetition``, an attribute. Of
-    other samplers than MMEngine's and torch's own nobody knows whether they draw a sample twice in
-    a pass, on a rank or on several: each time is then given a number of its own, by place and rank.
+    other samplers than MMEngine's and torch's for several ranks nobody knows whether they draw a
+    sample twice in a pass, on a rank or on several: each time is then given a number of its own, by
+    place and rank.
 
     Attributes:
         limit: Draws of a pass, at most; None for all that the sampler gives.
+
+    Cost: where draws are numbered so, a count for each sample of a pass, and to start within one a
+    fraction of a microsecond for each draw before.
     """
 
     def __init__(self, sampler: Sampler[int], dataset_size: int) -> None:
@@ -115,13 +119,18 @@ class ResumableSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         start, self.start = self.start, 0
         world_size, rank = get_world_size(), get_rank()
-        times: Counter[tuple[int, int]] = Counter()
-        for position, index in enumerate(islice(iter(self.sampler), self.limit)):
+        counts = not isinstance(self.sampler, _DRAWS_ONCE)
+        first = 0 if counts else start
+        times: Counter[int] = Counter()  # of this epoch, as a sampler may have no end
+        last = self.epoch
+        for position, index in enumerate(islice(iter(self.sampler), first, self.limit), first):
             epoch = self.epoch + position * world_size // self.dataset_size
             repetition = getattr(index, 'repetition', None)
-            if repetition is None and not isinstance(self.sampler, _DRAWS_ONCE):
-                repetition = times[int(index), epoch] * world_size + rank
-                times[int(index), epoch] += 1
+            if counts and repetition is None:
+                if epoch != last:
+                    times, last = Counter(), epoch
+                repetition = times[int(index)] * world_size + rank
+                times[int(index)] += 1
             if position >= start:
                 yield DrawnIndex(int(index), epoch, repetition or 0)
 

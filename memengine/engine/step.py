@@ -74,8 +74,8 @@ def progress_of(runner: Any) -> Progress:
     MMEngine's loop over iterations says that it is in epoch 0 for good.
     """
     epoch, max_epochs = runner.epoch, runner.max_epochs
-    if isinstance(runner.train_loop, CountsPasses):
-        epoch, max_epochs = runner.train_loop.passes, runner.train_loop.max_passes
+    if isinstance(loop := runner.train_loop, CountsPasses):
+        epoch, max_epochs = loop.passes, loop.max_passes
     return Progress(runner.iter, runner.max_iters, epoch, max_epochs)
 
 

@@ -125,13 +125,16 @@ class CocoMetric(BaseMetric):
         return metrics
 
     def _check_categories(self) -> None:
-        """Raise ValueError where the data set, whose ids labels are, has other categories."""
+        """Raise ValueError for categories that the data set, whose ids labels are, lacks.
+
+        The figures may be of some of its categories only.
+        """
         stated = (self.dataset_meta or {}).get('category_ids')
         ids = {each['name']: each['id'] for each in self._truth.dataset['categories']}
-        if stated is not None and stated != ids:
+        if stated is not None and not ids.items() <= stated.items():
             raise ValueError(
                 f'CocoMetric: annotations={self.annotations!r} has other categories than the data '
-                "set's file: give both the same"
+                "set's file, or other ids for them: give both the same"
             )
 
     def _precision(

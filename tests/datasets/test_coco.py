@@ -126,6 +126,9 @@ def test_an_image_of_another_size_than_annotated_is_refused(coco):
         for masks in (False, True):
             with pytest.raises(ValueError, match=r'5\.png.* has 12x10 pixels, and annotations say'):
                 CocoDetection(**coco, masks=masks)[1]
+    for unknown in (None, 0):
+        change(coco, lambda it, n=unknown: it['images'][1].update(height=n, width=n))
+        assert len(CocoDetection(**coco)[1]['data_samples']['boxes']) == 2
     change(coco, lambda it: [it['images'][1].pop(name) for name in ('height', 'width')])
     assert len(CocoDetection(**coco)[1]['data_samples']['boxes']) == 2
     with pytest.raises(ValueError, match='masks=True: image 5 has no width and height'):

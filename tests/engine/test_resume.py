@@ -2,6 +2,7 @@
 
 import os
 import signal
+from itertools import islice
 from multiprocessing import active_children
 from types import SimpleNamespace
 
@@ -198,6 +199,34 @@ def test_a_foreign_samplers_repetitions_are_augmented_anew_on_all_ranks(monkeypa
         assert [tuple(data[draw]['x'].tolist()) for draw in sampler] == seen[-3:]
     assert len(set(seen)) == len(seen) == 6 * ranks
     assert seen[5] == tuple(data[0]['x'].tolist()), 'what is drawn once is as it always was'
+
+
+class LooksNowhere(int):
+    """An index that has been passed over, and so must not be looked at."""
+
+    def __getattribute__(self, name):
+        raise AssertionError(f'{name} of what is passed over is looked at')
+
+
+def test_draws_before_the_start_are_passed_over_where_no_sample_comes_twice():
+    class Ordered(DefaultSampler):
+        def __iter__(self):
+            yield from map(LooksNowhere, range(4))
+            yield from range(4, 6)
+
+    sampler = ResumableSampler(Ordered(range(6), shuffle=False), dataset_size=6)
+    sampler.start = 4
+    assert list(sampler) == [4, 5]
+
+
+def test_what_is_counted_of_a_sampler_without_end_is_one_pass():
+    def without_end():
+        while True:
+            yield from range(3)
+
+    iterator = iter(ResumableSampler(without_end(), dataset_size=3))
+    assert [draw.repetition for draw in islice(iterator, 9)] == [0] * 9
+    assert len(iterator.gi_frame.f_locals['times']) == 3
 
 
 class FetchesBatches(ToyData):

@@ -50,8 +50,8 @@ def files_until_backward(step):
 @pytest.mark.parametrize(
     ('kind', 'wrapper', 'settings', 'most'),
     [
-        ('DINO', OptimWrapper, {}, 7),
-        ('DINO', AccumulationOptimWrapper, dict(micro_batch_size=2), 14),
+        ('DINO', OptimWrapper, {}, 8),
+        ('DINO', AccumulationOptimWrapper, dict(micro_batch_size=2), 15),
         (SimCLR, OptimWrapper, {}, 6),
         (SimCLR, GradCacheOptimWrapper, dict(chunk_size=2), 12),
     ],

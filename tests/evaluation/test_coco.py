@@ -118,8 +118,9 @@ def test_images_without_objects_have_no_precision(annotations):
 
 def test_a_file_of_other_categories_than_the_data_is_refused(annotations):
     metric = CocoMetric(annotations)
-    metric.dataset_meta = dict(category_ids={'thing': 7})
-    assert evaluate(metric, {1: found([BOXES[1]])})['box_ap'] == pytest.approx(100.0)
+    for more in ({}, {'other': 9}):
+        metric.dataset_meta = dict(category_ids={'thing': 7, **more})
+        assert evaluate(metric, {1: found([BOXES[1]])})['box_ap'] == pytest.approx(100.0)
     metric.dataset_meta = dict(category_ids={'thing': 1})
     with pytest.raises(ValueError, match="has other categories than the data set's file"):
         evaluate(metric, {1: found([BOXES[1]])})

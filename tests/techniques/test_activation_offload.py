@@ -207,6 +207,14 @@ def test_files_go_with_the_graph_and_have_no_names_that_a_killed_process_could_l
     assert not mapped_bytes(tmp_path)
 
 
+def test_a_tensor_of_no_bytes_moves_to_a_file(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    offload_activations(model, 'disk', folder=tmp_path, min_bytes=0)
+    x = torch.ones(0, 4, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad.shape == (0, 4)
+
+
 @pytest.mark.parametrize('cause', ['full', 'missing'])
 def test_a_file_that_cannot_be_written_is_an_error_that_names_the_setting(tmp_path, cause):
     model = nn.Sequential(nn.GELU(), nn.Linear(64, 64))

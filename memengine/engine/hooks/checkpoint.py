@@ -24,6 +24,7 @@ from memengine.engine.faults.finite_state import (
     note_failed_checkpoint,
     only_refused,
 )
+from memengine.engine.optim.optim_wrapper import OptimWrapper
 from memengine.registry import HOOKS
 from memengine.suggest import did_you_mean
 
@@ -130,7 +131,8 @@ class CheckpointHook(_CheckpointHook):
         """Say so where checkpoints fall between two updates: each rank gathers for itself."""
         every = self.interval * (len(runner.train_dataloader) if self.by_epoch else 1)
         wrappers = each_optim_wrapper(runner.optim_wrapper)
-        counts = max(getattr(each, 'accumulative_counts', 1) for each in wrappers)
+        ours = [wrapper for wrapper in wrappers if isinstance(wrapper, OptimWrapper)]
+        counts = max((wrapper.accumulative_counts for wrapper in ours), default=1)
         if every > 0 and every % counts:
             runner.logger.warning(
                 f'An update takes {counts} iterations (optim_wrapper.accumulative_counts), but a '

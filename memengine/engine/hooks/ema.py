@@ -29,8 +29,10 @@ class EMAHook(MMEngineEMAHook):
         for wrapper in each_optim_wrapper(runner.optim_wrapper):
             wrapper.optimizer.register_step_post_hook(self._note_update)
 
-    def _note_update(self, *_: Any) -> None:
-        self._has_updated = True
+    def _note_update(self, optimizer: Any, *_: Any) -> None:
+        # Fused optimisers are called on an overflow, too, which the scaler has them look for.
+        overflow = getattr(optimizer, 'found_inf', None)
+        self._has_updated |= overflow is None or not bool(overflow)
 
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None

@@ -104,11 +104,11 @@ class ZeroShotLoop:
         return write_results(self.runner.work_dir, 'zeroshot', results, table(head, rows))
 
     def _names(self) -> list[str]:
-        metainfo = dataset_of(self.runner).metainfo
+        dataset = dataset_of(self.runner)
         if self.classes is None:
-            return [str(name) for name in metainfo['classes']]
+            return [str(name) for name in dataset.metainfo['classes']]
         names = lines_of(self.classes, 'zeroshot.classes')
-        own = [str(name) for name in metainfo.get('classes', ())]
+        own = [str(name) for name in getattr(dataset, 'metainfo', {}).get('classes', ())]
         if names != own and sorted(names) == sorted(own):
             raise ValueError(
                 'zeroshot.classes names the classes of the data in another order than they are '

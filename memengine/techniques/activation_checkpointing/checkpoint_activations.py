@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import nn
 
 from memengine._torch_private.autograd import current_backward
@@ -195,8 +196,11 @@ class Checkpointing(PausableHandle):
         """A module has done other calls than when it was measured.
 
         It is measured again after the first, second, fourth, eighth ... time: what it does in most
-        steps may differ from the first.
+        steps may differ from the first. Not on several ranks: measuring is a forward, in which a
+        module may send to others, who need not have met other calls and would not answer.
         """
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            return
         key = (name, training)
         times = self._other_calls[key] = self._other_calls[key] + 1
         if times & (times - 1) == 0:

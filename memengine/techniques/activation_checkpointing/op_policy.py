@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -15,6 +15,7 @@ from memengine._torch_private.ops import (
     FLOPS_OF,
     OpOverload,
     OpOverloadPacket,
+    last_kept,
     pytree,
     written_arguments,
 )
@@ -82,6 +83,9 @@ class KeepCalls:
         self._counts = {False: 0, True: 0}  # of calls, in the first forward and when repeated
         self._is_other = {False: False, True: False}
         self._outputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # that are kept
+        self._not_noted: Any = None  # the op whose output is kept as of the call before
+        # What carries the policy out, of which torch 2.6 tells no outputs; not held by it in turn.
+        self.mode: Callable[[], Any] = lambda: None
 
     @property
     def is_as_measured(self) -> bool:
@@ -93,6 +97,9 @@ class KeepCalls:
         is_repeated = context.is_recompute
         number = self._counts[is_repeated]
         self._counts[is_repeated] = number + 1
+        if self._not_noted is not None:
+            self._note_kept(last_kept(self.mode(), self._not_noted))
+            self._not_noted = None
         self._refuse_writes(written_arguments(op, args, kwargs))
         if self._is_other[is_repeated] or number >= len(self._measured):
             return CheckpointPolicy.PREFER_RECOMPUTE
@@ -100,8 +107,10 @@ class KeepCalls:
         if call[0] != str(op):
             self._is_other[is_repeated] = True
         elif call in self._kept and not draws_random(op, args, kwargs):
-            # Known to later versions only; torch itself sees most writes, in backward.
-            self._note_kept(getattr(context, 'op_output', None))
+            if hasattr(context, 'op_output'):
+                self._note_kept(context.op_output)
+            elif not is_repeated:  # torch 2.6 asks before the call
+                self._not_noted = op
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -122,6 +123,7 @@ class CheckpointedForward(WrappedForward):
                 stack.enter_context(set_checkpoint_early_stop(False))
             if keeping.kept:
                 forward, repeated = create_selective_checkpoint_contexts(policy)
+                policy.mode = weakref.ref(forward)
                 again.inside.append(repeated)
                 options = dict(context_fn=lambda: (forward, again))
                 if CHECKPOINT_HEEDS_HOOKS:

@@ -74,7 +74,8 @@ def _map_file(size: int, folder: str | Path | None) -> Tensor:
     try:
         handle, path = tempfile.mkstemp(prefix='activation_', dir=folder)
         try:
-            if hasattr(os, 'posix_fallocate'):  # to write to a mapping of a full disk is a SIGBUS
+            # To write to a mapping of a full disk is a SIGBUS.
+            if size and hasattr(os, 'posix_fallocate'):
                 os.posix_fallocate(handle, 0, size)
             return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         finally:

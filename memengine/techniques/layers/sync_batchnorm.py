@@ -107,7 +107,8 @@ def _normalises_as_torch(name: str, layer: nn.Module) -> bool:
         ValueError: For one in training mode that does something else, too: it would stay each
             rank's own.
     """
-    over_ranks = isinstance(layer, nn.SyncBatchNorm | SyncBatchNorm)
+    # By name, as other libraries (apex, detectron2) have some of their own.
+    over_ranks = any('SyncBatchNorm' in kind.__name__ for kind in type(layer).__mro__)
     if not isinstance(layer, BatchNorm) or over_ranks:
         return False
     is_lazy = isinstance(layer, nn.modules.lazy.LazyModuleMixin)

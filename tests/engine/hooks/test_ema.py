@@ -20,25 +20,27 @@ class Weights(Hook):
         self.seen.append(runner.model.net[0].weight.detach().clone())
 
 
+OVERFLOWS = dict(precision='fp16', loss_scale=dict(init_scale=2.0**100, backoff_factor=2.0**-100))
+
+
 @pytest.mark.parametrize(
-    ('settings', 'updates'),
+    ('settings', 'updates', 'fused'),
     [
-        (dict(), [0, 1, 2, 3, 4]),
-        (dict(accumulative_counts=2), [1, 3, 4]),  # the last iteration updates by itself
-        (
-            dict(precision='fp16', loss_scale=dict(init_scale=2.0**100, backoff_factor=2.0**-100)),
-            None,
-        ),
+        (dict(), [0, 1, 2, 3, 4], False),
+        (dict(accumulative_counts=2), [1, 3, 4], False),  # the last iteration updates by itself
+        (OVERFLOWS, None, False),
+        (OVERFLOWS, None, True),
     ],
-    ids=['plain', 'accumulated', 'overflow'],
+    ids=['plain', 'accumulated', 'overflow', 'overflow of a fused optimiser'],
 )
-def test_the_average_is_of_updates(tmp_path, settings, updates):
+def test_the_average_is_of_updates(tmp_path, settings, updates, fused):
     weights = Weights()
     runner = toy_runner(
         tmp_path,
         train_cfg=dict(by_epoch=True, max_epochs=1),
-        optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.5), **settings),
+        optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.05, fused=fused), **settings),
         param_scheduler=None,
+        default_hooks=dict(finite_loss=None) if fused else None,  # which would look beforehand
         custom_hooks=[weights, dict(type='EMAHook', momentum=0.25)],
     )
     runner.train()

@@ -94,7 +94,7 @@ def labelled(*pairs):
 ZEROSHOT = dict(tokenizer=TOKENIZER, templates=['a {}', 'one {}'], topk=[1, 2])
 
 
-def test_zeroshot_by_names_of_classes(tmp_path):
+def test_zeroshot_by_names_of_classes(tmp_path, monkeypatch):
     cat_or_owl = [1.0, 0.0, 0.1, 0.0]
     mixed = [0.5, 0.6, 0.0, 0.0]  # a cat that looks more like a dog
     samples = labelled((CAT, 0), (mixed, 0), (DOG, 1), (OWL, 2), (cat_or_owl, 2))
@@ -107,6 +107,8 @@ def test_zeroshot_by_names_of_classes(tmp_path):
         run('zeroshot', samples, tmp_path, **ZEROSHOT, classes=['owl', 'dog', 'cat'])
     with pytest.raises(ValueError, match='label 2 has none of the 2 names'):
         run('zeroshot', samples, tmp_path, **ZEROSHOT, classes=['cat', 'dog'])
+    monkeypatch.delattr(Listed, 'metainfo')
+    assert run('zeroshot', samples, tmp_path, **ZEROSHOT, classes=['cat', 'dog', 'owl']) == found
 
 
 def test_classes_that_a_tokenizer_does_not_tell_apart_are_refused(tmp_path):

@@ -59,6 +59,20 @@ class WithTable(nn.Module):
         return self.second((self.first(x) + self.table[0]).tanh()).tanh()
 
 
+def test_a_rank_does_not_measure_again_by_itself(monkeypatch):
+    """A forward of its own would wait for what other ranks, which met no other calls, send."""
+    ran, model, x = [], WithTable(), torch.randn(4, 6)
+    model.first.register_forward_hook(lambda *_: ran.append(1))
+    checkpoint_activations(model, '', keep='matmuls')
+    monkeypatch.setattr(torch.distributed, 'is_initialized', lambda: True)
+    monkeypatch.setattr(torch.distributed, 'get_world_size', lambda: 2)
+    gradients(model, x)  # is measured
+    ran.clear()
+    for _ in range(3):
+        gradients(model, x)
+    assert len(ran) == 3 * 2, 'forward, and once more in backward'
+
+
 def products(model, x):
     with FlopCounterMode(display=False) as counter:
         gradients(model, x)

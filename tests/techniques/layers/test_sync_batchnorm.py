@@ -102,6 +102,12 @@ def test_layers_that_activate_and_have_two_names():
         assert relative_error(results[0][3][name], buffer) < 1e-12, name
 
 
+def test_layers_of_other_libraries_that_are_over_ranks_stay():
+    kind = type('NaiveSyncBatchNorm', (nn.BatchNorm2d,), dict(forward=lambda self, x: x))
+    model = nn.Sequential(layer := kind(3))
+    assert convert_sync_batchnorm(model) == 0 and model[0] is layer
+
+
 class Scaled(nn.BatchNorm2d):
     def forward(self, x):
         return 2 * super().forward(x)
