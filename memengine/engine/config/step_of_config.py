@@ -184,7 +184,7 @@ def _build(cfg: Config, batch: Any, blocks: Mapping[int, int]) -> TrainingStep:
     place = SimpleNamespace(
         model=wrapped, optim_wrapper=wrapper, hooks=hooks, logger=logger, iter=0, max_iters=1
     )
-    place.epoch, place.max_epochs = 0, 1
+    place.epoch, place.max_epochs, place.train_loop = 0, 1, None
     every: list[Any] = [AlgorithmHook(), *hooks]
     every[0].before_train(place)
     model.train()
