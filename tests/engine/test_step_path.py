@@ -53,7 +53,7 @@ def files_until_backward(step):
         ('DINO', OptimWrapper, {}, 8),
         ('DINO', AccumulationOptimWrapper, dict(micro_batch_size=2), 15),
         (SimCLR, OptimWrapper, {}, 6),
-        (SimCLR, GradCacheOptimWrapper, dict(chunk_size=2), 12),
+        (SimCLR, GradCacheOptimWrapper, dict(chunk_size=2), 13),
     ],
 )
 def test_a_batch_passes_few_files(kind, wrapper, settings, most):
