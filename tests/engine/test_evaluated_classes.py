@@ -122,3 +122,34 @@ def test_categories_have_the_ids_of_training(tmp_path, evaluated, said):
     with pytest.raises(ValueError, match=said) if said else nullcontext():
         runner.train()
     assert runner.iter == (0 if said else 2)
+
+
+@pytest.mark.parametrize(
+    ('now', 'numbers', 'said'),
+    [
+        ('abc', [0, 1, 2], None),
+        ('abcd', [0, 1, 2, 3], None),
+        ('ac', [0, 2], 'gone: b'),
+        ('0abc', [3, 0, 1, 2], 'new: 0'),
+        ('0ab', [3, 0, 1], 'new: 0; gone: c'),
+    ],
+)
+def test_resumed_labels_keep_their_numbers(tmp_path, now, numbers, said):
+    build(tmp_path).train()
+    evaluation = dict(val_dataloader=None, val_evaluator=None, val_cfg=None)
+    runner = build(tmp_path, trained=now, resume=True, **evaluation)
+    runner.train()
+    assert labels(runner.train_dataloader.dataset)[::2] == numbers
+    log = max(tmp_path.glob('*/*.log'), key=lambda path: path.stat().st_mtime)
+    warned = [line for line in log.read_text().splitlines() if 'labels keep' in line]
+    assert len(warned) == (said is not None)
+    assert all(f'({said});' in line for line in warned)
+
+
+def test_resumed_classes_in_another_order_keep_their_numbers(tmp_path):
+    build(tmp_path).train()
+    named = loader(tmp_path, 'abc')
+    named['dataset']['metainfo'] = dict(classes=['c', 'a', 'b'])
+    runner = build(tmp_path, train_dataloader=named, resume=True)
+    runner.train()
+    assert labels(runner.train_dataloader.dataset)[::2] == [2, 0, 1]

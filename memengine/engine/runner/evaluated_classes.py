@@ -1,4 +1,4 @@
-"""Evaluation by classes: data that number them otherwise than training did follow its numbers."""
+"""Data that number classes otherwise than training did, in evaluation or before: they follow it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,42 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmengine.runner import BaseLoop
+
+
+def keep_trained_classes(runner: Any, checkpoint_meta: Mapping[str, Any]) -> None:
+    """Have the labels of a resumed run's data keep the numbers that they were trained by.
+
+    A folder more or less would move those of all classes behind it. New classes come last, where a
+    classifier that has no room for them says so.
+
+    Args:
+        runner: The run, its loops built.
+        checkpoint_meta: That of the checkpoint from which it goes on; empty for none.
+    """
+    dataset = runner._train_loop.dataloader.dataset
+    before, own = (_classes(of) for of in (checkpoint_meta.get('dataset_meta'), _metainfo(dataset)))
+    new = [name for name in own if name not in before]
+    unnamed = any(map(_are_numbers, (before, own))) and len(new) == len(own)
+    is_same = not own or own in (before, [*before, *new])
+    if not before or is_same or unnamed or _ids(_metainfo(dataset)):  # COCO's labels are its ids
+        return
+    follow = getattr(dataset, 'follow_classes', None)
+    said = 'classes are not those that the checkpoint was trained on'
+    if follow is None:
+        kind = type(dataset).__name__
+        runner.logger.warning(
+            f'train_dataloader.dataset: its {said}, in this order: {", ".join(map(str, before))}. '
+            f'{kind} has no follow_classes(), so that labels may stand for other classes now'
+        )
+        return
+    follow([*before, *new], 'the checkpoint')
+    gone = [name for name in before if name not in own]
+    changes = (('new', new), ('gone', gone))
+    told = [f'{what}: {", ".join(map(str, names))}' for what, names in changes if names]
+    runner.logger.warning(
+        f'train_dataloader.dataset: its {said} ({"; ".join(told) or "in another order"}); labels '
+        'keep the numbers that they had'
+    )
 
 
 def follow_training_classes(runner: Any, checkpoint_meta: Mapping[str, Any]) -> None:
@@ -25,21 +61,21 @@ def follow_training_classes(runner: Any, checkpoint_meta: Mapping[str, Any]) -> 
     """
     is_trained = isinstance(runner._train_loop, BaseLoop)
     metainfo = (
-        getattr(runner._train_loop.dataloader.dataset, 'metainfo', None)
+        _metainfo(runner._train_loop.dataloader.dataset)
         if is_trained
         else checkpoint_meta.get('dataset_meta')
     )
     trained = _classes(metainfo)
     for name, loop in (('val', runner._val_loop), ('test', runner._test_loop)):
         if isinstance(loop, BaseLoop):
-            evaluated = getattr(loop.dataloader.dataset, 'metainfo', None)
+            evaluated = _metainfo(loop.dataloader.dataset)
             _check_ids(f'{name}_dataloader.dataset', _ids(evaluated), _ids(metainfo), is_trained)
     for name, loop in (('val', runner._val_loop), ('test', runner._test_loop)):
         if not isinstance(loop, BaseLoop) or not trained:
             continue
         dataset = loop.dataloader.dataset
         follow = getattr(dataset, 'follow_classes', None)
-        own = _classes(getattr(dataset, 'metainfo', None))
+        own = _classes(_metainfo(dataset))
         metrics = getattr(loop.evaluator, 'metrics', ())
         needed = any(getattr(metric, 'needs_trained_classes', False) for metric in metrics)
         if follow is None or not needed or not own or own == trained:
@@ -58,6 +94,10 @@ def follow_training_classes(runner: Any, checkpoint_meta: Mapping[str, Any]) -> 
             f'{setting}: has {len(own)} of the {len(trained)} classes of training, and labels are '
             'numbered as there'
         )
+
+
+def _metainfo(dataset: Any) -> Any:
+    return getattr(dataset, 'metainfo', None)
 
 
 def _classes(metainfo: Any) -> list[str]:

@@ -45,7 +45,10 @@ from memengine.engine.hooks import (
     RandomStateHook,
 )
 from memengine.engine.runner.changed_settings import changed_settings
-from memengine.engine.runner.evaluated_classes import follow_training_classes
+from memengine.engine.runner.evaluated_classes import (
+    follow_training_classes,
+    keep_trained_classes,
+)
 from memengine.engine.runner.loading import load, load_or_resume, roll_back
 from memengine.engine.runner.saving import collect
 from memengine.engine.runner.wrapping import initialize_weights, refuse_lone_samples, wrap
@@ -312,6 +315,8 @@ class Runner(_Runner):
         """Load weights or resume, as the config says; say so when there is nothing to resume."""
         if not self._has_loaded:
             load_or_resume(self)
+        if self._resume and isinstance(self._train_loop, BaseLoop):
+            keep_trained_classes(self, self._loaded_meta)
         follow_training_classes(self, self._loaded_meta)
 
     def resume(self, filename: str, *args: Any, **kwargs: Any) -> None:
