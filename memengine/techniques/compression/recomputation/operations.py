@@ -70,7 +70,7 @@ def recomputation_of(
         return None
     stride = None
     if not result.derivation.keeps_layout:
-        if whole.shape != (*metadata.shape,):  # in torch 2.6 a list
+        if whole.shape != (*metadata.shape,):  # which is a list
             return None  # a view of the result, which may lie in memory in another way
         stride = whole.stride
     made = name, compute, result.sources, result.derivation, number
