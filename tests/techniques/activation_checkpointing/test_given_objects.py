@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from memengine.techniques import checkpoint_activations
+from tests.techniques.activation_checkpointing.test_other_calls import gradients
 
 
 @dataclass
@@ -71,10 +72,7 @@ def test_objects_are_given_as_they_were(state, options):
     checkpoint_activations(model, 'blocks.*', **options)
     for _ in range(3):
         x = torch.randn(3, 4, dtype=torch.float64)
-        found, expected = (
-            torch.autograd.grad(each(x).square().sum(), list(each.parameters()))
-            for each in (model, plain)
-        )
+        found, expected = gradients(model, x), gradients(plain, x)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
 
