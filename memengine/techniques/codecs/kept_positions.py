@@ -71,18 +71,20 @@ class Bitmap:
         numel: n.
         in_order: Whether a byte holds eight neighbours, the first in the lowest bit: so one kernel
             writes them that has an element's neighbours at hand.
+        counts: How many are set of each 4,096, int16, where that kernel has counted them.
     """
 
     bits: Tensor
     numel: int
     in_order: bool = False
+    counts: Tensor | None = None
 
     def scatter(self, values: Tensor) -> Tensor:
         """Values, ``[k]`` in the order of their places, among zeros: ``[n]``."""
         flat = values.new_empty(self.numel)
         kernels = kernels_for_all(flat)
         if kernels is not None and len(values):
-            return kernels.scatter(values, self.bits, flat, self.in_order)
+            return kernels.scatter(values, self.bits, self.counts, flat, self.in_order)
         flat.zero_()
         unpack = truths_in_order if self.in_order else truths
         done: int | Tensor = 0

@@ -91,12 +91,14 @@ def kernels_to_compile(dtype, bits):
     values = dict(packed='*u8', chosen='*i16', numel='i64', off='i32', on='i32')
     yield of_bits._select, values, dict(block=256)
     integers = dict.fromkeys(('flat', 'values'), '*i32' if dtype == 'fp32' else '*i16')
-    numbers = dict.fromkeys(('numel', 'size', 'kept', 'kept_of_last', 'total', 'block_size'), 'i32')
+    numbers = 'numel', 'size', 'kept', 'kept_of_last', 'total', 'block_size', 'share'
+    numbers = dict.fromkeys(numbers, 'i32')
     of_blocks = {**numbers, **integers, 'places': '*u8'}
     yield selection._largest_of_blocks, of_blocks, dict(as_offsets=bits == 8, rows=8, width=256)
     places = {**numbers, 'values': f'*{dtype}', 'flat': f'*{dtype}', 'offsets': '*u8'}
-    places['ends'] = '*u8' if bits == 8 else '*i64'
-    yield selection._scatter, places, dict(constant=bits == 8, width=256)
+    places['counts'] = '*u8' if bits == 8 else '*i16'
+    how = dict(constant=bits == 8, rows=16, width=256, num_warps=8)
+    yield selection._scatter, places, how
     tensors = {**integers, 'packed': '*u8', 'offsets': '*u8', 'of_pages': '*i16'}
     of_all = {**tensors, **dict.fromkeys(('counts', 'found'), '*i32')}
     of_all |= dict.fromkeys(('numel', 'kept', 'share'), 'i32')
@@ -106,9 +108,9 @@ def kernels_to_compile(dtype, bits):
     yield largest_values._count, of_all, dict(number=1, **how)
     yield largest_values._take, of_all, dict(as_offsets=bits == 8, page=256, **how)
     tile |= dict(in_order=bits == 8)
-    yield largest_values._count_bits, of_all, tile
-    values = dict.fromkeys(('flat', 'values'), f'*{dtype}')
-    yield largest_values._scatter, {**of_all, **values}, dict(most=1024, **tile)
+    of_bits = {**of_all, **dict.fromkeys(('flat', 'values'), f'*{dtype}'), 'counts': '*i16'}
+    yield largest_values._count_bits, of_bits, tile
+    yield largest_values._scatter, of_bits, tile
 
 
 @needs_triton

@@ -19,7 +19,7 @@ from torch import Tensor
 from memengine.techniques.codecs.bit_packing import pack_bits, packed_numel, truths_in_order
 from memengine.techniques.codecs.top_k import INTEGER_OF
 
-__all__ = ['compare_with_eager', 'largest_of_all', 'scatter']
+__all__ = ['compare_with_eager', 'largest_of_all', 'scatter', 'sum_before']
 
 _PAGE = 256
 _TILE = 16 * _PAGE  # elements that a program has at once
@@ -41,7 +41,7 @@ def largest_of_all(
 
     Returns:
         The elements, ``[k]``, and either uint8 ``[k]``, their places in pages, with int16 ``[p]``,
-        how many each page has, or a bit for each element, in order, and nothing.
+        how many each page has, or a bit for each element, in order, with as much for each 4,096.
 
     Cost: kernels that read the tensor, and no others: of fp32 four, of 16 bits three. Beside what
     is returned, 3 MiB at most, for 16 bits a quarter.
@@ -57,36 +57,44 @@ def largest_of_all(
     values = flat.new_empty(kept)
     bits = flat.new_empty(0 if as_offsets else packed_numel(numel, 1), dtype=torch.uint8)
     offsets = flat.new_empty(kept if as_offsets else 0, dtype=torch.uint8)
-    pages = triton.cdiv(numel, _PAGE) if as_offsets else 0
-    of_pages = flat.new_empty(pages, dtype=torch.int16)
+    page = _PAGE if as_offsets else _TILE
+    of_pages = flat.new_empty(triton.cdiv(numel, page), dtype=torch.int16)
     asked = integers, counts, found, numel, kept, share
     with torch.cuda.device_of(flat):
         for number in range(passes):
             _count[programs,](*asked, number=number, **how)
         places = values.view(integers.dtype), offsets, of_pages, bits
-        _take[programs,](*asked, *places, as_offsets=as_offsets, page=_PAGE, **how)
+        _take[programs,](*asked, *places, as_offsets=as_offsets, page=page, **how)
     return values, offsets if as_offsets else bits, of_pages
 
 
 def scatter(
-    values: Tensor, bits: Tensor, flat: Tensor, in_order: bool, share: int | None = None
+    values: Tensor,
+    bits: Tensor,
+    counts: Tensor | None,
+    flat: Tensor,
+    in_order: bool,
+    share: int | None = None,
 ) -> Tensor:
-    """Put values, ``[k]`` in the order of their places, where bits are set; two kernels.
+    """Put values, ``[k]`` in the order of their places, where bits are set, and zeros elsewhere.
 
     Args:
         values: ``[k]``.
         bits: A bit for each element.
+        counts: How many are set of each 4,096, int16, where that is known.
         flat: ``[n]``, written to throughout; fewer than ``2 ** 31``.
         in_order: As of a ``Bitmap``.
         share: As in :func:`largest_of_all`.
+
+    Cost: one kernel, and one to count.
     """
     share = share or _share(flat.numel(), _MOST_SCATTERING)
-    programs = triton.cdiv(flat.numel(), share)
-    counts = bits.new_empty(programs, dtype=torch.int32)
+    settings = dict(in_order=in_order, tile=_TILE)
     with torch.cuda.device_of(flat):
-        settings = dict(in_order=in_order, tile=_TILE)
-        _count_bits[programs,](bits, counts, flat.numel(), share, **settings)
-        settings |= dict(most=_MOST_SCATTERING)
+        if counts is None:
+            counts = bits.new_empty(triton.cdiv(flat.numel(), _TILE), dtype=torch.int16)
+            _count_bits[len(counts),](bits, counts, flat.numel(), **settings)
+        programs = triton.cdiv(flat.numel(), share)
         _scatter[programs,](bits, counts, values, flat, flat.numel(), share, **settings)
     return flat
 
@@ -111,14 +119,14 @@ def compare_with_eager(like: Tensor) -> None:
     for flat, kept in ((spread, numel // 10), (spread, numel // 2), (ties, 1000), (ties, numel)):
         keys = flat.view(integer) & torch.iinfo(integer).max
         expected = keys.topk(kept).values
-        values, bits, _ = largest_of_all(flat, kept, False, share)
+        values, bits, counts = largest_of_all(flat, kept, False, share)
         kept_there = truths_in_order(bits, 0, numel)
         positions = kept_there.nonzero()[:, 0]
         right = len(positions) == kept and torch.equal(keys[positions].sort(0, True)[0], expected)
         right = right and torch.equal(values, flat[positions])
         in_planes = pack_bits(kept_there, 1)
-        for way in ((bits, True), (in_planes, False)):
-            decoded = scatter(values, way[0], torch.full_like(flat, 5), way[1], share)
+        for packed, known, in_order in ((bits, counts, True), (in_planes, None, False)):
+            decoded = scatter(values, packed, known, torch.full_like(flat, 5), in_order, share)
             right = right and torch.equal(decoded[positions], values)
             right = right and int((decoded != 0).sum()) == int((values != 0).sum())
         again, offsets, counts = largest_of_all(flat, kept, True, share)
@@ -258,11 +266,11 @@ def _take(
         is_kept = (keys > least) | (is_tie & (rank <= wanted))
         target = done + tl.cumsum(is_kept.to(tl.int32), 0) - 1
         tl.store(values + target, bits, mask=is_kept)
+        count = tl.sum(tl.reshape(is_kept.to(tl.int32), (pages, page)), axis=1)
+        own = (tl.program_id(0).to(tl.int64) * share + start) // page + tl.arange(0, pages)
+        tl.store(of_pages + own, count.to(tl.int16), mask=own * page < numel)
         if as_offsets:
             tl.store(offsets + target, (places & (page - 1)).to(tl.uint8), mask=is_kept)
-            count = tl.sum(tl.reshape(is_kept.to(tl.int32), (pages, page)), axis=1)
-            own = (tl.program_id(0).to(tl.int64) * share + start) // page + tl.arange(0, pages)
-            tl.store(of_pages + own, count.to(tl.int16), mask=own * page < numel)
         else:
             bit = tl.reshape(is_kept.to(tl.int32), (tile // 8, 8)) << tl.arange(0, 8)[None, :]
             own = (tl.program_id(0).to(tl.int64) * share + start) // 8 + tl.arange(0, tile // 8)
@@ -285,19 +293,26 @@ def _bits_of(
     return (byte >> bit.to(tl.int32)) & 1
 
 
-@triton.jit(do_not_specialize=['numel', 'share'])
+@triton.jit
+def sum_before(counts: tl.tensor, last: tl.tensor, some: tl.constexpr) -> tl.tensor:
+    """Of how many the counts before one tell, which are read so many at a time."""
+    total = tl.zeros((some,), tl.int32)
+    for first in range(0, last, some):
+        place = first + tl.arange(0, some)
+        total += tl.load(counts + place, mask=place < last, other=0).to(tl.int32)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit(do_not_specialize=['numel'])
 def _count_bits(
     packed: tl.tensor,
     counts: tl.tensor,
     numel: tl.tensor,
-    share: tl.tensor,
     in_order: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    count = tl.zeros((tile,), tl.int32)
-    for start in range(0, share, tile):
-        count += _bits_of(packed, _places(share, start, tile), numel, in_order)
-    tl.store(counts + tl.program_id(0), tl.sum(count, axis=0))
+    bits = _bits_of(packed, _places(tile, 0, tile), numel, in_order)
+    tl.store(counts + tl.program_id(0), tl.sum(bits, axis=0).to(tl.int16))
 
 
 @triton.jit(do_not_specialize=['numel', 'share'])
@@ -310,10 +325,8 @@ def _scatter(
     share: tl.tensor,
     in_order: tl.constexpr,
     tile: tl.constexpr,
-    most: tl.constexpr,
 ) -> None:
-    program = tl.arange(0, most)
-    done = tl.sum(tl.load(counts + program, mask=program < tl.program_id(0), other=0), axis=0)
+    done = sum_before(counts, tl.program_id(0) * (share // tile), tile)
     for start in range(0, share, tile):
         places = _places(share, start, tile)
         bits = _bits_of(packed, places, numel, in_order)

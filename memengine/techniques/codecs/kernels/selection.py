@@ -11,11 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from memengine.techniques.codecs.kept_positions import BYTE_VALUES
+from memengine.techniques.codecs.kernels.largest_values import sum_before
 from memengine.techniques.codecs.top_k import masks_of_blocks
 
 __all__ = ['compare_with_eager', 'largest_of_blocks', 'scatter']
 
 _TILE_NUMEL = 2048
+_ROWS = 16  # blocks that are put back at once
+_MOST_SCATTERING = 1024  # programs, each of which reads the counts of those before it
 
 
 def largest_of_blocks(
@@ -65,37 +68,43 @@ def largest_of_blocks(
 
 
 def scatter(
-    values: Tensor, offsets: Tensor, counts: Tensor | int, block_size: int, flat: Tensor
+    values: Tensor,
+    offsets: Tensor,
+    counts: Tensor | int,
+    block_size: int,
+    flat: Tensor,
+    share: int | None = None,
 ) -> Tensor:
     """Put values where ``kept_positions.Offsets`` says that they belong, and zeros elsewhere.
 
     Args:
         values: ``[k]``.
         offsets: uint8, ``[k]``, from the start of their block.
-        counts: How many each block has: one number, or an int16 for each, whose offsets rise then.
+        counts: How many each block has: one number, or an int16 for each.
         block_size: Elements of a block, at most 256.
         flat: ``[n]``, written to throughout.
+        share: Blocks of a program, a multiple of 16; None chooses.
 
-    Cost: two kernels, the first of which puts zeros or adds up counts.
+    Cost: one kernel.
     """
-    blocks = -(-flat.numel() // block_size)
-    if isinstance(counts, int):
-        flat.zero_()
-        ends = offsets  # of which none are read
-    else:
-        ends = counts.cumsum(0)
+    blocks = triton.cdiv(flat.numel(), block_size)
+    share = share or triton.cdiv(triton.cdiv(blocks, _MOST_SCATTERING), _ROWS) * _ROWS
+    constant = isinstance(counts, int)
     with torch.cuda.device_of(flat):
-        _scatter[blocks,](
+        _scatter[triton.cdiv(blocks, share),](
             values,
             offsets,
-            ends,
+            offsets if constant else counts,  # of the former none are read
             flat,
             flat.numel(),
             values.numel(),
-            counts if isinstance(counts, int) else 0,
+            counts if constant else 0,
             block_size,
-            constant=isinstance(counts, int),
+            share,
+            constant=constant,
+            rows=_ROWS,
             width=BYTE_VALUES,
+            num_warps=8,
         )
     return flat
 
@@ -106,7 +115,7 @@ def compare_with_eager(like: Tensor, size: int) -> None:
     Raises:
         ArithmeticError: When other elements are kept, or come to lie elsewhere.
     """
-    full, rest, kept = 9 * size, size // 2, max(1, size // 10)
+    full, rest, kept = 35 * size, size // 2, max(1, size // 10)  # in several programs
     numel = full + rest
     flat = torch.arange(1, numel + 1, device=like.device).mul(0.37).sin().to(like.dtype)
     flat[3], flat[size : size + 7], flat[-1] = float('nan'), float('inf'), -2
@@ -120,7 +129,7 @@ def compare_with_eager(like: Tensor, size: int) -> None:
     pages = torch.arange(0, numel + BYTE_VALUES, BYTE_VALUES, device=like.device)
     counts = torch.searchsorted(positions, pages).diff().to(torch.int16)
     offsets = (positions & (BYTE_VALUES - 1)).to(torch.uint8)
-    decoded = scatter(values, offsets, counts, BYTE_VALUES, torch.full_like(flat, 5))
+    decoded = scatter(values, offsets, counts, BYTE_VALUES, torch.full_like(flat, 5), 2 * _ROWS)
     right &= torch.equal(decoded.nan_to_num(), kept_only)
     if size <= BYTE_VALUES:
         code = largest_of_blocks(flat, size, kept, 1, as_offsets=True)
@@ -170,37 +179,40 @@ def _largest_of_blocks(
         tl.store(places + elements, is_kept.to(tl.uint8), mask=is_element)
 
 
-@triton.jit(do_not_specialize=['numel', 'total', 'kept', 'block_size'])
+@triton.jit(do_not_specialize=['numel', 'total', 'kept', 'block_size', 'share'])
 def _scatter(
     values: tl.tensor,
     offsets: tl.tensor,
-    ends: tl.tensor,
+    counts: tl.tensor,
     flat: tl.tensor,
     numel: tl.tensor,
     total: tl.tensor,
     kept: tl.tensor,
     block_size: tl.tensor,
+    share: tl.tensor,
     constant: tl.constexpr,
+    rows: tl.constexpr,
     width: tl.constexpr,
 ) -> None:
-    block = tl.program_id(0).to(tl.int64)
-    if constant:
-        start = block * kept
-        end = start + kept
-    else:
-        start = tl.load(ends + block - 1, mask=block > 0, other=0)
-        end = tl.load(ends + block)
-    place = start + tl.arange(0, width)
-    is_place = place < tl.minimum(end, total)
-    offset = tl.load(offsets + place, mask=is_place, other=0).to(tl.int32)
-    if constant:
+    first = tl.program_id(0).to(tl.int64) * share
+    blocks = (numel + block_size - 1) // block_size
+    done = first * kept
+    if not constant:
+        done += sum_before(counts, first, rows * width)
+    column = tl.arange(0, width)[None, :]
+    for start in range(0, share, rows):
+        block = first + start + tl.arange(0, rows)
+        if constant:
+            count = tl.where(block < blocks, kept, 0)
+        else:
+            count = tl.load(counts + block, mask=block < blocks, other=0).to(tl.int32)
+        place = (done + tl.cumsum(count, 0) - count)[:, None] + column
+        is_place = (column < count[:, None]) & (place < total)
+        offset = tl.load(offsets + place, mask=is_place, other=0).to(tl.int32)
         value = tl.load(values + place, mask=is_place, other=0)
-        element = block * block_size + offset
-        tl.store(flat + element, value, mask=is_place & (element < numel))
-    else:  # each element finds what is its, by how many there are before it
-        column = tl.arange(0, 2 * width)
-        is_kept = tl.histogram(tl.where(is_place, offset, width), 2 * width) * (column < width)
-        found = values + start + tl.cumsum(is_kept, 0) - 1
-        element = block * block_size + column
-        is_element = (column < width) & (element < numel)
-        tl.store(flat + element, tl.load(found, mask=is_kept > 0, other=0), mask=is_element)
+        block_start = (block * block_size)[:, None]
+        element, target = block_start + column, block_start + offset
+        tl.store(flat + element, 0, mask=(column < block_size) & (element < numel))
+        tl.debug_barrier()  # where another thread has put zero
+        tl.store(flat + target, value, mask=is_place & (target < numel))
+        done += tl.sum(count, 0)
