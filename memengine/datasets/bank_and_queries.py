@@ -48,7 +48,7 @@ class BankAndQueries(Dataset):
                 f'({", ".join(mine[:3])}, ...) and {len(other)} ({", ".join(other[:3])}, ...)'
             )
 
-    def follow_classes(self, classes: Sequence[str]) -> None:
+    def follow_classes(self, classes: Sequence[str], of: str = 'training') -> None:
         """Number the labels of both parts as training does.
 
         Raises:
@@ -56,7 +56,7 @@ class BankAndQueries(Dataset):
         """
         parts = (self.bank, self.queries)
         for part in parts if all(isinstance(part, NamedClasses) for part in parts) else ():
-            part.follow_classes(classes)
+            part.follow_classes(classes, of)
         self.metainfo = dict(self.bank.metainfo)
 
     def __len__(self) -> int:

@@ -74,9 +74,10 @@ class Sparsifier:
 
     Bytes: the values (4k in fp32) and their places in the cheaper of two forms: one bit for each
     element (where a kernel selects from a whole tensor also two bytes for 4,096), or one byte for
-    each that is kept (in blocks above 256, and without blocks, also two for 256 elements). In fp32 at gamma 0.9, 0.127 of the dense tensor, and 0.076 with values in 16
-    bits; at 0.7 and 0.5, 0.331 and 0.531. At gamma 0 the tensor itself is kept. ``'mink'`` keeps
-    no zeros on CPU, as decoding gives them anyway: after a ReLU it may cost less.
+    each that is kept (in blocks above 256, and without blocks, also two for 256 elements). In fp32
+    at gamma 0.9, 0.127 of the dense tensor, and 0.076 with values in 16 bits; at 0.7 and 0.5, 0.331
+    and 0.531. At gamma 0 the tensor itself is kept. ``'mink'`` keeps no zeros on CPU, as decoding
+    gives them anyway: after a ReLU it may cost less.
 
     While it runs: 16 MiB at most, of float64 some more, with `values` also what is kept of them. On
     CPU 3 MB, and with ``'mink'`` a copy of the magnitudes that are about as large as the least that
@@ -84,9 +85,9 @@ class Sparsifier:
 
     Time: on CPU blocks are partitioned by NumPy, in one thread, some at a time of what fits its
     cache: this takes a third to an eighth of the time of a ``topk`` of the whole tensor. On a GPU
-    one kernel selects from blocks of up to 4,096, and three (of fp32 four) from a whole tensor, and
-    one puts back (:func:`proven_kernels`). Nothing waits for an accelerator, on which the number kept is always
-    the one asked for.
+    one kernel selects from blocks of up to 4,096, three (of fp32 four) from a whole tensor, and one
+    puts back (:func:`proven_kernels`). Nothing waits for an accelerator, on which the number kept
+    is always the one asked for.
 
     The random strategy draws from a generator of its own: dropout draws what it would have drawn.
     """
