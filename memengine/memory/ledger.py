@@ -17,8 +17,6 @@ from memengine._torch_private.autograd import storage_key
 from memengine._torch_private.modules import own_buffers, own_modules, own_parameters
 from memengine._torch_private.ops import parts_of_sparse
 
-__all__ = ['Block', 'Ledger', 'blocks_of', 'key_of', 'owned_by', 'tensors_in']
-
 _opaque_keys = itertools.count(-1, -1)  # never an address
 _OF_ONE_STORAGE = frozenset((Tensor, nn.Parameter))  # where they are strided
 _HOLD_NOTHING = frozenset(

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ['cuda_figures', 'cuda_peak_mib', 'held_bytes', 'peak_rss_mib', 'rss_mib']
-
 _MIB = 2**20
 _STATM = Path('/proc/self/statm')
 

@@ -28,8 +28,6 @@ from memengine.memory.planning.plans import (
     is_divided,
 )
 
-__all__ = ['leanest', 'search']
-
 _LEVELS_LEANER = (0, 2, 4)  # levels that a knob is set leaner than it need be, for its part's sake
 
 

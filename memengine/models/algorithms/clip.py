@@ -19,8 +19,6 @@ from memengine.models.build import build_loss
 from memengine.registry import MODELS, ModelConfig
 from memengine.techniques.slices.slicing import Slice, cut_evenly, take
 
-__all__ = ['CLIP', 'SigLIP']
-
 TOWERS = ('image', 'text')
 
 

@@ -16,8 +16,6 @@ from memengine.models.backbones.text_transformer import mean_of_tokens
 from memengine.registry import MODELS
 from memengine.suggest import import_optional
 
-__all__ = ['OpenClipText', 'TransformersText', 'open_clip_model', 'transformers_model']
-
 
 @MODELS.register_module()
 class OpenClipText(nn.Module):

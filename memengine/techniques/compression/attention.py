@@ -28,8 +28,6 @@ from memengine.techniques.compression.recomputation import (
 from memengine.techniques.compression.replay import CodedAgain, HeldWhole
 from memengine.techniques.compression.saved.saved_tensor import SavedTensor
 
-__all__ = ['attend_to_codes', 'is_coarse']
-
 _NEAR_ENOUGH = 8  # bits
 
 

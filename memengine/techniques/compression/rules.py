@@ -13,16 +13,6 @@ from memengine.techniques.compression.backward_needs import Need
 from memengine.techniques.compression.recomputation import Recomputation
 from memengine.techniques.modules.blocks import Selector, select_modules
 
-__all__ = [
-    'COMPILE_CONFLICTS',
-    'EXACT',
-    'FindRecomputation',
-    'KeptBytes',
-    'RecomputedPlace',
-    'Rule',
-    'chosen_modules',
-]
-
 EXACT = 100  # a fidelity
 _WHY_NOT_COMPILED = 'what compiled code saves cannot be told apart; set one of them'
 COMPILE_CONFLICTS = dict.fromkeys(('compile', 'compile_blocks'), _WHY_NOT_COMPILED)  # of all rules

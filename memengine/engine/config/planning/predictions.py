@@ -30,8 +30,6 @@ from memengine.memory.prediction import (
 )
 from memengine.techniques.modules.depth import FEWEST, lists_of_blocks, place_of
 
-__all__ = ['Predictions', 'sum_of', 'with_modes']
-
 _OPERATORS_UNDER_MODES = 3
 _PLAIN = (str, bytes, int, float, bool, type(None))  # what nothing can change in
 _DEEP = 8  # blocks in a list: what more of them cost follows from three and four

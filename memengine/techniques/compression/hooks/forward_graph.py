@@ -23,8 +23,6 @@ from memengine.techniques.compression.recomputation import Source
 from memengine.techniques.compression.replay import CodedAgain
 from memengine.techniques.compression.saved.saved_storage import SavedStorage
 
-__all__ = ['ForwardGraph', 'held_in_field', 'unpack', 'without_plan']
-
 _LONGEST_IN_PLACE = 3  # operations after a norm: a sum and an activation, and the norm itself
 _MAY_BE_IN_PLACE = IN_PLACE_FORMS | {'Relu', 'Add'}
 _NOTHING = torch.empty(0, device='cpu')

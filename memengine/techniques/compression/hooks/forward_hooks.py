@@ -38,8 +38,6 @@ from memengine.techniques.modules.saved_tensors import KeptAsIs, is_parameter, i
 if TYPE_CHECKING:
     from memengine.techniques.compression.hooks.compressed_forward import CompressedForward
 
-__all__ = ['ForwardHooks']
-
 _MOST_UNEXAMINED = 8  # operations that save before those so far are looked at
 
 

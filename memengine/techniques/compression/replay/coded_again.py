@@ -32,8 +32,6 @@ from memengine.techniques.modules.saved_tensors import KeptAsIs, is_in_backward
 if TYPE_CHECKING:
     from memengine.techniques.compression.replay.plan import HowCoded
 
-__all__ = ['CodedAgain', 'CodedMemory']
-
 
 class CodedAgain:
     """A saved tensor of which the plan says how it is coded, if its node turns out to be as it was.

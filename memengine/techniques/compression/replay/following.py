@@ -37,8 +37,6 @@ from memengine.techniques.compression.rules import Rule
 from memengine.techniques.compression.saved.saved_storage import SavedStorage
 from memengine.techniques.modules.saved_tensors import KeptAsIs, is_parameter, is_plain
 
-__all__ = ['ForwardPlans', 'Replay']
-
 _MOST_PLANS = 8  # of a model's; inputs may have another shape each time
 
 _NO_MORE = Step(None, torch.Size(), (), torch.bool, ())  # agrees with none

@@ -17,8 +17,6 @@ from memengine.techniques.compression.saved.coded_part import Layout
 from memengine.techniques.compression.saved.saved_tensor import SavedAs, SavedTensor
 from memengine.techniques.modules.saved_tensors import KeptAsIs
 
-__all__ = ['HeldWhole', 'HowCoded', 'HowComputed', 'Noted', 'Plan', 'Step', 'plan_of']
-
 
 class HeldWhole(KeptAsIs):
     """A saved tensor of which the plan says that it stays as it is.

@@ -17,8 +17,6 @@ from memengine.techniques.compression.rules import EXACT
 from memengine.techniques.compression.saved.offloaded_code import OffloadedCode
 from memengine.techniques.modules.saved_tensors import current_backward
 
-__all__ = ['CodedPart', 'Layout', 'coded', 'layout_of', 'view_of']
-
 Layout = tuple[Any, torch.Size, tuple[int, ...]]  # offset, shape and strides, in elements
 
 

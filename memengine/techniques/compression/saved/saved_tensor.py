@@ -29,8 +29,6 @@ from memengine.techniques.modules.saved_tensors import (
 if TYPE_CHECKING:
     from memengine.techniques.compression.saved.saved_storage import SavedStorage
 
-__all__ = ['SavedAs', 'SavedTensor']
-
 
 class SavedAs(NamedTuple):
     """By which node a tensor was saved, and as what.
