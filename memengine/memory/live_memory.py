@@ -36,12 +36,7 @@ from memengine._torch_private.fake import (
     without_modes,
 )
 from memengine._torch_private.fake_operators import inputs_by_shape
-from memengine._torch_private.ops import (
-    OperatorMode,
-    OpOverload,
-    pytree,
-    written_arguments,
-)
+from memengine._torch_private.ops import OperatorMode, OpOverload, pytree, written_arguments
 from memengine.memory.cpu_workspaces import MOST_COMPUTED_BYTES, Operator, tensors_of
 from memengine.memory.ledger import Block, Ledger, blocks_of
 from memengine.memory.meter import SavedBytes

@@ -20,7 +20,7 @@ from memengine._torch_private.attention import FUSED_ATTENTION
 from memengine._torch_private.autograd import saved_by
 from memengine.techniques.codecs.quantized import Quantizer
 from memengine.techniques.compression.backward_needs import operation_name
-from memengine.techniques.compression.recomputation import (
+from memengine.techniques.compression.recomputation.recomputation import (
     FindSource,
     Recomputation,
     Source,

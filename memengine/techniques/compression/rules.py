@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.compression.backward_needs import Need
-from memengine.techniques.compression.recomputation import Recomputation
+from memengine.techniques.compression.recomputation.recomputation import Recomputation
 from memengine.techniques.modules.blocks import Selector, select_modules
 
 EXACT = 100  # a fidelity

@@ -19,7 +19,7 @@ from memengine._torch_private.autograd import (
 )
 from memengine.memory.ledger import tensors_in
 from memengine.techniques.compression.backward_needs import IN_PLACE_FORMS, operation_name
-from memengine.techniques.compression.recomputation import Source
+from memengine.techniques.compression.recomputation.recomputation import Source
 from memengine.techniques.compression.replay import CodedAgain
 from memengine.techniques.compression.saved.saved_storage import SavedStorage
 

@@ -28,7 +28,8 @@ from memengine.techniques.compression.hooks.forward_graph import (
     unpack,
     without_plan,
 )
-from memengine.techniques.compression.recomputation import Recomputation, recomputation_of
+from memengine.techniques.compression.recomputation.operations import recomputation_of
+from memengine.techniques.compression.recomputation.recomputation import Recomputation
 from memengine.techniques.compression.replay import CodedAgain, CodedMemory, Replay
 from memengine.techniques.compression.rules import Rule
 from memengine.techniques.compression.saved.saved_storage import SavedStorage, still_alive

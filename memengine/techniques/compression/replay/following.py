@@ -10,14 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memengine._torch_private.autograd import (
-    next_node_number,
-    node_number,
-    storage_key,
-    version_of,
-)
+from memengine._torch_private.autograd import next_node_number, node_number, storage_key, version_of
 from memengine.techniques.activation_offload import is_offloading
-from memengine.techniques.compression.recomputation import (
+from memengine.techniques.compression.recomputation.recomputation import (
     ComputedAgain,
     ComputedMemory,
     Recomputation,

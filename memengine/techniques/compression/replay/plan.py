@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.compression.backward_needs import Need
-from memengine.techniques.compression.recomputation import Recomputation
+from memengine.techniques.compression.recomputation.recomputation import Recomputation
 from memengine.techniques.compression.rules import RecomputedPlace, Rule
 from memengine.techniques.compression.saved.coded_part import Layout
 from memengine.techniques.compression.saved.saved_tensor import SavedAs, SavedTensor
