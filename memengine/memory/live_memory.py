@@ -41,8 +41,6 @@ from memengine.memory.cpu_workspaces import MOST_COMPUTED_BYTES, Operator, tenso
 from memengine.memory.ledger import Block, Ledger, blocks_of
 from memengine.memory.meter import SavedBytes
 
-__all__ = ['SAVED', 'TRANSIENT', 'Allocation', 'KnownOperators', 'LiveMemory', 'Origin']
-
 TRANSIENT, SAVED, WORKSPACE = 'transients', 'saved activations', 'workspaces'
 
 _DRAWS = torch.Tag.nondeterministic_seeded

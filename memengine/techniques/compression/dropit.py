@@ -27,8 +27,6 @@ from memengine.techniques.compression.rules import (
 from memengine.techniques.modules.blocks import Selector
 from memengine.techniques.modules.wrapped_forward import THE_MODEL
 
-__all__ = ['DropIT', 'DropITSettings', 'drop_activations', 'to_dropit', 'undo_dropit']
-
 _SETTING = 'dropit'
 _Schedule = Sequence[tuple[int, float]]
 

@@ -32,8 +32,6 @@ from memengine.techniques.compression.rules import (
 from memengine.techniques.modules.blocks import BLOCKS, Selector, first_of, select_modules
 from memengine.techniques.modules.fetched_later import FetchedLater
 
-__all__ = ['RecomputedActivations', 'RecomputedActivationsSettings', 'recompute_activations']
-
 _SETTING = 'recomputed_activations'
 
 

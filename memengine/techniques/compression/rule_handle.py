@@ -17,8 +17,6 @@ from memengine.techniques.compression.recomputation.recomputation import Recompu
 from memengine.techniques.compression.rules import EXACT, KeptBytes, RecomputedPlace, Rule
 from memengine.techniques.modules.wrapped_forward import THE_MODEL, is_wrapped, wrapper_of
 
-__all__ = ['RuleHandle', 'add_rule', 'remove_rule', 'rules_of']
-
 AnyHandle = TypeVar('AnyHandle', bound='RuleHandle')
 
 
