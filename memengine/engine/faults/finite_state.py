@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from memengine._torch_private.ops import is_traceable_wrapper_subclass
 from memengine.engine.distributed.processes import cpu_group
+from memengine.engine.faults.guard import StepGuard
 
 
 class NonFiniteError(RuntimeError):
@@ -25,20 +26,21 @@ def each_optim_wrapper(optim_wrapper: Any) -> list[Any]:
     return [] if optim_wrapper is None else [optim_wrapper]
 
 
-def _guards(optim_wrapper: Any) -> list[Any]:
+def guards_of(optim_wrapper: Any) -> list[StepGuard]:
+    """What decides about updates while training goes on; none of MMEngine's own wrappers."""
     guards = (getattr(wrapper, 'guard', None) for wrapper in each_optim_wrapper(optim_wrapper))
     return [guard for guard in guards if guard is not None]
 
 
 def only_refused(optim_wrapper: Any) -> bool:
     """Whether steps were refused since the last checkpoint, and none was carried out."""
-    guards = _guards(optim_wrapper)
+    guards = guards_of(optim_wrapper)
     return any(guard.refused for guard in guards) and not any(g.has_updated for g in guards)
 
 
 def note_failed_checkpoint(optim_wrapper: Any) -> None:
     """What a checkpoint would have held that could not be written is still to be saved."""
-    for guard in _guards(optim_wrapper):
+    for guard in guards_of(optim_wrapper):
         guard.has_updated = True
 
 
