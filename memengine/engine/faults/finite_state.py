@@ -10,9 +10,9 @@ import torch.distributed as dist
 from mmengine.optim import OptimWrapperDict
 from torch import Tensor, nn
 
-from memengine._torch_private.ops import is_traceable_wrapper_subclass
 from memengine.engine.distributed.processes import cpu_group
 from memengine.engine.faults.guard import StepGuard
+from memengine.memory.ledger import parts_of
 
 
 class NonFiniteError(RuntimeError):
@@ -57,7 +57,7 @@ def refuse_nonfinite_state(model: nn.Module, optim_wrapper: Any) -> None:
     """
     names, flags = [], []
     for name, tensor, is_bad in _saved_tensors(model, optim_wrapper):
-        for part in _parts(tensor):
+        for part in parts_of(tensor):
             if part.is_floating_point() and part.numel():
                 names.append(name)
                 flags.append(is_bad(part).any())
@@ -94,12 +94,3 @@ def _saved_tensors(
 
 def _nonfinite(tensor: Tensor) -> Tensor:
     return ~tensor.isfinite()
-
-
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that hold a tensor's values on this rank."""
-    if is_traceable_wrapper_subclass(tensor):  # sharded, or an optimiser's state in few bits
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _parts(getattr(tensor, name))
-    elif isinstance(tensor, Tensor):  # a shard names its mesh, too
-        yield tensor
