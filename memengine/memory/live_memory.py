@@ -70,10 +70,6 @@ def _innermost_line() -> tuple[str, int]:
     return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ('', 0)
 
 
-def _no_line() -> tuple[str, int]:
-    return '', 0
-
-
 class Allocation:
     """Memory that is there from an operator on until nobody holds it.
 
@@ -146,7 +142,7 @@ class LiveMemory(OperatorMode):
     def __init__(self, known: KnownOperators, lines: bool = True) -> None:
         super().__init__()
         self._known = known.by_shapes
-        self._line = _innermost_line if lines else _no_line
+        self._line = _innermost_line if lines else lambda: ('', 0)
         self.events: list[tuple[int, Allocation]] = []
         self.begun: list[tuple[int, str]] = []
         self.flops = self.moved_bytes = self.offloaded_bytes = self.operators = self.guessed = 0
