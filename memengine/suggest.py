@@ -7,16 +7,6 @@ import importlib
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = [
-    'LOOSE',
-    'ONE_LETTER',
-    'STRICT',
-    'STRICTER',
-    'did_you_mean',
-    'import_optional',
-    'similar',
-]
-
 
 def import_optional(module: str, user: str, package: str = '') -> Any:
     """A module of an optional package; ImportError names who needs it, and what to install."""

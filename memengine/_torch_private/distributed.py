@@ -13,20 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-__all__ = [
-    'CAN_SHARD_ON_CPU',
-    'FORGETS_SHARDED_STEPS',
-    'METADATA_RECORDS',
-    'are_ranks_pretended',
-    'around_collectives',
-    'forget_reduction',
-    'gather_on_compute_stream',
-    'gradient_holders',
-    'mark_as_root',
-    'pretended_ranks',
-    'process_group_of',
-]
-
 CAN_SHARD_ON_CPU = hasattr(torch.cpu.Stream, 'record_event')
 """Whether ``fully_shard`` runs on CPUs: it records events on streams, as those of 2.6 cannot."""
 

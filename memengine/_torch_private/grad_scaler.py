@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ['forget_half_made_state']
-
 
 def forget_half_made_state(scaler: torch.amp.GradScaler) -> None:
     """Have a scaler make its state anew where memory sufficed for one of its two tensors only.

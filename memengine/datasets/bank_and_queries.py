@@ -8,8 +8,7 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from memengine.datasets.build import build
-from memengine.datasets.concat import ConcatDataset
-from memengine.datasets.image_dataset import ImageDataset
+from memengine.datasets.concat import name_of
 from memengine.datasets.sources.classes import NamedClasses
 from memengine.registry import DATASETS, DatasetConfig
 
@@ -76,11 +75,8 @@ class BankAndQueries(Dataset):
 
     def sample_name(self, index: int) -> str:
         """The sample at ``index`` in words."""
-        in_bank = index < len(self.bank)
-        part, first = (self.bank, 0) if in_bank else (self.queries, len(self.bank))
-        if isinstance(part, (ImageDataset, ConcatDataset)):
-            return part.sample_name(index - first)
-        return f'sample {index - first} of {type(part).__name__}'
+        behind = index - len(self.bank)
+        return name_of(self.bank, index) if behind < 0 else name_of(self.queries, behind)
 
     @property
     def skipped(self) -> int:

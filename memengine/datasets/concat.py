@@ -11,6 +11,13 @@ from memengine.datasets.sources.classes import NamedClasses
 from memengine.registry import DATASETS
 
 
+def name_of(dataset: Any, index: int) -> str:
+    """What a sample of a data set is called in messages."""
+    if hasattr(dataset, 'sample_name'):
+        return dataset.sample_name(index)
+    return f'sample {index} of {type(dataset).__name__}'
+
+
 @DATASETS.register_module()
 class ConcatDataset(NamedClasses, MMEngineConcatDataset):
     """MMEngine's, with a ``data_samples['index']`` that counts on from one data set to the next.
@@ -34,10 +41,7 @@ class ConcatDataset(NamedClasses, MMEngineConcatDataset):
     def sample_name(self, index: int) -> str:
         """What the sample is called in messages."""
         part, row = self._get_ori_dataset_idx(index)
-        dataset = self.datasets[part]
-        if hasattr(dataset, 'sample_name'):
-            return dataset.sample_name(row)
-        return f'sample {row} of {type(dataset).__name__}'
+        return name_of(self.datasets[part], row)
 
     @property
     def skipped(self) -> int:

@@ -68,7 +68,8 @@ class ImageDataset(NamedClasses, Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """The item at ``index``, or at the next readable one with ``on_error='skip'``."""
-        return self._item(self._read(index))
+        results = self._read(index)
+        return make_item(self.pipeline, results, self.sample_name(results['index']))
 
     @property
     def skipped(self) -> int:
@@ -115,9 +116,6 @@ class ImageDataset(NamedClasses, Dataset):
     def _sample(self, row: int) -> tuple[Any, int]:
         """What the source has at a row."""
         return self.source[row]
-
-    def _item(self, results: dict[str, Any]) -> dict[str, Any]:
-        return make_item(self.pipeline, results, self.sample_name(results['index']))
 
 
 def make_item(pipeline: Pipeline, results: dict[str, Any], name: str) -> dict[str, Any]:

@@ -25,20 +25,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
 from memengine.engine.faults.workers import SamplesInHand
 
-__all__ = [
-    'DrawnIndex',
-    'NamesSamples',
-    'ReadsStreams',
-    'ResumableSampler',
-    'SeededDataset',
-    'TakesSeeds',
-    'batches_from',
-    'derive_seed',
-    'reproducible',
-    'seed_generators',
-    'train_loader',
-]
-
 
 def derive_seed(*parts: int) -> int:
     """One 64-bit seed from several integers; close inputs give unrelated seeds."""

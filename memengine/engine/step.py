@@ -26,17 +26,6 @@ from torch import Tensor, nn
 from memengine._torch_private.ops import do_not_compile
 from memengine.techniques.modules.fetched_later import FetchedLater
 
-__all__ = [
-    'LogVars',
-    'Progress',
-    'SlicedModel',
-    'StepRunner',
-    'plain_step',
-    'progress_of',
-    'run_step',
-    'unwrap',
-]
-
 
 @dataclass(frozen=True)
 class Progress:

@@ -15,16 +15,6 @@ from torch import nn
 from memengine.engine.hooks.technique import TechniqueHook, apply_in_order, register_hooks
 from memengine.technique import Technique, in_order, settings_of, techniques
 
-__all__ = [
-    'apply_before_wrapping',
-    'apply_to_model',
-    'hooks_of_keys',
-    'is_on',
-    'wrong_settings',
-    'refusals',
-    'refuse',
-]
-
 
 def hooks_of_keys(cfg: Mapping[str, Any]) -> dict[str, TechniqueHook]:
     """The hooks that keys of the config are short for, by key."""

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ['merge', 'nearest', 'unit_rows', 'vote', 'weighted_knn']
-
 _SIMILARITY_STEPS = 2**24  # similarities are told apart to 1/2**24, which is what float32 has at 1
 _MAX_INDEX = 2**32
 _TILE = 16384  # samples of the bank that are compared at a time

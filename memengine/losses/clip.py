@@ -23,13 +23,7 @@ from memengine.losses.batch_loss import (
 from memengine.losses.disco import combine_logsumexp
 from memengine.losses.gather import Gather, all_gather_rows, rows_per_rank, sum_to_owners
 from memengine.losses.logsumexp import RunningLogSumExp, add_tile, softmax_slope
-from memengine.losses.tiles import (
-    Tile,
-    choose_tile_size,
-    first_derivative_only,
-    grid,
-    tiles,
-)
+from memengine.losses.tiles import Tile, choose_tile_size, first_derivative_only, grid, tiles
 
 
 def check_towers(name: str, image_features: Tensor, text_features: Tensor) -> None:

@@ -9,13 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from memengine.losses.batch_loss import (
-    BatchLoss,
-    l2_normalize,
-    mean_over_ranks,
-    own_rows,
-    ranks_of,
-)
+from memengine.losses.batch_loss import BatchLoss, l2_normalize, mean_over_ranks, own_rows, ranks_of
 from memengine.losses.gather import Gather
 
 

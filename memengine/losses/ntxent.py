@@ -47,7 +47,7 @@ class NTXentLoss(BatchLoss):
 
     def __init__(
         self,
-        temperature: Tensor | float = 0.5,
+        temperature: float | Tensor = 0.5,
         tile_size: int | str | None = None,
         precision: Precision = 'auto',
     ) -> None:

@@ -209,7 +209,7 @@ class SupConLoss(BatchLoss):
 
     def __init__(
         self,
-        temperature: Tensor | float = 0.07,
+        temperature: float | Tensor = 0.07,
         contrast_mode: Literal['all', 'one'] = 'all',
         base_temperature: float = 0.07,
         tile_size: int | str | None = None,

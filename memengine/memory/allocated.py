@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-__all__ = ['allocated_peak_bytes']
-
 
 def allocated_peak_bytes(fn: Callable[[], Any], device: torch.device | str = 'cpu') -> int:
     """Most bytes allocated at once while ``fn()`` runs, beyond those that were before.

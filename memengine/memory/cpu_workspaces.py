@@ -28,15 +28,6 @@ from memengine._torch_private.ops import (
     written_arguments,
 )
 
-__all__ = [
-    'MOST_COMPUTED_BYTES',
-    'Operator',
-    'library_bytes',
-    'mapped_bytes',
-    'predict_for_threads',
-    'tensors_of',
-]
-
 MOST_COMPUTED_BYTES = 4096
 """Of a result whose numbers are computed, if those of the inputs are known."""
 

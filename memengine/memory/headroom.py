@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ['headroom_bytes', 'room_bytes']
-
 _MEMINFO = Path('/proc/meminfo')
 # What is left over: an accelerator also holds workspaces and fragments, and the memory of the CPU
 # belongs to others as well.

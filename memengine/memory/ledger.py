@@ -15,9 +15,7 @@ from torch import Tensor, nn
 
 from memengine._torch_private.autograd import storage_key
 from memengine._torch_private.modules import own_buffers, own_modules, own_parameters
-from memengine._torch_private.ops import parts_of_sparse
-
-__all__ = ['Block', 'Ledger', 'blocks_of', 'key_of', 'owned_by', 'tensors_in']
+from memengine._torch_private.ops import is_traceable_wrapper_subclass, parts_of_sparse
 
 _opaque_keys = itertools.count(-1, -1)  # never an address
 _OF_ONE_STORAGE = frozenset((Tensor, nn.Parameter))  # where they are strided
@@ -51,6 +49,15 @@ def blocks_of(tensor: Tensor) -> Iterator[Block]:
             yield from blocks_of(part)
     else:  # a layout without a storage (MKLDNN): nothing shares its memory
         yield Block(next(_opaque_keys), tensor.numel() * tensor.element_size(), tensor)
+
+
+def parts_of(tensor: Any) -> Iterator[Tensor]:
+    """The plain tensors that hold a tensor's values on this rank."""
+    if is_traceable_wrapper_subclass(tensor):  # sharded, or an optimiser's state in few bits
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from parts_of(getattr(tensor, name))
+    elif isinstance(tensor, Tensor):  # a shard names its mesh, too
+        yield tensor
 
 
 def key_of(tensor: Tensor) -> int | None:

@@ -36,17 +36,10 @@ from memengine._torch_private.fake import (
     without_modes,
 )
 from memengine._torch_private.fake_operators import inputs_by_shape
-from memengine._torch_private.ops import (
-    OperatorMode,
-    OpOverload,
-    pytree,
-    written_arguments,
-)
+from memengine._torch_private.ops import OperatorMode, OpOverload, pytree, written_arguments
 from memengine.memory.cpu_workspaces import MOST_COMPUTED_BYTES, Operator, tensors_of
 from memengine.memory.ledger import Block, Ledger, blocks_of
 from memengine.memory.meter import SavedBytes
-
-__all__ = ['SAVED', 'TRANSIENT', 'Allocation', 'KnownOperators', 'LiveMemory', 'Origin']
 
 TRANSIENT, SAVED, WORKSPACE = 'transients', 'saved activations', 'workspaces'
 
@@ -75,10 +68,6 @@ def _innermost_line() -> tuple[str, int]:
     while frame is not None and frame.f_code.co_filename.startswith(_CARRIES_OUT):
         frame = frame.f_back
     return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ('', 0)
-
-
-def _no_line() -> tuple[str, int]:
-    return '', 0
 
 
 class Allocation:
@@ -153,7 +142,7 @@ class LiveMemory(OperatorMode):
     def __init__(self, known: KnownOperators, lines: bool = True) -> None:
         super().__init__()
         self._known = known.by_shapes
-        self._line = _innermost_line if lines else _no_line
+        self._line = _innermost_line if lines else lambda: ('', 0)
         self.events: list[tuple[int, Allocation]] = []
         self.begun: list[tuple[int, str]] = []
         self.flops = self.moved_bytes = self.offloaded_bytes = self.operators = self.guessed = 0

@@ -25,8 +25,6 @@ from memengine._torch_private.autograd import (
 )
 from memengine.memory.ledger import Block, Ledger, blocks_of, key_of, owned_by, tensors_in
 
-__all__ = ['SavedBytes', 'count_kept', 'hidden_bytes', 'is_counting', 'saved_bytes']
-
 
 def _owned_blocks(tensor: Tensor, ledgers: Iterable[Ledger]) -> list[Block]:
     """The memory behind a saved tensor, of which the ledgers know whether a model owns it: sharding

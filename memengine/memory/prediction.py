@@ -18,18 +18,6 @@ from memengine.memory.ledger import tensors_in
 from memengine.memory.live_memory import SAVED, TRANSIENT, Allocation, KnownOperators, LiveMemory
 from memengine.memory.training_step import TrainingStep
 
-__all__ = [
-    'UnpredictableError',
-    'Phase',
-    'Prediction',
-    'carried_out',
-    'made_once',
-    'on_fake_tensors',
-    'peaks_by_phase',
-    'predict',
-    'prediction_of',
-]
-
 PARAMETERS, GRADIENTS, OPTIMIZER = 'parameters', 'gradients', 'optimiser state'
 BUFFERS, TEACHER, BATCH, ALLOCATOR = 'buffers', 'teacher', 'batch', 'allocator'
 BUCKETS = 'buckets'

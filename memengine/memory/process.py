@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ['cuda_figures', 'cuda_peak_mib', 'held_bytes', 'peak_rss_mib', 'rss_mib']
+from memengine.memory.ledger import parts_of, tensors_in
 
 _MIB = 2**20
 _STATM = Path('/proc/self/statm')
@@ -83,30 +82,14 @@ def held_bytes(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str
         model: Sharded or not.
         *optimizers: Those that train it.
     """
-    states = (optimizer.state for optimizer in optimizers)
+    states = [optimizer.state for optimizer in optimizers]
     return {
         'weights': _sum(model.parameters()),
         'buffers': _sum(model.buffers()),
-        'optimizer': _sum(_tensors(states)),
+        'optimizer': _sum(tensors_in(states)),
     }
 
 
 def _sum(tensors: Iterable[Tensor]) -> int:
-    return sum(_nbytes(tensor) for tensor in {id(tensor): tensor for tensor in tensors}.values())
-
-
-def _nbytes(tensor: Any) -> int:
-    if hasattr(tensor, '__tensor_flatten__'):  # a shard, or codes and their scales
-        return sum(_nbytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
-    return tensor.nbytes
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from _tensors(entry)
-    elif isinstance(value, Iterable) and not isinstance(value, str):
-        for entry in value:
-            yield from _tensors(entry)
+    several = {id(tensor): tensor for tensor in tensors}.values()
+    return sum(part.nbytes for tensor in several for part in parts_of(tensor))

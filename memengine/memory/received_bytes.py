@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 from memengine._torch_private.distributed import process_group_of
 from memengine._torch_private.ops import TorchDispatchMode, argument_names, pytree
 
-__all__ = ['ReceivedBytes']
-
 # Whose operators communicate.
 _OPERATOR_LIBRARIES = frozenset(
     ('c10d', '_c10d_functional', '_c10d_functional_autograd', 'c10d_functional')

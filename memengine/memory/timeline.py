@@ -21,8 +21,6 @@ from memengine.memory.prediction import (
 )
 from memengine.memory.training_step import TrainingStep
 
-__all__ = ['LiveTensor', 'Timeline', 'timeline']
-
 
 @dataclass(frozen=True)
 class LiveTensor:

@@ -9,8 +9,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ['TrainingStep']
-
 
 @dataclass
 class TrainingStep:

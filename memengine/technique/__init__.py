@@ -7,13 +7,7 @@ packages (entry points of the group ``memengine.techniques``) and those that wer
 :func:`register`.
 """
 
-from memengine.technique.description import (
-    Technique,
-    in_order,
-    register,
-    techniques,
-    with_settings,
-)
+from memengine.technique.description import Technique, in_order, register, techniques, with_settings
 from memengine.technique.handle import Handle, PausableHandle, Report, StepInfo
 from memengine.technique.settings import Settings, in_words, is_of, setting, settings_of
 

@@ -158,6 +158,7 @@ _IN_WORDS = {
     tuple: 'a list',
     type(None): 'None',
     Any: 'anything',
+    'Tensor': 'a tensor',  # by its name, as torch may not be there yet
 }
 
 
@@ -182,8 +183,5 @@ def in_words(hint: Any) -> str:
         kind = 'dict' if is_dict else 'list'
         return f'a {kind}' if inner == 'anything' else f'a {kind} of ({inner})'
     hint = get_origin(hint) or hint
-    return _IN_WORDS.get(hint) or ('a dict' if is_typeddict(hint) else _name(hint))
-
-
-def _name(hint: Any) -> str:
-    return getattr(hint, '__name__', str(hint))
+    name = getattr(hint, '__name__', str(hint))
+    return 'a dict' if is_typeddict(hint) else _IN_WORDS.get(hint) or _IN_WORDS.get(name, name)

@@ -21,8 +21,6 @@ from memengine.techniques.compression.rules import COMPILE_CONFLICTS
 from memengine.techniques.modules.blocks import BLOCKS, Selector, select_modules
 from memengine.techniques.modules.wrapped_forward import wrapper_of
 
-__all__ = ['CompileBlocksSettings', 'CompiledBlocks', 'compile_blocks']
-
 _SETTING = 'compile_blocks'
 _BUDGET = 'activation_checkpointing.budget'
 _NOT_WITH_RULES = COMPILE_CONFLICTS[_SETTING]

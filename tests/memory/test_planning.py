@@ -5,14 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from memengine.memory.planning import (
-    Cost,
-    Knob,
-    Rates,
-    largest,
-    leanest,
-    search,
-)
+from memengine.memory.planning import Cost, Knob, Rates, largest, leanest, search
 
 RATES = Rates('a machine', 60e9, 8e9, offloaded_bytes_per_s=1e9, operator_s=10e-6)
 SLICES = Knob('slices', (2, 3, 4, 5, 6, 8, 12, 16))

@@ -20,11 +20,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from memengine.techniques import (
-    checkpoint_activations,
-    quantize_activations,
-    recompute_activations,
-)
+from memengine.techniques import checkpoint_activations, quantize_activations, recompute_activations
 
 MODELS = (
     'vit_small_patch16_224',

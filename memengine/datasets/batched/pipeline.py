@@ -17,8 +17,6 @@ from memengine.datasets.transforms.pack import PackInputs
 from memengine.datasets.transforms.pipeline import Pipeline
 from memengine.datasets.transforms.torchvision_v2 import TorchvisionTransform
 
-__all__ = ['BatchedPipeline', 'augment']
-
 Batched = Callable[[Any, Tensor, Draws], Tensor]
 
 # Images are floats of 0 to 1 from the start, so that these have nothing to do.

@@ -12,8 +12,6 @@ from memengine.datasets.build import build, one_line
 from memengine.datasets.transforms.images import describe, to_bgr_array
 from memengine.registry import TRANSFORMS
 
-__all__ = ['Pipeline']
-
 Results = dict[str, Any]
 Transform = Callable[[Results], Results]
 

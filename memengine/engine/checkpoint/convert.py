@@ -17,8 +17,6 @@ from memengine.engine.checkpoint.sharded_saving import sharded_write
 from memengine.engine.checkpoint.state import key_by_index
 from memengine.engine.checkpoint.weights import read_file
 
-__all__ = ['convert', 'export_weights']
-
 _METADATA = ('epoch', 'iter', 'seed', 'cfg', 'experiment_name', 'time', 'samples_per_step')
 _WEIGHTS = ('state_dict', 'meta')
 _FORMATS = f'.safetensors (weights only), {SUFFIX} (sharded) or .pth (as MMEngine writes it)'

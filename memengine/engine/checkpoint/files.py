@@ -22,17 +22,6 @@ import torch
 from memengine.engine.checkpoint.trust import is_known_data, safe_globals
 from memengine.engine.checkpoint.vetting import vet
 
-__all__ = [
-    'CheckpointError',
-    'DamagedError',
-    'atomic_write',
-    'backup_path',
-    'read_pickle',
-    'refusal',
-    'safe_loading',
-    'sync',
-]
-
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read, or may not be."""

@@ -35,17 +35,6 @@ from memengine.engine.checkpoint.files import (
 from memengine.engine.checkpoint.metadata import SafeReader
 from memengine.engine.distributed.processes import cpu_group
 
-__all__ = [
-    'RUN_FILE',
-    'SUFFIX',
-    'KeyPath',
-    'is_sharded',
-    'merge_tensors',
-    'read_sharded',
-    'split_tensors',
-    'torch_errors',
-]
-
 SUFFIX = '.dcp'
 RUN_FILE = 'run.pth'
 _RANK_0_ENTRIES = ('meta', 'message_hub', 'param_schedulers')  # of rank 0 only

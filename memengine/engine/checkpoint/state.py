@@ -32,18 +32,6 @@ from memengine.engine.checkpoint.sharded import (
 from memengine.engine.checkpoint.weights import read_file
 from memengine.engine.step import unwrap
 
-__all__ = [
-    'ShardLayout',
-    'check_resumable',
-    'gather_state',
-    'is_sharded_model',
-    'key_by_index',
-    'key_by_name',
-    'read_checkpoint',
-    'run_state',
-    'samples_per_step',
-]
-
 
 def is_sharded_model(model: nn.Module) -> bool:
     """Whether ranks hold shards of the model (``fully_shard``) rather than all of it."""
@@ -182,7 +170,7 @@ def _optimizers(optim_wrapper: Any) -> Iterator[tuple[KeyPath, Optimizer]]:
         yield (), optim_wrapper.optimizer
 
 
-def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
+def _parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
     """Names of an optimiser's parameters, in its order."""
     names = {id(p): name for name, p in unwrap(model).named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group['params']]
@@ -192,7 +180,7 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
 def key_by_name(states: dict[str, Any], model: nn.Module, optim_wrapper: Any) -> dict[str, Any]:
     """An optimiser wrapper's state with parameters' names instead of numbers."""
     for path, optimizer in _optimizers(optim_wrapper):
-        names = parameter_names(model, optimizer)
+        names = _parameter_names(model, optimizer)
 
         def rename(state: dict[str, Any], names: list[str] = names) -> dict[str, Any]:
             return {
@@ -251,7 +239,7 @@ class ShardLayout:
         if optim_wrapper is not None:
             for path, optimizer in _optimizers(optim_wrapper):
                 below: KeyPath = ('optimizer', *path)
-                self._names[below] = parameter_names(model, optimizer)
+                self._names[below] = _parameter_names(model, optimizer)
 
     def template(self, path: KeyPath, size: torch.Size) -> Tensor | None:
         """The DTensor as which the checkpoint's tensor at ``path`` is held; None if held whole."""

@@ -28,8 +28,6 @@ from memengine.engine.distributed.launchers import read_rank
 from memengine.engine.distributed.processes import cpu_group, do_on_all_ranks, init_process_group
 from memengine.memory import UnpredictableError, room_bytes
 
-__all__ = ['PLAN_FILE', 'keep_budget', 'open_auto_sizes']
-
 T = TypeVar('T')
 
 PLAN_FILE = 'memory_plan.json'

@@ -15,8 +15,6 @@ from memengine.engine.step import SlicedModel
 from memengine.techniques.sharding.clipping import local_part
 from memengine.techniques.slices.multi_crop import CropSlice
 
-__all__ = ['Culprit', 'watched']
-
 
 @dataclass
 class Culprit:

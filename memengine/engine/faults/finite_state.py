@@ -10,8 +10,9 @@ import torch.distributed as dist
 from mmengine.optim import OptimWrapperDict
 from torch import Tensor, nn
 
-from memengine._torch_private.ops import is_traceable_wrapper_subclass
 from memengine.engine.distributed.processes import cpu_group
+from memengine.engine.faults.guard import StepGuard
+from memengine.memory.ledger import parts_of
 
 
 class NonFiniteError(RuntimeError):
@@ -25,20 +26,21 @@ def each_optim_wrapper(optim_wrapper: Any) -> list[Any]:
     return [] if optim_wrapper is None else [optim_wrapper]
 
 
-def _guards(optim_wrapper: Any) -> list[Any]:
+def guards_of(optim_wrapper: Any) -> list[StepGuard]:
+    """What decides about updates while training goes on; none of MMEngine's own wrappers."""
     guards = (getattr(wrapper, 'guard', None) for wrapper in each_optim_wrapper(optim_wrapper))
     return [guard for guard in guards if guard is not None]
 
 
 def only_refused(optim_wrapper: Any) -> bool:
     """Whether steps were refused since the last checkpoint, and none was carried out."""
-    guards = _guards(optim_wrapper)
+    guards = guards_of(optim_wrapper)
     return any(guard.refused for guard in guards) and not any(g.has_updated for g in guards)
 
 
 def note_failed_checkpoint(optim_wrapper: Any) -> None:
     """What a checkpoint would have held that could not be written is still to be saved."""
-    for guard in _guards(optim_wrapper):
+    for guard in guards_of(optim_wrapper):
         guard.has_updated = True
 
 
@@ -55,7 +57,7 @@ def refuse_nonfinite_state(model: nn.Module, optim_wrapper: Any) -> None:
     """
     names, flags = [], []
     for name, tensor, is_bad in _saved_tensors(model, optim_wrapper):
-        for part in _parts(tensor):
+        for part in parts_of(tensor):
             if part.is_floating_point() and part.numel():
                 names.append(name)
                 flags.append(is_bad(part).any())
@@ -92,12 +94,3 @@ def _saved_tensors(
 
 def _nonfinite(tensor: Tensor) -> Tensor:
     return ~tensor.isfinite()
-
-
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that hold a tensor's values on this rank."""
-    if is_traceable_wrapper_subclass(tensor):  # sharded, or an optimiser's state in few bits
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _parts(getattr(tensor, name))
-    elif isinstance(tensor, Tensor):  # a shard names its mesh, too
-        yield tensor

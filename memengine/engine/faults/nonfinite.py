@@ -19,7 +19,7 @@ from typing import Any
 from mmengine.hooks import Hook
 
 from memengine.engine.faults.capture import StepStart, capture_step
-from memengine.engine.faults.finite_state import NonFiniteError, each_optim_wrapper
+from memengine.engine.faults.finite_state import NonFiniteError, each_optim_wrapper, guards_of
 from memengine.engine.faults.guard import Guarded, StepGuard
 from memengine.engine.step import unwrap
 from memengine.registry import HOOKS
@@ -112,9 +112,8 @@ class NonFiniteHook(Hook):
                 raise _error(
                     runner, f'{bad}, and there is no checkpoint to roll back to,', captured
                 )
-            for other in self._guarded:
-                if other.guard is not None:
-                    other.guard.has_updated = False
+            for each in guards_of(runner.optim_wrapper):
+                each.has_updated = False
             done = f'weights and optimiser are those of {checkpoint} again, and the data go on'
         else:
             done = 'the step is skipped'

@@ -14,6 +14,7 @@ import sys
 import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -233,15 +234,12 @@ def _own_connection() -> dist.Store:
 def _main_thread_at() -> str:
     """Where the main thread is: its innermost line outside of libraries, if there is one."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    lines = []
-    while frame is not None:
-        lines.append(frame)
-        frame = frame.f_back
-    own = [line for line in lines if not line.f_code.co_filename.startswith(_LIBRARIES)]
-    for line in (own or lines)[:1]:
-        file = Path(line.f_code.co_filename).name
-        return f'{line.f_code.co_name} ({file}, line {line.f_lineno})'
-    return 'its end'
+    if frame is None:
+        return 'its end'
+    lines = [(each.f_code, line) for each, line in traceback.walk_stack(frame)]
+    own = (each for each in lines if not each[0].co_filename.startswith(_LIBRARIES))
+    code, line = next(own, lines[0])
+    return f'{code.co_name} ({Path(code.co_filename).name}, line {line})'
 
 
 def _clock(time_s: float) -> str:

@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -175,12 +176,10 @@ def _waits_for_memory(thread: int) -> bool:
     return any(frame.f_code.co_filename == resource_sharer.__file__ for frame in _frames_of(thread))
 
 
-def _frames_of(thread: int) -> Iterator[FrameType]:
+def _frames_of(thread: int) -> list[FrameType]:
     """Of the functions that a thread is in, the innermost first."""
     frame = sys._current_frames().get(thread)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    return [] if frame is None else [each for each, _ in traceback.walk_stack(frame)]
 
 
 def _break_off(thread: int) -> None:

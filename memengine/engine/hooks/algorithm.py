@@ -10,8 +10,6 @@ from mmengine.optim import OptimWrapperDict
 from memengine.engine.step import Progress, progress_of, unwrap
 from memengine.registry import HOOKS
 
-__all__ = ['AlgorithmHook']
-
 
 @runtime_checkable
 class FollowsTraining(Protocol):

@@ -6,8 +6,7 @@ from typing import Any
 
 from mmengine.hooks import EMAHook as MMEngineEMAHook
 
-from memengine.engine.faults.finite_state import each_optim_wrapper
-from memengine.engine.optim.optim_wrapper import OptimWrapper
+from memengine.engine.faults.finite_state import each_optim_wrapper, guards_of
 from memengine.registry import HOOKS
 
 
@@ -41,8 +40,7 @@ class EMAHook(MMEngineEMAHook):
         has_updated, self._has_updated = self._has_updated, False
         if not has_updated:
             return
-        ours = (w for w in each_optim_wrapper(runner.optim_wrapper) if isinstance(w, OptimWrapper))
-        if all(wrapper.guard is None or wrapper.guard.bad_step is None for wrapper in ours):
+        if all(guard.bad_step is None for guard in guards_of(runner.optim_wrapper)):
             super().after_train_iter(runner, batch_idx, data_batch, outputs)
 
     def before_roll_back(self, runner: Any, checkpoint: dict[str, Any]) -> None:

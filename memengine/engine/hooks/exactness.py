@@ -12,12 +12,7 @@ from mmengine.hooks import Hook
 from torch.nn.parallel import DistributedDataParallel
 
 from memengine.engine.checkpoint.state import is_sharded_model
-from memengine.engine.faults.exactness import (
-    Gradients,
-    PlainStep,
-    difference,
-    gradients_of,
-)
+from memengine.engine.faults.exactness import Gradients, PlainStep, difference, gradients_of
 from memengine.engine.hooks.batches import count_images
 from memengine.engine.hooks.technique import TechniqueHook
 from memengine.engine.optim.optim_wrapper import OptimWrapper

@@ -28,8 +28,6 @@ from memengine.techniques.slices.out_of_memory import run_until_it_fits
 from memengine.techniques.slices.sliced_step import sliced_step
 from memengine.techniques.slices.tower import Tower
 
-__all__ = ['AccumulationOptimWrapper', 'GradCacheOptimWrapper']
-
 Size: TypeAlias = float | Mapping[str, int]
 
 

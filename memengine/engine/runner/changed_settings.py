@@ -9,8 +9,6 @@ from typing import Any
 from memengine.engine.config.base_files import values_in_dump
 from memengine.engine.faults.finite_state import each_optim_wrapper
 
-__all__ = ['changed_settings', 'param_groups', 'settings_of_groups']
-
 _CLASSES = ('type', 'optimizer_class')
 _GROUPING: dict[str, Any] = {'constructor': 'DefaultOptimWrapperConstructor', 'paramwise_cfg': {}}
 # An optimiser keeps more, or keeps it elsewhere, where these are switched on.

@@ -66,13 +66,12 @@ def follow_training_classes(runner: Any, checkpoint_meta: Mapping[str, Any]) -> 
         else checkpoint_meta.get('dataset_meta')
     )
     trained = _classes(metainfo)
-    for name, loop in (('val', runner._val_loop), ('test', runner._test_loop)):
-        if isinstance(loop, BaseLoop):
-            evaluated = _metainfo(loop.dataloader.dataset)
-            _check_ids(f'{name}_dataloader.dataset', _ids(evaluated), _ids(metainfo), is_trained)
-    for name, loop in (('val', runner._val_loop), ('test', runner._test_loop)):
-        if not isinstance(loop, BaseLoop) or not trained:
-            continue
+    loops = {'val_dataloader': runner._val_loop, 'test_dataloader': runner._test_loop}
+    loops = {f'{name}.dataset': it for name, it in loops.items() if isinstance(it, BaseLoop)}
+    for setting, loop in loops.items():
+        own_ids = _ids(_metainfo(loop.dataloader.dataset))
+        _check_ids(setting, own_ids, _ids(metainfo), is_trained)
+    for setting, loop in loops.items() if trained else ():
         dataset = loop.dataloader.dataset
         follow = getattr(dataset, 'follow_classes', None)
         own = _classes(_metainfo(dataset))
@@ -84,7 +83,6 @@ def follow_training_classes(runner: Any, checkpoint_meta: Mapping[str, Any]) -> 
         may_differ = not is_trained or any(map(_are_numbers, (own, trained)))
         if may_differ and not set(own) & set(trained):
             continue
-        setting = f'{name}_dataloader.dataset'
         try:
             follow(trained)
         except ValueError as error:

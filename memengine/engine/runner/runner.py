@@ -45,10 +45,7 @@ from memengine.engine.hooks import (
     RandomStateHook,
 )
 from memengine.engine.runner.changed_settings import changed_settings
-from memengine.engine.runner.evaluated_classes import (
-    follow_training_classes,
-    keep_trained_classes,
-)
+from memengine.engine.runner.evaluated_classes import follow_training_classes, keep_trained_classes
 from memengine.engine.runner.loading import load, load_or_resume, roll_back
 from memengine.engine.runner.saving import collect
 from memengine.engine.runner.wrapping import initialize_weights, refuse_lone_samples, wrap

@@ -16,8 +16,6 @@ from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses
 from memengine.engine.wrappers.fsdp import FullyShardedDataParallel
 from memengine.registry import MODEL_WRAPPERS
 
-__all__ = ['initialize_weights', 'refuse_lone_samples', 'wrap', 'wrapper_type']
-
 
 @runtime_checkable
 class InitializesWeights(Protocol):

@@ -16,11 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from memengine.evaluation.after_training.predictions import (
-    dataset_of,
-    loader_config,
-    predictions,
-)
+from memengine.evaluation.after_training.predictions import dataset_of, loader_config, predictions
 from memengine.registry import LOOPS
 from memengine.suggest import import_optional
 

@@ -15,8 +15,6 @@ from memengine.memory.prediction import (
     Prediction,
 )
 
-__all__ = ['Cost', 'Rates', 'rates_of']
-
 
 @dataclass(frozen=True)
 class Rates:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ['largest']
-
 
 def largest(
     bytes_of: Callable[[int], int], limit_bytes: int, start: int, most: int | None = None

@@ -8,8 +8,6 @@ from typing import Any, TypeAlias
 
 from memengine.memory.planning.cost import Cost
 
-__all__ = ['Found', 'Knob', 'Plan', 'Tried', 'has_both', 'has_less', 'is_divided']
-
 Plan: TypeAlias = Mapping[str, Any]
 """Levels by the names of the knobs that are on; empty is the step as it is."""
 

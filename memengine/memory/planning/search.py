@@ -18,17 +18,7 @@ from itertools import combinations
 from typing import Any
 
 from memengine.memory.planning.cost import Cost, Rates
-from memengine.memory.planning.plans import (
-    Found,
-    Knob,
-    Plan,
-    Tried,
-    has_both,
-    has_less,
-    is_divided,
-)
-
-__all__ = ['leanest', 'search']
+from memengine.memory.planning.plans import Found, Knob, Plan, Tried, has_both, has_less, is_divided
 
 _LEVELS_LEANER = (0, 2, 4)  # levels that a knob is set leaner than it need be, for its part's sake
 

@@ -19,16 +19,6 @@ from memengine.engine.step import LogVars, Progress, run_step
 from memengine.registry import PreprocessorConfig
 from memengine.techniques.slices.slicing import Slice, join_slices, slice_views
 
-__all__ = [
-    'Algorithm',
-    'Embeddings',
-    'Slice',
-    'feature_moments',
-    'feature_rank',
-    'feature_std',
-    'rows_of',
-]
-
 Embeddings = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
 
@@ -76,6 +66,12 @@ def feature_rank(features: Tensor) -> Tensor:
     rows, width = centred.shape
     gram = centred @ centred.T if rows < width else centred.T @ centred  # the same eigenvalues
     return gram.trace().square() / gram.square().sum().clamp_min(torch.finfo(gram.dtype).tiny)
+
+
+def spread(features: Tensor, with_rank: bool = True) -> dict[str, Tensor]:
+    """What is logged of how features [N, D] are spread, which tells whether they have collapsed."""
+    figures = {'feature_std': feature_std(feature_moments(features))}
+    return {**figures, 'feature_rank': feature_rank(features)} if with_rank else figures
 
 
 class Algorithm(BaseModel):

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from memengine.losses.batch_loss import l2_normalize
-from memengine.models.algorithms.base import Algorithm, feature_moments, feature_rank, feature_std
+from memengine.models.algorithms.base import Algorithm, spread
 from memengine.models.batch_checks import check_one_view
 from memengine.models.build import build_loss
 from memengine.registry import MODELS, ModelConfig
 from memengine.techniques.slices.slicing import Slice, cut_evenly, take
-
-__all__ = ['CLIP', 'SigLIP']
 
 TOWERS = ('image', 'text')
 
@@ -156,8 +154,7 @@ class CLIP(Algorithm):
         return {
             'loss': self.loss(images, texts, **self._logit_parameters()),
             **self._logit_scalars(),
-            'feature_std': feature_std(feature_moments(images)),
-            'feature_rank': feature_rank(images),
+            **spread(images),
         }
 
     def _logit_parameters(self) -> dict[str, Tensor]:

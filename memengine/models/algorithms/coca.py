@@ -12,6 +12,7 @@ from torch import Tensor
 
 from memengine.models.algorithms.base import Algorithm
 from memengine.models.algorithms.clip import CLIP, TOWERS
+from memengine.models.build import build_head
 from memengine.registry import MODELS, HeadConfig, ModelConfig
 from memengine.techniques.slices.slicing import Slice
 
@@ -54,7 +55,7 @@ class CoCa(CLIP):
         super().__init__(image, text, **kwargs)
         if caption_weight < 0:
             raise ValueError(f'CoCa: caption_weight must not be negative, got {caption_weight}')
-        self.caption = MODELS.build({'in_dim': self._image.backbone.place_width, **caption})
+        self.caption: Any = build_head(caption, self._image.backbone.place_width)
         self.caption_weight = caption_weight
 
     @property

@@ -11,13 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from memengine.losses.batch_loss import l2_normalize
-from memengine.models.algorithms.base import (
-    Algorithm,
-    feature_moments,
-    feature_rank,
-    feature_std,
-    rows_of,
-)
+from memengine.models.algorithms.base import Algorithm, rows_of, spread
 from memengine.models.batch_checks import check_has_labels, labels_of
 from memengine.models.build import build_head, build_loss
 from memengine.registry import MODELS, HeadConfig, ModelConfig
@@ -97,11 +91,7 @@ class SimCLR(_ContrastiveAlgorithm):
         self, embeddings: Tensor, targets: int, data_samples: Any = None
     ) -> dict[str, Tensor]:
         """The loss of embeddings [2 * B, D], their spread and their rank."""
-        return {
-            'loss': self.loss(*embeddings.chunk(2)),
-            'feature_std': feature_std(feature_moments(embeddings)),
-            'feature_rank': feature_rank(embeddings),
-        }
+        return {'loss': self.loss(*embeddings.chunk(2)), **spread(embeddings)}
 
 
 @MODELS.register_module()
@@ -156,10 +146,6 @@ class SupCon(_ContrastiveAlgorithm):
         """The loss of embeddings [V * B, D], and their spread."""
         features = l2_normalize(embeddings).unflatten(0, (targets, -1)).transpose(0, 1)  # [B, V, D]
         labels = labels_of(data_samples, 'SupCon') if self.use_labels else None
-        losses = {
-            'loss': self.loss(features, labels=labels),
-            'feature_std': feature_std(feature_moments(embeddings)),
-        }
-        if not self.use_labels:  # of two classes one direction is all that labels ask for
-            losses['feature_rank'] = feature_rank(embeddings)
-        return losses
+        # Of two classes one direction is all that labels ask for.
+        figures = spread(embeddings, with_rank=not self.use_labels)
+        return {'loss': self.loss(features, labels=labels), **figures}

@@ -20,6 +20,7 @@ from memengine.engine.step import Progress
 from memengine.losses.dino import DINOLoss
 from memengine.losses.koleo import koleo_loss
 from memengine.models.algorithms.base import Algorithm, feature_moments, feature_rank, feature_std
+from memengine.models.build import build_head
 from memengine.registry import MODELS, HeadConfig, ModelConfig
 from memengine.techniques.slices.multi_crop import CropSlice, plan_slices
 from memengine.techniques.slices.slicing import Slice
@@ -171,7 +172,7 @@ class DINO(Algorithm):
     @staticmethod
     def _build(backbone: dict[str, Any], head: dict[str, Any]) -> _Network:
         features = MODELS.build(backbone)
-        return _Network(features, MODELS.build({'in_dim': features.num_features, **head}))
+        return _Network(features, build_head(head, features.num_features))
 
     @property
     def ema_momentum(self) -> float:

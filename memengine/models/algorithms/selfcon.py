@@ -12,13 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memengine.losses.batch_loss import l2_normalize
-from memengine.models.algorithms.base import (
-    Algorithm,
-    feature_moments,
-    feature_rank,
-    feature_std,
-    rows_of,
-)
+from memengine.models.algorithms.base import Algorithm, rows_of, spread
 from memengine.models.batch_checks import check_has_labels, labels_of
 from memengine.models.build import build_head, build_loss
 from memengine.registry import MODELS, HeadConfig, ModelConfig
@@ -99,13 +93,9 @@ class SelfCon(Algorithm):
         """The loss of embeddings [V * B, n, D], and the spread of the backbone's."""
         views = l2_normalize(embeddings).unflatten(0, (targets, -1))  # [V, B, n, D]
         labels = labels_of(data_samples, 'SelfCon') if self.use_labels else None
-        losses = {
-            'loss': self.loss(torch.cat(list(views), dim=1), labels=labels),
-            'feature_std': feature_std(feature_moments(embeddings[:, -1])),
-        }
-        if not self.use_labels:  # of two classes one direction is all that labels ask for
-            losses['feature_rank'] = feature_rank(embeddings[:, -1])
-        return losses
+        # Of two classes one direction is all that labels ask for.
+        figures = spread(embeddings[:, -1], with_rank=not self.use_labels)
+        return {'loss': self.loss(torch.cat(list(views), dim=1), labels=labels), **figures}
 
     def features(self, inputs: Tensor) -> Tensor:
         """Backbone features [B, D] of images [B, C, H, W], without the heads."""

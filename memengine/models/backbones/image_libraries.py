@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from memengine.engine.checkpoint.files import safe_loading
 from memengine.engine.checkpoint.weights import read_weights
 from memengine.models.backbones.text_libraries import (
-    drop_pooler,
     open_clip_model,
-    transformers_model,
+    transformers_encoder,
 )
 from memengine.registry import MODELS
 from memengine.suggest import did_you_mean
@@ -114,10 +113,7 @@ class TransformersImage(nn.Module):
         pool: Literal['token', 'mean'] = 'token',
     ) -> None:
         super().__init__()
-        self.model: Any = transformers_model(
-            'AutoModel', model_name, pretrained, config, 'TransformersImage'
-        )
-        drop_pooler(self.model)
+        self.model: Any = transformers_encoder(model_name, pretrained, config, 'TransformersImage')
         self.pool = pool
         self.model_name, self.arguments = model_name, dict(config or {})
         self.num_features: int = self.model.config.hidden_size

@@ -16,8 +16,6 @@ from memengine.models.backbones.text_transformer import mean_of_tokens
 from memengine.registry import MODELS
 from memengine.suggest import import_optional
 
-__all__ = ['OpenClipText', 'TransformersText', 'open_clip_model', 'transformers_model']
-
 
 @MODELS.register_module()
 class OpenClipText(nn.Module):
@@ -82,10 +80,14 @@ def transformers_model(
         raise ValueError(f'{user}: {model_name!r}: {error}') from error
 
 
-def drop_pooler(model: Any) -> None:
-    """Leave out what is not used, as DDP awaits a gradient from every parameter."""
+def transformers_encoder(
+    model_name: str, pretrained: bool, config: Mapping[str, Any] | None, user: str
+) -> Any:
+    """An encoder of that library, without a pooler: DDP awaits a gradient from every parameter."""
+    model = transformers_model('AutoModel', model_name, pretrained, config, user)
     if getattr(model, 'pooler', None) is not None:
         model.pooler = None
+    return model
 
 
 @MODELS.register_module()
@@ -115,10 +117,7 @@ class TransformersText(nn.Module):
         pad_id: int | None = None,
     ) -> None:
         super().__init__()
-        self.model: Any = transformers_model(
-            'AutoModel', model_name, pretrained, config, 'TransformersText'
-        )
-        drop_pooler(self.model)
+        self.model: Any = transformers_encoder(model_name, pretrained, config, 'TransformersText')
         self.num_features: int = self.model.config.hidden_size
         own = self.model.config.pad_token_id
         self.pad_id = pad_id if pad_id is not None else (own if own is not None else 0)

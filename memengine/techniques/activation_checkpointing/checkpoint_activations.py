@@ -32,8 +32,6 @@ from memengine.techniques.activation_checkpointing.repeatable_forward import (
 from memengine.techniques.modules.blocks import BLOCKS, Selector, first_of, select_modules
 from memengine.techniques.modules.wrapped_forward import is_wrapped
 
-__all__ = ['ActivationCheckpointingSettings', 'Checkpointing', 'checkpoint_activations']
-
 _RECOMPUTE_ALL = Keeping()  # nothing is kept, all is computed again
 
 

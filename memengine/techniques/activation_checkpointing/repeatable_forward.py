@@ -35,8 +35,6 @@ from memengine.techniques.modules.forward_state import ModuleState, RandomState,
 from memengine.techniques.modules.running_statistics import copied_statistics
 from memengine.techniques.modules.wrapped_forward import WrappedForward
 
-__all__ = ['SETTING', 'CheckpointedForward']
-
 SETTING = 'activation_checkpointing'  # what errors call it
 
 

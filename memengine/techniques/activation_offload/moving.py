@@ -34,8 +34,6 @@ from memengine.techniques.modules.saved_tensors import (
 if TYPE_CHECKING:
     from memengine.techniques.activation_offload.offload_activations import ActivationOffload
 
-__all__ = ['Offloading', 'is_offloading', 'offload_tensor']
-
 
 class _State(threading.local):
     """Of a thread."""

@@ -15,8 +15,6 @@ from memengine.technique import PausableHandle, Report, Settings, Technique, set
 from memengine.techniques.activation_offload.moving import Offloading
 from memengine.techniques.modules.wrapped_forward import WrappedForward, is_wrapped
 
-__all__ = ['ActivationOffload', 'ActivationOffloadSettings', 'offload_activations']
-
 _SETTING = 'activation_offload'
 
 

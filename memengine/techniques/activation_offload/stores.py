@@ -18,8 +18,6 @@ from torch import Tensor
 
 from memengine._torch_private.fake import is_fake
 
-__all__ = ['Leaving', 'StartRead', 'store_bytes']
-
 # A store writes bytes away and returns how to start reading them; what that returns waits for the
 # bytes. Functions, not objects, as the meter of saved bytes looks for tensors in objects.
 StartRead = Callable[[], Callable[[], Tensor]]

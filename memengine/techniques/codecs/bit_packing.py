@@ -12,17 +12,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = [
-    'PACKED_BITS',
-    'add_truths',
-    'pack_bits',
-    'pack_truths',
-    'packed_numel',
-    'truths',
-    'truths_in_order',
-    'unpack_bits',
-]
-
 PACKED_BITS = (1, 2, 4, 8)
 _MOST_AT_ONCE = 2**20  # elements
 

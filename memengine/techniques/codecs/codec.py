@@ -14,8 +14,6 @@ from torch import Tensor
 
 from memengine.memory.ledger import tensors_in
 
-__all__ = ['Code', 'Codec', 'nbytes_of']
-
 
 class Code(Protocol):
     """A saved tensor in another form. What it holds are its attributes, so that meters see it."""

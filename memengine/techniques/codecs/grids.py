@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ['UniformGrid', 'computing_dtype', 'noise_bits', 'random_bytes']
-
 # At a time, which stay in its cache with what is computed of them.
 _CODED_AT_ONCE_ON_CPU, _DECODED_AT_ONCE_ON_CPU = 2**16, 2**18
 _FEW_ULPS = 2**-20  # of float32, with room to spare

@@ -25,18 +25,6 @@ from memengine.techniques.codecs.bit_packing import (
 )
 from memengine.techniques.codecs.top_k import part_numel, places_in_blocks, positions_of
 
-__all__ = [
-    'BYTE_VALUES',
-    'Bitmap',
-    'Offsets',
-    'Places',
-    'are_few',
-    'kernels_for',
-    'kernels_for_all',
-    'take',
-    'take_from_blocks',
-]
-
 BYTE_VALUES = 256  # what one byte counts
 _KERNELS = 'memengine.techniques.codecs.kernels'
 _OF_KERNELS = (torch.float32, torch.bfloat16, torch.float16)

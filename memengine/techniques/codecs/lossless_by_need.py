@@ -21,8 +21,6 @@ from memengine.techniques.codecs.lossless import (
 )
 from memengine.techniques.compression.backward_needs import Need, operation_name
 
-__all__ = ['lossless_codec_for']
-
 _LEAST_FACTOR = 128  # elements; to look at a drop path's takes longer than its bytes are worth
 
 

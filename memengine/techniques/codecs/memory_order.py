@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ['MemoryOrder', 'in_memory_order', 'is_dense']
-
 
 @dataclass(slots=True)
 class MemoryOrder:

@@ -18,8 +18,6 @@ from memengine.techniques.codecs.grids import UniformGrid, computing_dtype
 from memengine.techniques.codecs.quantized import check_floating_point
 from memengine.techniques.modules.private_random import private_generator
 
-__all__ = ['RunningRangeCode', 'RunningRangeQuantizer', 'running_ranges']
-
 _BITS = 8
 _PART_NUMEL = 2**19  # of elements that are computed at once, of float64 half
 _DECAY = 0.9  # how much of the running extremes each tensor leaves

@@ -20,19 +20,6 @@ from torch import Tensor
 from memengine.techniques.codecs.grids import random_bytes
 from memengine.techniques.modules.private_random import private_generator
 
-__all__ = [
-    'INTEGER_OF',
-    'LONGEST_BLOCK',
-    'Selection',
-    'largest',
-    'magnitudes',
-    'masks_of_blocks',
-    'noise',
-    'part_numel',
-    'places_in_blocks',
-    'positions_of',
-]
-
 # Without its sign bit, a number's bits as an integer are in the order of magnitudes; NaN is above
 # infinity.
 INTEGER_OF = {

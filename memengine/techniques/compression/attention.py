@@ -20,15 +20,13 @@ from memengine._torch_private.attention import FUSED_ATTENTION
 from memengine._torch_private.autograd import saved_by
 from memengine.techniques.codecs.quantized import Quantizer
 from memengine.techniques.compression.backward_needs import operation_name
-from memengine.techniques.compression.recomputation import (
+from memengine.techniques.compression.recomputation.recomputation import (
     FindSource,
     Recomputation,
     Source,
 )
 from memengine.techniques.compression.replay import CodedAgain, HeldWhole
 from memengine.techniques.compression.saved.saved_tensor import SavedTensor
-
-__all__ = ['attend_to_codes', 'is_coarse']
 
 _NEAR_ENOUGH = 8  # bits
 

@@ -14,15 +14,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = [
-    'IN_PLACE_FORMS',
-    'Need',
-    'behind_views',
-    'needs_of',
-    'operation_name',
-    'producer_of',
-]
-
 
 class Need(Enum):
     """What a derivative needs of a saved tensor.

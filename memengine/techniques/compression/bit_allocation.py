@@ -6,8 +6,6 @@ import heapq
 import math
 from collections.abc import Sequence
 
-__all__ = ['allot_bits', 'variance']
-
 _WHOLE = 32  # bits: kept as it is
 
 

@@ -18,12 +18,7 @@ from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.codecs.quantized import Quantizer
 from memengine.techniques.codecs.sparse import Cast, Sparsifier
 from memengine.techniques.compression.backward_needs import Need
-from memengine.techniques.compression.rule_handle import (
-    RuleHandle,
-    add_rule,
-    remove_rule,
-    rules_of,
-)
+from memengine.techniques.compression.rule_handle import RuleHandle, add_rule, remove_rule, rules_of
 from memengine.techniques.compression.rules import (
     COMPILE_CONFLICTS,
     FindRecomputation,
@@ -31,8 +26,6 @@ from memengine.techniques.compression.rules import (
 )
 from memengine.techniques.modules.blocks import Selector
 from memengine.techniques.modules.wrapped_forward import THE_MODEL
-
-__all__ = ['DropIT', 'DropITSettings', 'drop_activations', 'to_dropit', 'undo_dropit']
 
 _SETTING = 'dropit'
 _Schedule = Sequence[tuple[int, float]]

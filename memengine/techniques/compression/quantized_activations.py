@@ -32,8 +32,6 @@ from memengine.techniques.modules.forward_state import RandomState, SmallBuffers
 from memengine.techniques.modules.running_statistics import frozen_statistics
 from memengine.techniques.modules.wrapped_forward import THE_MODEL
 
-__all__ = ['Bits', 'QuantizedActivations', 'QuantizedActivationsSettings', 'quantize_activations']
-
 _SETTING = 'quantized_activations'
 _WIDTHS = (1, 2, 4, 8)
 _UNCOMPRESSED = 32

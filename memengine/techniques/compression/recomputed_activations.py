@@ -20,7 +20,7 @@ from memengine._torch_private.fake import is_fake
 from memengine.technique import Settings, Technique, setting, with_settings
 from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.compression.backward_needs import IN_PLACE_FORMS, Need
-from memengine.techniques.compression.recomputation import Recomputation
+from memengine.techniques.compression.recomputation.recomputation import Recomputation
 from memengine.techniques.compression.rule_handle import RuleHandle, add_rule
 from memengine.techniques.compression.rules import (
     COMPILE_CONFLICTS,
@@ -31,8 +31,6 @@ from memengine.techniques.compression.rules import (
 )
 from memengine.techniques.modules.blocks import BLOCKS, Selector, first_of, select_modules
 from memengine.techniques.modules.fetched_later import FetchedLater
-
-__all__ = ['RecomputedActivations', 'RecomputedActivationsSettings', 'recompute_activations']
 
 _SETTING = 'recomputed_activations'
 

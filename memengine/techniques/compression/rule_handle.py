@@ -13,11 +13,9 @@ from memengine.technique import PausableHandle, Report
 from memengine.techniques.activation_offload import ActivationOffload
 from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.compression.hooks.compressed_forward import CompressedForward
-from memengine.techniques.compression.recomputation import Recomputation
+from memengine.techniques.compression.recomputation.recomputation import Recomputation
 from memengine.techniques.compression.rules import EXACT, KeptBytes, RecomputedPlace, Rule
 from memengine.techniques.modules.wrapped_forward import THE_MODEL, is_wrapped, wrapper_of
-
-__all__ = ['RuleHandle', 'add_rule', 'remove_rule', 'rules_of']
 
 AnyHandle = TypeVar('AnyHandle', bound='RuleHandle')
 

@@ -10,18 +10,8 @@ from torch import Tensor, nn
 
 from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.compression.backward_needs import Need
-from memengine.techniques.compression.recomputation import Recomputation
+from memengine.techniques.compression.recomputation.recomputation import Recomputation
 from memengine.techniques.modules.blocks import Selector, select_modules
-
-__all__ = [
-    'COMPILE_CONFLICTS',
-    'EXACT',
-    'FindRecomputation',
-    'KeptBytes',
-    'RecomputedPlace',
-    'Rule',
-    'chosen_modules',
-]
 
 EXACT = 100  # a fidelity
 _WHY_NOT_COMPILED = 'what compiled code saves cannot be told apart; set one of them'

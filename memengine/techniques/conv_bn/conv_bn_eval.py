@@ -22,8 +22,6 @@ from memengine.suggest import did_you_mean
 from memengine.technique import Handle, Report, Settings, Technique, setting
 from memengine.techniques.conv_bn.pairs import ConvBNPairs, EnterLayer, LeaveLayer, OwnHook, Pair
 
-__all__ = ['ConvBNEval', 'EfficientConvBNEvalSettings', 'efficient_conv_bn_eval']
-
 _SETTING = 'efficient_conv_bn_eval'
 
 _logger = logging.getLogger(__name__)

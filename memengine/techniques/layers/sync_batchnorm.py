@@ -16,12 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 
-from memengine._torch_private.modules import (
-    BatchNorm,
-    own_buffers,
-    own_modules,
-    own_parameters,
-)
+from memengine._torch_private.modules import BatchNorm, own_buffers, own_modules, own_parameters
 from memengine.technique import Handle, Settings, Technique, setting
 
 __all__ = ['SyncBNSettings', 'SyncBatchNorm', 'SyncedBatchNorm', 'convert_sync_batchnorm']

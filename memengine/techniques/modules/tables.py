@@ -11,8 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ['CONTAINERS', 'Table', 'holds_tensor', 'tables_of', 'tables_of_object']
-
 CONTAINERS = (dict, list, deque, set)  # that a forward may keep something in
 _MOST_NESTED = 3  # objects within each other: a cache, its layers, what these hold
 _NO_PLAIN_OBJECTS = (Tensor, nn.Module, type, ModuleType, FunctionType, MethodType)

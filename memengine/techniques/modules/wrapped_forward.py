@@ -8,8 +8,6 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
-__all__ = ['THE_MODEL', 'WrappedForward', 'innermost_forward', 'is_wrapped', 'wrapper_of']
-
 THE_MODEL = 'the model'  # what errors call the outermost module, which has no name
 
 Wrapper = TypeVar('Wrapper', bound='WrappedForward')

@@ -13,8 +13,6 @@ from memengine._torch_private.ops import foreach_copy_
 from memengine.technique import Settings, Technique
 from memengine.techniques.sharding.clipping import local_part
 
-__all__ = ['AdamWBf16', 'stochastically_rounded']
-
 _AVERAGES = ('exp_avg', 'exp_avg_sq')
 _LOW_BITS = 16  # of float32, which bfloat16 lacks
 # Of parameters that are updated together, where starting a kernel takes as long as a small one.

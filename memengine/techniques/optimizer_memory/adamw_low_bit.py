@@ -19,8 +19,6 @@ from torch.optim import Optimizer
 from memengine.suggest import import_optional
 from memengine.technique import Settings, Technique, setting
 
-__all__ = ['AdamW4bit', 'AdamW8bit']
-
 _SIGNED_STATES = {'exp_avg': True, 'exp_avg_sq': False, 'max_exp_avg_sq': False}
 
 

@@ -20,8 +20,6 @@ from torch.optim import Optimizer
 from memengine._torch_private.modules import without_step_hooks
 from memengine.technique import Settings, Technique
 
-__all__ = ['check_steps_alone', 'fuse_where_possible', 'step_in_backward']
-
 _WITH_FUSED_KERNELS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 

@@ -18,8 +18,6 @@ from torch.optim import Optimizer
 from memengine.suggest import import_optional
 from memengine.technique import Settings, Technique, setting
 
-__all__ = ['cpu_offload_optimizer']
-
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != 'params'}

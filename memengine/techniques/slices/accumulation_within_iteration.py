@@ -14,8 +14,6 @@ from memengine.technique import Settings, Technique, setting
 from memengine.techniques.slices.sliced_step import Context, Losses, sliced_step
 from memengine.techniques.slices.tower import Tower
 
-__all__ = ['additive_step']
-
 
 def additive_step(
     slices: Sequence[Any],

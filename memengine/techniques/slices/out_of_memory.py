@@ -37,8 +37,6 @@ from memengine.techniques.modules.forward_state import (
 )
 from memengine.techniques.modules.saved_tensors import is_plain
 
-__all__ = ['StepStart', 'is_out_of_memory', 'run_until_it_fits']
-
 T = TypeVar('T')
 
 # cuBLAS, cuDNN and cuSOLVER make their handles when they are first called, in memory of their own.

@@ -33,8 +33,6 @@ from memengine.techniques.modules.running_statistics import (
 from memengine.techniques.slices.frozen_part import FrozenPart
 from memengine.techniques.slices.tower import Tower
 
-__all__ = ['Replay', 'TowerRun']
-
 Replay: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 

@@ -16,6 +16,7 @@ from memengine.engine.config.check import (
     import_custom_modules,
     known_keys,
 )
+from memengine.engine.config.file import load_config
 from memengine.engine.config.schema.types import arguments_of, find_anywhere
 from tests.engine.config_shapes import VALID, base, loader
 
@@ -762,3 +763,12 @@ def test_values_of_techniques_that_are_taken(option):
     config = Config(base())
     config.merge_from_dict(option)
     check_config(config)
+
+
+def test_a_wrong_temperature_is_told_what_it_may_be():
+    config = load_config('simclr_vit')
+    config.model.loss = dict(type='NTXentLoss', temperature='warm')
+    with pytest.raises(ConfigError) as error:
+        check_config(config)
+    said = "model.loss.temperature: must be a number or a tensor, got 'warm'"
+    assert error.value.problems == [said]

@@ -23,8 +23,6 @@ from memengine.engine.config.before_torch.sources import (
 )
 from memengine.technique import Settings, Technique, setting
 
-__all__ = ['Stated', 'stated_in_source', 'stated_of_network', 'technique_of']
-
 
 @dataclass(frozen=True)
 class Stated:

@@ -19,8 +19,6 @@ from mmengine.device import get_device
 from memengine.engine.distributed.threads import available_cores
 from memengine.memory.cpu_workspaces import predict_for_threads
 
-__all__ = ['Copies']
-
 _MOST = 4  # processes: each takes some hundred MiB, and a plan asks for a dozen things at a time
 
 _subject: Any = None  # of a copy, what its methods are called on

@@ -24,16 +24,6 @@ from memengine.techniques.modules.blocks import find_blocks
 from memengine.techniques.modules.running_statistics import layers_with_batch_statistics
 from memengine.techniques.slices.slicing import Slice
 
-__all__ = [
-    'CHECKPOINTED_BLOCKS',
-    'CHECKPOINTED_BUDGET',
-    'KEPT_GRAPHS',
-    'OpenKnobs',
-    'RECOMPUTATION',
-    'with_kept_graphs',
-    'without',
-]
-
 CHECKPOINTING = 'activation_checkpointing'
 CHECKPOINTED_BUDGET = f'{CHECKPOINTING}.budget'
 CHECKPOINTED_BLOCKS = f'{CHECKPOINTING}.first'

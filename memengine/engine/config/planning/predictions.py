@@ -21,16 +21,8 @@ from memengine.engine.config.step_of_config import FewSamples, step_of
 from memengine.memory import UnpredictableError
 from memengine.memory.live_memory import KnownOperators
 from memengine.memory.planning import Cost
-from memengine.memory.prediction import (
-    Phase,
-    carried_out,
-    made_once,
-    peaks_by_phase,
-    prediction_of,
-)
+from memengine.memory.prediction import Phase, carried_out, made_once, peaks_by_phase, prediction_of
 from memengine.techniques.modules.depth import FEWEST, lists_of_blocks, place_of
-
-__all__ = ['Predictions', 'sum_of', 'with_modes']
 
 _OPERATORS_UNDER_MODES = 3
 _PLAIN = (str, bytes, int, float, bool, type(None))  # what nothing can change in

@@ -17,21 +17,6 @@ from typing import Any, Literal, Protocol, get_args, get_origin
 from memengine.suggest import did_you_mean
 from memengine.technique import in_words, is_of
 
-__all__ = [
-    'BOOL',
-    'FINITE',
-    'FRACTION',
-    'NON_NEGATIVE_INT',
-    'NON_NEGATIVE_NUMBER',
-    'POSITIVE_INT',
-    'POSITIVE_NUMBER',
-    'Constraint',
-    'each',
-    'number_within',
-    'of_hint',
-    'one_of',
-]
-
 
 @dataclass(frozen=True)
 class Constraint:

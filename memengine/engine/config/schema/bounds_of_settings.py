@@ -27,15 +27,6 @@ from memengine.engine.config.schema.bounds import (
 )
 from memengine.technique import is_of
 
-__all__ = [
-    'BOUNDS_AT',
-    'DEFAULT_HOOK_TYPES',
-    'MULTIPLIERS',
-    'RULES_AT',
-    'TOP_BOUNDS',
-    'value_fault',
-]
-
 _SEED = Constraint(
     'an integer of 0 or more, or None', lambda value: value is None or NON_NEGATIVE_INT.holds(value)
 )

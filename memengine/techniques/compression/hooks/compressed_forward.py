@@ -18,8 +18,6 @@ from memengine.techniques.compression.rules import Rule
 from memengine.techniques.modules.saved_tensors import KeptAsIs, is_in_backward, is_plain
 from memengine.techniques.modules.wrapped_forward import WrappedForward
 
-__all__ = ['CompressedForward']
-
 _NORMS = (BatchOrInstanceNorm, nn.GroupNorm)
 
 

@@ -19,11 +19,9 @@ from memengine._torch_private.autograd import (
 )
 from memengine.memory.ledger import tensors_in
 from memengine.techniques.compression.backward_needs import IN_PLACE_FORMS, operation_name
-from memengine.techniques.compression.recomputation import Source
+from memengine.techniques.compression.recomputation.recomputation import Source
 from memengine.techniques.compression.replay import CodedAgain
 from memengine.techniques.compression.saved.saved_storage import SavedStorage
-
-__all__ = ['ForwardGraph', 'held_in_field', 'unpack', 'without_plan']
 
 _LONGEST_IN_PLACE = 3  # operations after a norm: a sum and an activation, and the norm itself
 _MAY_BE_IN_PLACE = IN_PLACE_FORMS | {'Relu', 'Add'}

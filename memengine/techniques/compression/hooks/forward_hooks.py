@@ -21,14 +21,15 @@ from memengine._torch_private.autograd import (
 from memengine.memory.ledger import owned_by, tensors_in
 from memengine.memory.meter import is_counting
 from memengine.techniques.compression.attention import attend_to_codes, is_coarse
-from memengine.techniques.compression.backward_needs import Need, needs_of, producer_of
+from memengine.techniques.compression.backward_needs import needs_of, producer_of
 from memengine.techniques.compression.hooks.forward_graph import (
     ForwardGraph,
     held_in_field,
     unpack,
     without_plan,
 )
-from memengine.techniques.compression.recomputation import Recomputation, recomputation_of
+from memengine.techniques.compression.recomputation.operations import recomputation_of
+from memengine.techniques.compression.recomputation.recomputation import Recomputation
 from memengine.techniques.compression.replay import CodedAgain, CodedMemory, Replay
 from memengine.techniques.compression.rules import Rule
 from memengine.techniques.compression.saved.saved_storage import SavedStorage, still_alive
@@ -37,8 +38,6 @@ from memengine.techniques.modules.saved_tensors import KeptAsIs, is_parameter, i
 
 if TYPE_CHECKING:
     from memengine.techniques.compression.hooks.compressed_forward import CompressedForward
-
-__all__ = ['ForwardHooks']
 
 _MOST_UNEXAMINED = 8  # operations that save before those so far are looked at
 
@@ -249,7 +248,8 @@ class ForwardHooks(saved_tensors_hooks):
             saved = held_in_field(node, field)
             # What its plan has let go of is decided, though other fields of its node are not.
             if isinstance(saved, SavedTensor) and not saved.is_examined:
-                self._choose_codec(saved, need, node, field)
+                find = partial(self._recomputation, node, field, saved)
+                saved.choose_codec(need, node, find)
                 saved.saved_as = this and this._replace(field=field)
                 found.append(saved)
         for saved in kept:
@@ -258,10 +258,6 @@ class ForwardHooks(saved_tensors_hooks):
                 saved.saved_as = this
                 found.append(saved)
         return found
-
-    def _choose_codec(self, saved: SavedTensor, need: Need, node: Any, field: str) -> None:
-        find = partial(self._recomputation, node, field, saved)
-        saved.choose_codec(need, node, find)
 
     def _recomputation(self, node: Any, field: str, saved: SavedTensor) -> Recomputation | None:
         """How to compute what a node has saved again, with the version that it is to have."""

@@ -33,8 +33,6 @@ from memengine.techniques.compression.recomputation.recomputation import (
 from memengine.techniques.modules.saved_tensors import KeptAsIs, is_plain
 from memengine.techniques.modules.wrapped_forward import innermost_forward
 
-__all__ = ['is_recomputable', 'recomputation_of']
-
 _LONGEST_CHAIN = 4  # operations in a chain
 _LIBRARIES = ('torch', 'timm', 'torchvision')  # whose norms use their own weights and epsilon
 

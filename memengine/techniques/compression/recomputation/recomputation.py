@@ -14,19 +14,6 @@ from memengine._torch_private.autograd import base_of, current_backward, version
 from memengine.techniques.compression.backward_needs import behind_views, operation_name
 from memengine.techniques.modules.saved_tensors import is_in_backward
 
-__all__ = [
-    'Ask',
-    'Compute',
-    'ComputedAgain',
-    'ComputedMemory',
-    'Derivation',
-    'FindSource',
-    'Recomputation',
-    'RecomputedCode',
-    'Source',
-    'Whole',
-]
-
 Ask = Callable[[Any], Any]  # what is asked of a node
 
 

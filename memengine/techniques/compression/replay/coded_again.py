@@ -14,11 +14,11 @@ from memengine.memory.meter import count_kept
 from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.codecs.lossless_by_need import lossless_codec_for
 from memengine.techniques.compression.backward_needs import Need
-from memengine.techniques.compression.recomputation import (
+from memengine.techniques.compression.recomputation.operations import recomputation_of
+from memengine.techniques.compression.recomputation.recomputation import (
     FindSource,
     Recomputation,
     Whole,
-    recomputation_of,
 )
 from memengine.techniques.compression.saved.coded_part import CodedPart, coded, view_of
 from memengine.techniques.compression.saved.saved_storage import (
@@ -31,8 +31,6 @@ from memengine.techniques.modules.saved_tensors import KeptAsIs, is_in_backward
 
 if TYPE_CHECKING:
     from memengine.techniques.compression.replay.plan import HowCoded
-
-__all__ = ['CodedAgain', 'CodedMemory']
 
 
 class CodedAgain:

@@ -10,14 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memengine._torch_private.autograd import (
-    next_node_number,
-    node_number,
-    storage_key,
-    version_of,
-)
+from memengine._torch_private.autograd import next_node_number, node_number, storage_key, version_of
 from memengine.techniques.activation_offload import is_offloading
-from memengine.techniques.compression.recomputation import (
+from memengine.techniques.compression.recomputation.recomputation import (
     ComputedAgain,
     ComputedMemory,
     Recomputation,
@@ -36,8 +31,6 @@ from memengine.techniques.compression.replay.plan import (
 from memengine.techniques.compression.rules import Rule
 from memengine.techniques.compression.saved.saved_storage import SavedStorage
 from memengine.techniques.modules.saved_tensors import KeptAsIs, is_parameter, is_plain
-
-__all__ = ['ForwardPlans', 'Replay']
 
 _MOST_PLANS = 8  # of a model's; inputs may have another shape each time
 

@@ -11,13 +11,11 @@ from torch import Tensor, nn
 
 from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.compression.backward_needs import Need
-from memengine.techniques.compression.recomputation import Recomputation
+from memengine.techniques.compression.recomputation.recomputation import Recomputation
 from memengine.techniques.compression.rules import RecomputedPlace, Rule
 from memengine.techniques.compression.saved.coded_part import Layout
 from memengine.techniques.compression.saved.saved_tensor import SavedAs, SavedTensor
 from memengine.techniques.modules.saved_tensors import KeptAsIs
-
-__all__ = ['HeldWhole', 'HowCoded', 'HowComputed', 'Noted', 'Plan', 'Step', 'plan_of']
 
 
 class HeldWhole(KeptAsIs):

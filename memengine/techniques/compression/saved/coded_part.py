@@ -12,12 +12,10 @@ from memengine.memory.meter import count_kept
 from memengine.techniques.activation_offload import is_offloading
 from memengine.techniques.codecs.codec import Code, Codec, nbytes_of
 from memengine.techniques.codecs.memory_order import is_dense
-from memengine.techniques.compression.recomputation import RecomputedCode
+from memengine.techniques.compression.recomputation.recomputation import RecomputedCode
 from memengine.techniques.compression.rules import EXACT
 from memengine.techniques.compression.saved.offloaded_code import OffloadedCode
 from memengine.techniques.modules.saved_tensors import current_backward
-
-__all__ = ['CodedPart', 'Layout', 'coded', 'layout_of', 'view_of']
 
 Layout = tuple[Any, torch.Size, tuple[int, ...]]  # offset, shape and strides, in elements
 

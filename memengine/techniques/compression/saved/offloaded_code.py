@@ -12,8 +12,6 @@ from torch import Tensor
 from memengine.techniques.activation_offload import offload_tensor
 from memengine.techniques.codecs.codec import Code
 
-__all__ = ['OffloadedCode']
-
 
 class OffloadedCode:
     """A code whose tensors have moved out; pickle takes it apart, and puts it together again."""

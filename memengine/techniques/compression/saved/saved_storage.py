@@ -15,8 +15,6 @@ from memengine.techniques.compression.saved.coded_part import CodedPart, Layout,
 from memengine.techniques.compression.saved.saved_tensor import SavedTensor
 from memengine.techniques.modules.saved_tensors import KeptAsIs
 
-__all__ = ['SavedStorage', 'still_alive', 'to_be_decided']
-
 _SHARE_CODED_WHOLE = 0.75  # of a storage: from here on it is coded whole, else each view of it
 _References: TypeAlias = list[weakref.ref[SavedTensor]]
 Saved = TypeVar('Saved')  # what hooks hold of a tensor, by plan or without one

@@ -12,11 +12,11 @@ from memengine.techniques.activation_offload import is_offloading, offload_tenso
 from memengine.techniques.codecs.codec import Codec
 from memengine.techniques.codecs.lossless_by_need import lossless_codec_for
 from memengine.techniques.compression.backward_needs import Need
-from memengine.techniques.compression.recomputation import (
+from memengine.techniques.compression.recomputation.operations import is_recomputable
+from memengine.techniques.compression.recomputation.recomputation import (
     Recomputation,
     RecomputedCode,
     Whole,
-    is_recomputable,
 )
 from memengine.techniques.compression.rules import FindRecomputation, Rule
 from memengine.techniques.compression.saved.coded_part import CodedPart, layout_of, view_of
@@ -28,8 +28,6 @@ from memengine.techniques.modules.saved_tensors import (
 
 if TYPE_CHECKING:
     from memengine.techniques.compression.saved.saved_storage import SavedStorage
-
-__all__ = ['SavedAs', 'SavedTensor']
 
 
 class SavedAs(NamedTuple):
