@@ -161,7 +161,8 @@ def test_a_wrapper_around_the_model_is_no_other_model():
 
 @needs_accelerate
 def test_trainers_with_a_function_for_the_model(tmp_path, capsys):
-    training = trainer(None, tmp_path, model_init=classifier, activation_checkpointing='vit.layers.1')
+    blocks = dict(activation_checkpointing='vit.layers.1')
+    training = trainer(None, tmp_path, model_init=classifier, **blocks)
     training.train()
     assert capsys.readouterr().out.count('Activation checkpointing: 1 modules') == 1
 
