@@ -1,5 +1,6 @@
 """What torch keeps private, one test for each use: a failure says what a new torch has changed."""
 
+import copy
 import functools
 import inspect
 import pickle
@@ -767,6 +768,18 @@ def test_resizes_of_storages():
         storage.resize_(16)
     storage.resize_(0)
     assert seen == [0, 16]
+
+
+@relies_on('asks the class of fake tensors how they are copied')
+def test_deep_copies_of_fake_tensors():
+    with fake.fake_mode(), fake.deep_copies():
+        layer = nn.BatchNorm1d(4).requires_grad_(False)
+        layer.bias = layer.weight
+        copied = copy.deepcopy(layer)
+        assert fake.is_fake(copied(torch.ones(2, 4)))
+        assert copied.bias is copied.weight is not layer.weight
+        assert type(copied.weight) is type(layer.weight)
+        assert not copied.weight.requires_grad
 
 
 @relies_on('has a process group that sends nothing')

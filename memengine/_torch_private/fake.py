@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -25,6 +25,7 @@ __all__ = [
     'SHAPE_OF_VALUES',
     'READS_A_NUMBER',
     'FakeTensorMode',
+    'deep_copies',
     'fake_mode',
     'fake_on',
     'is_fake',
@@ -75,6 +76,30 @@ def resizes_noted(note: Callable[[torch.UntypedStorage, int], None]) -> Iterator
         yield
     finally:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+def _deep_copy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    if id(tensor) not in memo:
+        copied = tensor.detach().clone()
+        if isinstance(tensor, nn.Parameter):
+            memo[id(tensor)] = nn.Parameter(copied, tensor.requires_grad)
+        else:
+            memo[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
+    return memo[id(tensor)]
+
+
+@contextmanager
+def deep_copies() -> Iterator[None]:
+    """Let ``copy.deepcopy`` copy fake tensors, as models are that repeat a layer or keep a teacher.
+
+    torch looks for the memory that they lack, and copies the mode that they are of.
+    """
+    known = vars(FakeTensor).get('__deepcopy__', Tensor.__deepcopy__)
+    FakeTensor.__deepcopy__ = _deep_copy  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FakeTensor.__deepcopy__ = known  # type: ignore[method-assign]
 
 
 def fake_mode() -> FakeTensorMode:

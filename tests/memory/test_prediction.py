@@ -1,5 +1,6 @@
 """The predicted peak of a training step, against sums that follow from its shapes."""
 
+import copy
 import dataclasses
 import json
 import os
@@ -61,6 +62,37 @@ def test_categories():
     assert predicted.flops == 5 * 2 * 2048 * 1024 * 1024  # no gradient of the batch
     assert predicted.by_module['1'] == 8 * MIB
     assert not predicted.guessed
+
+
+def repeats_its_layers():
+    """Layers, and a teacher, that are deep copies."""
+    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    model = nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Flatten(0, 1), nn.BatchNorm1d(32))
+    model.teacher = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randn(8, 16, 32)
+
+    def run():
+        (model[:3](batch) - model.teacher(batch)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return TrainingStep(run, model, optimizer, batch)
+
+
+def test_models_with_deep_copies():
+    """They were refused, as if what they do depended on values."""
+    found = predict(repeats_its_layers).by_category
+    parameters = [*repeats_its_layers().model.parameters()]
+    for name, is_trained in (('parameters', True), ('teacher', False)):
+        assert found[name] == sum(p.nbytes for p in parameters if p.requires_grad is is_trained)
+
+
+def test_to_divide_by_what_follows_from_a_guess_is_refused():
+    step = perceptron(width=8, rows=4)
+    step.run = lambda: 1 / (1 - torch.rand(()).item())
+    with pytest.raises(UnpredictableError, match='division by zero'):
+        predict(lambda: step)
 
 
 @pytest.mark.parametrize('store', ['disk', 'host'])

@@ -97,6 +97,14 @@ def test_minimum_size():
     assert handle.moved_bytes == (0, 0)
 
 
+def test_a_model_whose_forward_is_not_called_is_named_as_such():
+    """A LightningModule's ``training_step`` may call its parts."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+    handle = offload_activations(model, 'host', min_bytes=0)
+    model[1](model[0](torch.ones(32, 64))).sum().backward()
+    assert 'the forward of Sequential was not called' in handle.report().left
+
+
 class Shared(nn.Module):
     """One storage, saved by several ops and as views."""
 

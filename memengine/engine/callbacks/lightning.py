@@ -16,7 +16,7 @@ class TechniquesCallback(lightning.Callback):
     ``Trainer(callbacks=[TechniquesCallback(recomputed_activations=True)])``: they are applied
     before the strategy wraps the model (DDP) or it shards itself (``configure_model``), follow
     their schedules, say after the first step of each fit what they have done, and are undone at its
-    end.
+    end, or where it breaks off.
 
     Args:
         **settings: As :func:`~memengine.apply_techniques` takes them.
@@ -52,4 +52,8 @@ class TechniquesCallback(lightning.Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Leave the model as it was."""
+        self.applied.undo()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the model as it was where a fit breaks off, which ends in no teardown."""
         self.applied.undo()

@@ -14,7 +14,9 @@ class TechniquesCallback(transformers.TrainerCallback):
 
     ``Trainer(model, arguments, callbacks=[TechniquesCallback(recomputed_activations=True)])``: they
     are applied as soon as the Trainer is made, before the model is wrapped, follow their schedules,
-    and say after the first step of each ``train()`` what they have done.
+    and say after the first step of each ``train()`` what they have done. A model that the Trainer
+    makes anew (``model_init``) has them when it begins to train, as one does whose Trainer was
+    given the callback later.
     ``callback.applied.undo()`` leaves the model as it was.
 
     Args:
@@ -29,14 +31,17 @@ class TechniquesCallback(transformers.TrainerCallback):
         self.settings = settings
         self.applied = AppliedTechniques()
         self.said: list[str] = []
+        self._model: Any = None  # to which they were applied
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Apply them."""
-        self.applied, self.said = apply_techniques(kwargs['model'], **self.settings), []
+        self._model = kwargs['model']
+        self.applied, self.said = apply_techniques(self._model, **self.settings), []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Apply them anew when it trains again: what they report counts from there."""
-        if self.said and self.applied.handles:
+        """Apply them to another model, and anew when one trains again: reports count from there."""
+        is_another = all(module is not self._model for module in kwargs['model'].modules())
+        if is_another or (self.said and self.applied.handles):
             self.applied.undo()
             self.on_init_end(args, state, control, **kwargs)
 

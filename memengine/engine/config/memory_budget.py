@@ -20,6 +20,7 @@ from mmengine.logging import MMLogger
 
 import memengine
 from memengine._torch_private.distributed import pretended_ranks
+from memengine.engine.checkpoint.files import atomic_write
 from memengine.engine.config.before_torch.sizes import parse_bytes, parse_fit
 from memengine.engine.config.check import ConfigError
 from memengine.engine.config.file import merge_options
@@ -143,7 +144,8 @@ def keep_budget(cfg: Config) -> str:
     if is_alone or dist.get_rank() == 0:
         path = _file(cfg)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(chosen), indent=2))
+        with atomic_write(path) as unfinished:
+            unfinished.write_text(json.dumps(asdict(chosen), indent=2))
     if setting and not chosen.options:
         return f'{name}: not predicted; it is measured in the first iterations'
     if setting:
@@ -194,10 +196,9 @@ def _planned(cfg: Config, asked: Config, setting: str) -> _Planned:
     budget, fit = cfg.get('memory_budget'), cfg.get('memory')
     chunk_size = cfg.optim_wrapper.chunk_size if setting == 'keep_graph' else None
     room = parse_bytes(budget) if budget else room_bytes(torch.device(get_device()))
-    if path.is_file():
-        known = json.loads(path.read_text())
-        if known['key'] == key and (fit is not None or known['needed_bytes'] <= room):
-            return _Planned(**known)
+    known = _read(path)
+    if known and known.key == key and (fit is not None or known.needed_bytes <= room):
+        return known
     with _quiet():
         try:
             planner = Planner(asked, chunk_size=chunk_size)
@@ -231,6 +232,14 @@ def _leave_to_slices(planner: Planner, setting: str, only: bool) -> None:
 
 def _file(cfg: Config) -> Path:
     return Path(cfg.get('work_dir') or '.') / PLAN_FILE
+
+
+def _read(path: Path) -> _Planned | None:
+    """The plan in a file; None where there is none that can be read, or another version's."""
+    try:
+        return _Planned(**json.loads(path.read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
 
 
 def _key(cfg: Mapping[str, Any]) -> str:

@@ -148,7 +148,8 @@ def step_of(
     """What builds model, techniques and optimiser of a config, and gives their training step.
 
     It is the step of one process, or within a process group that of a rank, under DDP or sharded as
-    the config says. Evaluation and checkpoints are not in it.
+    the config says; where gradients are accumulated over iterations, two of these. Evaluation and
+    checkpoints are not in it.
 
     Args:
         cfg: A checked config of training.
@@ -178,8 +179,12 @@ def _build(cfg: Config, batch: Any, blocks: Mapping[int, int]) -> TrainingStep:
         hooks = _technique_hooks(cfg)
         refuse(cfg, hooks)
         apply_to_model(model, logger, hooks)
-        wrapper = build_optim_wrapper(wrapped, cfg.optim_wrapper)
-    wrapper.initialize_count_status(model, 0, 1)
+        # Of the iterations before an update the last one is beside the gradients of the others,
+        # which take as much of two as of many.
+        counts = min(cfg.optim_wrapper.get('accumulative_counts', 1), 2)
+        accumulating = {'accumulative_counts': counts} if counts > 1 else {}
+        wrapper = build_optim_wrapper(wrapped, cfg.optim_wrapper | accumulating)
+    wrapper.initialize_count_status(model, 0, -1)
     # What hooks ask of a Runner.
     place = SimpleNamespace(
         model=wrapped, optim_wrapper=wrapper, hooks=hooks, logger=logger, iter=0, max_iters=1
@@ -191,11 +196,15 @@ def _build(cfg: Config, batch: Any, blocks: Mapping[int, int]) -> TrainingStep:
     copy = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
 
     def run() -> None:
-        for hook in every:
-            hook.before_train_iter(place, 0, copy)
-        run_step(model, copy, wrapper) if wrapped is model else wrapped.train_step(copy, wrapper)
-        for hook in hooks:
-            hook.after_train_iter(place, 0, copy)
+        for _ in range(counts):
+            for hook in every:
+                hook.before_train_iter(place, 0, copy)
+            if wrapped is model:
+                run_step(model, copy, wrapper)
+            else:
+                wrapped.train_step(copy, wrapper)
+            for hook in hooks:
+                hook.after_train_iter(place, 0, copy)
 
     are_settled = all(hook.handle is not None and hook.handle.is_settled for hook in hooks)
     is_settled = are_settled and 'auto' not in cfg.optim_wrapper.values()

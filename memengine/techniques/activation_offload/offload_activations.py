@@ -89,6 +89,7 @@ class ActivationOffload(WrappedForward, PausableHandle):
         self.min_bytes, self.look_ahead = min_bytes, ahead
         self.stored_bytes = self.peak_stored_bytes = 0
         self.moved_bytes = (0, 0)
+        self._has_run = False
 
     @do_not_compile(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -96,12 +97,18 @@ class ActivationOffload(WrappedForward, PausableHandle):
         is_transformed = is_under_functorch() or is_under_forward_ad()  # nothing moves there
         if self.is_paused or not torch.is_grad_enabled() or is_transformed:
             return self.plain(*args, **kwargs)
+        self._has_run = True
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         with Offloading(self, inputs):
             return self.plain(*args, **kwargs)
 
     def report(self) -> Report:
         """What has moved."""
+        if not self._has_run:
+            return Report(
+                left=f'{_SETTING}: the forward of {type(self.module).__name__} was not called with '
+                'gradients in the first iteration; apply it to the module whose forward is'
+            )
         if not self.moved_bytes[0]:
             return Report(
                 left=f'{_SETTING}: the first iteration saved nothing of at least '

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from memengine._torch_private.ops import do_not_compile
+
 
 @dataclass
 class _Shared:
@@ -90,7 +92,7 @@ class WeightNormLinear(nn.Module):
     Cost: autograd keeps the input [N, D] and 4K bytes, where the parametrisation keeps the
     normalised weight of 4KD bytes as well; one pass over the weight less in forward, several less
     in backward. Under autocast products are in half precision, the weight's gradient is summed in
-    its own type. No double backward.
+    its own type. No double backward. ``torch.compile`` breaks its graph here.
 
     Source: Salimans and Kingma, Weight Normalization (2016), equations 2 and 3.
     """
@@ -108,6 +110,7 @@ class WeightNormLinear(nn.Module):
         nn.init.kaiming_uniform_(self.weight_v, a=math.sqrt(5))
         self.weight_g.copy_(self.weight_v.norm(dim=1, keepdim=True))
 
+    @do_not_compile  # dynamo does not follow what slices share
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., K]."""
         step = self._step or _Shared(is_last=True)

@@ -106,3 +106,19 @@ def test_each_fit_is_refused_where_a_technique_does_nothing(techniques):
     model.net.head.requires_grad_(True)
     with pytest.raises(ValueError, match='1 of 1 modules were not computed again'):
         trainer(callbacks=[techniques]).fit(model, loader())
+
+
+class BreaksOff(Classifier):
+    def on_train_batch_end(self, *arguments):
+        raise OSError('a disk is full')
+
+
+@pytest.mark.parametrize('key', ['activation_checkpointing', 'recomputed_activations'])
+def test_a_fit_that_breaks_off_leaves_the_model_as_it_was(key):
+    model = BreaksOff()
+    techniques = {'activation_checkpointing': 'net.blocks.1', 'recomputed_activations': True}[key]
+    callback = TechniquesCallback(**{key: techniques})
+    for _ in range(2):
+        with pytest.raises(OSError, match='a disk is full'):
+            trainer(callbacks=[callback]).fit(model, loader())
+        assert not any('forward' in vars(module) for module in model.modules())

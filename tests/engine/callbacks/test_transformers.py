@@ -59,7 +59,7 @@ def classifier():
     )
 
 
-def trainer(model, folder, **techniques):
+def trainer(model, folder, model_init=None, **techniques):
     off = dict(report_to='none', save_strategy='no', logging_strategy='no', disable_tqdm=True)
     arguments = transformers.TrainingArguments(
         folder, max_steps=2, per_device_train_batch_size=32, use_cpu=True, optim='sgd', **off
@@ -67,7 +67,9 @@ def trainer(model, folder, **techniques):
     images = torch.randn(128, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     samples = [dict(pixel_values=image, labels=at % 10) for at, image in enumerate(images)]
     callbacks = [TechniquesCallback(**techniques)]
-    return transformers.Trainer(model, arguments, train_dataset=samples, callbacks=callbacks)
+    return transformers.Trainer(
+        model, arguments, train_dataset=samples, model_init=model_init, callbacks=callbacks
+    )
 
 
 def train(folder, is_sharded, **techniques):
@@ -131,6 +133,38 @@ def test_each_training_says_what_was_done_and_is_refused_where_that_is_nothing(t
     model.classifier.requires_grad_(True)
     with pytest.raises(ValueError, match='1 of 1 modules were not computed again'):
         training.train()
+
+
+def test_a_model_that_is_made_anew_has_them():
+    """Applied at the Trainer's start, and to what ``model_init`` gives when training begins."""
+    callback = made(first := nn.Linear(64, 4))
+    second = nn.Sequential(nn.Linear(64, 4))
+    callback.on_train_begin(None, None, None, model=second)
+    second(torch.ones(32, 64)).sum().backward()
+    callback.on_step_end(None, SimpleNamespace(is_world_process_zero=True), None)
+    assert 'forward' not in vars(first)
+    assert any('dropit' in line for line in callback.said)
+
+
+def test_one_that_is_added_later_is_applied_when_training_begins():
+    callback = TechniquesCallback(dropit=0.5)
+    callback.on_train_begin(None, None, None, model=nn.Linear(64, 4))
+    assert list(callback.applied.handles) == ['dropit']
+
+
+def test_a_wrapper_around_the_model_is_no_other_model():
+    callback = made(model := nn.Linear(64, 4))
+    before = callback.applied
+    callback.on_train_begin(None, None, None, model=nn.Sequential(model))
+    assert callback.applied is before
+
+
+@needs_accelerate
+def test_trainers_with_a_function_for_the_model(tmp_path, capsys):
+    blocks = dict(activation_checkpointing='vit.layers.1')
+    training = trainer(None, tmp_path, model_init=classifier, **blocks)
+    training.train()
+    assert capsys.readouterr().out.count('Activation checkpointing: 1 modules') == 1
 
 
 @needs_accelerate

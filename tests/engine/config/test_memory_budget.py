@@ -52,6 +52,14 @@ def test_a_plan_is_remembered(tmp_path, monkeypatch):
         keep_budget(config(tmp_path, memory_budget='2GiB'))
 
 
+@pytest.mark.parametrize('left', ['{"key": "8d', '[]', '{"key": "", "bytes": 1}'])
+def test_a_plan_that_cannot_be_read_is_made_anew(tmp_path, left):
+    """A process that ended while it wrote one; another version's."""
+    (tmp_path / PLAN_FILE).write_text(left)
+    assert keep_budget(config(tmp_path, memory_budget='1GiB'))
+    assert json.loads((tmp_path / PLAN_FILE).read_text())['options'] == {}
+
+
 @pytest.mark.slow
 def test_what_cannot_be_kept_is_refused(tmp_path):
     with pytest.raises(ConfigError, match='nothing fits 1MiB'):

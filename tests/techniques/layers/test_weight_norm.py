@@ -217,3 +217,15 @@ def test_ranks_follow_one_process():
     for actual, reductions in run_ranks(2, rank_main):
         assert_same_step(actual, mean)
         assert reductions == [0]
+
+
+@pytest.mark.parametrize('pieces', [1, 3])
+def test_compiled_models_run_it_as_it_is(pieces):
+    """``compile=True`` of a DINO run ended in an error of the compiler."""
+    torch._dynamo.reset()
+    model, x = make()
+    expected = copy.deepcopy(model)
+    compiled = torch.compile(model, backend='aot_eager')
+    additive_step(x.chunk(pieces), lambda p: compiled(p).exp().sum(), modules=[model])
+    expected(x).exp().sum().backward()
+    assert_same_step(gradients(model), gradients(expected), 1e-12)

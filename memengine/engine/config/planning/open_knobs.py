@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from mmengine.config import Config
+from mmengine.device import get_device
 from mmengine.dist import get_world_size
 from torch import Tensor, nn
 
@@ -48,7 +49,7 @@ _OPTION_OF_KNOB = dict(
     activation_offload='activation_offload',
 )
 _LOCAL_LOSSES = 'MMDistributedDataParallel'  # where samples meet, those of one rank only
-_PLAIN_WRAPPERS = ('OptimWrapper', 'AmpOptimWrapper')
+_HALF_PRECISION = 'AmpOptimWrapper'
 
 
 def _finer_budgets(faster: float | None, leaner: float) -> list[float]:
@@ -133,6 +134,8 @@ class OpenKnobs:
                 options[name] = True
             elif name in _OPTION_OF_KNOB:
                 options[_OPTION_OF_KNOB[name]] = level
+        if self._kind == _HALF_PRECISION and 'optim_wrapper.type' in options:  # others take fp32
+            options['optim_wrapper.precision'] = 'bf16' if get_device() == 'cpu' else 'fp16'
         return options | (self._sharded if 'sharding' in plan else {})
 
     def size(self, slices: int) -> int:
@@ -156,14 +159,25 @@ class OpenKnobs:
         """Graphs that are kept in any case, as one takes no room where there is one tower."""
         return int(self.meets and self.towers == 1)
 
+    @property
+    def _kind(self) -> Any:
+        return self._cfg.optim_wrapper.get('type', 'OptimWrapper')
+
     def _is_plain(self) -> bool:
-        kind = self._cfg.optim_wrapper.get('type', 'OptimWrapper')
-        return kind in _PLAIN_WRAPPERS
+        """Whether another wrapper may take the place of the config's, with its other settings."""
+        return self._kind in ('OptimWrapper', _HALF_PRECISION) and not self._cfg.optim_wrapper.get(
+            'dtype'
+        )
 
     def _cut_batch(self, step: TrainingStep) -> Mapping[str, Any] | None:
         """The batch as it is cut, each of its tensors one number; None of a step without slices."""
         model = step.model
-        if not self._is_plain():
+        if self._cfg.optim_wrapper.get('dtype'):
+            self._left_out['slices'] = (
+                f'only {_HALF_PRECISION} has optim_wrapper.dtype; write it as '
+                "optim_wrapper.type='OptimWrapper' with precision='bf16' or 'fp16'"
+            )
+        elif not self._is_plain():
             self._left_out['slices'] = 'optim_wrapper.type is set by the config'
         elif not isinstance(model, SlicedModel):
             self._left_out['slices'] = f'{type(model).__name__} does not say how it is cut'
@@ -268,5 +282,5 @@ class OpenKnobs:
             )
         if allow != 'exact' and wrapper.optimizer.type == 'AdamW':
             yield Knob('adamw_bf16', ('AdamWBf16',))
-        if allow != 'exact' and self._is_plain() and not wrapper.get('precision'):
+        if allow != 'exact' and self._kind == 'OptimWrapper' and not wrapper.get('precision'):
             yield Knob('mixed_precision', ('bf16',))
