@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from memengine.evaluation.checks import check_finite
 from memengine.evaluation.knn import unit_rows
 
 _MOMENTUM = 0.9
@@ -63,7 +64,8 @@ def linear_probe(
         seed: Of the held-out share and of the order.
 
     Raises:
-        ValueError: When too few features are there to hold some out, or labels are negative.
+        ValueError: When too few features are there to hold some out, labels are negative, or
+            features are NaN or infinite.
 
     Cost: K * (D + 1) * C parameters, and K * batch_size * C logits, in fp32.
     """
@@ -77,8 +79,13 @@ def linear_probe(
         )
     if int(labels.min()) < 0 or int(query_labels.min()) < 0:
         raise ValueError('linear probe: labels must not be negative')
-    mean, std = features.mean(0), features.std(0).clamp_min(1e-6)
-    features, queries = (features - mean) / std, (queries - mean) / std
+    for each in (features, queries):
+        check_finite(each, 'linear probe')
+    # In float64 the mean of equal numbers is that number: what never varies becomes 0, not noise.
+    mean = features.mean(0, dtype=torch.float64).to(torch.float32)
+    features, queries = features.float() - mean, queries.float() - mean
+    std = features.std(0).clamp_min(1e-6)
+    features, queries = features / std, queries / std
     chosen, rest = order[:count], order[count:]
     classes = 1 + int(max(labels.max(), query_labels.max()))
     heads = _Heads(learning_rates, features.shape[1], classes, weight_decay)
