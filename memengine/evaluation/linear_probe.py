@@ -64,11 +64,15 @@ def linear_probe(
         seed: Of the held-out share and of the order.
 
     Raises:
-        ValueError: When too few features are there to hold some out, labels are negative, or
-            features are NaN or infinite.
+        ValueError: When too few features are there to hold some out, labels are negative,
+            features are NaN or infinite, or there is no epoch or learning rate.
 
     Cost: K * (D + 1) * C parameters, and K * batch_size * C logits, in fp32.
     """
+    if epochs < 1 or not learning_rates:
+        raise ValueError(
+            f'linear probe: epochs={epochs} and learning_rates={list(learning_rates)} train nothing'
+        )
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(features), generator=generator)
     count = int(len(features) * held_out)
@@ -159,11 +163,13 @@ def few_shot(
         Of each draw, [draws] in float64.
 
     Raises:
-        ValueError: When a class has fewer samples.
+        ValueError: When a class has fewer samples, or none are asked for.
 
     Source: Snell et al., Prototypical Networks for Few-shot Learning (2017), with cosine
     similarity.
     """
+    if shots < 1 or draws < 1:
+        raise ValueError(f'few-shot: shots={shots} and draws={draws} must be at least 1')
     features, queries = unit_rows(features), unit_rows(queries)
     classes, counts = labels.unique(return_counts=True)
     if int(counts.min()) < shots:

@@ -51,6 +51,17 @@ def test_a_feature_that_never_varies_says_nothing():
         assert probe.queries[-1].eq(100).all()
 
 
+def test_settings_that_measure_nothing_are_refused():
+    """Means of no sample are NaN, of which the first class was the nearest."""
+    sets = (*blobs(90, 0), *blobs(30, 1))
+    with pytest.raises(ValueError, match='few-shot: shots=0 and draws=5 must be at least 1'):
+        few_shot(*sets, shots=0)
+    with pytest.raises(ValueError, match='linear probe: epochs=0 and'):
+        linear_probe(*sets, learning_rates=[0.1], epochs=0)
+    with pytest.raises(ValueError, match=r'learning_rates=\[\] train nothing'):
+        linear_probe(*sets, learning_rates=[])
+
+
 def test_features_that_are_no_numbers_make_no_figure():
     (features, labels), queries = blobs(90, 0), blobs(30, 1)
     features[3, 0] = float('nan')
