@@ -54,15 +54,15 @@ class AccuracyMetric(BaseMetric):
         right = guesses == given['label'].cpu()[:, None]
         counts = ~given['bank'].cpu().bool() if 'bank' in given else torch.ones(len(right)).bool()
         check_labelled(given['label'].cpu()[counts], 'AccuracyMetric')
-        # One entry a sample, so that ranks have equally many.
+        # One entry a sample, so that what a sampler repeats is cut off; MMEngine drops None.
         self.results += [
-            row.nonzero().flatten().tolist() if count else None
+            (bool(count), row.nonzero().flatten().tolist())
             for row, count in zip(right, counts, strict=True)
         ]
 
-    def compute_metrics(self, results: list[list[int] | None]) -> dict[str, float]:
+    def compute_metrics(self, results: list[tuple[bool, list[int]]]) -> dict[str, float]:
         """Percentages from all samples."""
-        counted = [sample for sample in results if sample is not None]
+        counted = [places for counts, places in results if counts]
         if not counted:
             raise ValueError('AccuracyMetric: there are no samples but those of the bank')
         return {

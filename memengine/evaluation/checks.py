@@ -31,3 +31,10 @@ def check_numbers(outputs: Tensor, who: str) -> None:
             f'{who}: the outputs of {bad} of {len(outputs)} samples are NaN; the model has '
             'diverged (lower the learning rate, clip gradients) or its precision is too narrow'
         )
+
+
+def check_finite(features: Tensor, who: str) -> None:
+    """Raise ValueError where features [n, D] are NaN or infinite, which are near to nothing."""
+    bad = int((~features.isfinite()).any(dim=1).sum())
+    if bad:
+        raise ValueError(f'{who}: the features of {bad} of {len(features)} samples are not finite')

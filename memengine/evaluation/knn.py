@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from memengine.evaluation.checks import check_finite
+
 _SIMILARITY_STEPS = 2**24  # similarities are told apart to 1/2**24, which is what float32 has at 1
 _MAX_INDEX = 2**32
 _TILE = 16384  # samples of the bank that are compared at a time
@@ -115,7 +117,8 @@ def weighted_knn(
         The predicted class of each query, Long[Q].
 
     Raises:
-        ValueError: When k is larger than the bank, a setting is not positive, or shapes disagree.
+        ValueError: When k is larger than the bank, a setting is not positive, shapes disagree, or
+            features are NaN or infinite.
 
     Cost: 12 bytes for chunk_size x 16384 similarities, beside the normalised features.
 
@@ -134,6 +137,8 @@ def weighted_knn(
             f'got {list(bank_labels.shape)}'
         )
     check_k(k, len(bank))
+    for features in (query, bank):
+        check_finite(features, 'weighted_knn')
     if num_classes is None:
         num_classes = int(bank_labels.max()) + 1
     bank, tie_breaks = unit_rows(bank), torch.arange(len(bank), device=bank.device)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from memengine.evaluation.checks import check_finite
 from memengine.evaluation.knn import unit_rows
 
 _MOMENTUM = 0.9
@@ -63,10 +64,15 @@ def linear_probe(
         seed: Of the held-out share and of the order.
 
     Raises:
-        ValueError: When too few features are there to hold some out, or labels are negative.
+        ValueError: When too few features are there to hold some out, labels are negative,
+            features are NaN or infinite, or there is no epoch or learning rate.
 
     Cost: K * (D + 1) * C parameters, and K * batch_size * C logits, in fp32.
     """
+    if epochs < 1 or not learning_rates:
+        raise ValueError(
+            f'linear probe: epochs={epochs} and learning_rates={list(learning_rates)} train nothing'
+        )
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(features), generator=generator)
     count = int(len(features) * held_out)
@@ -77,8 +83,13 @@ def linear_probe(
         )
     if int(labels.min()) < 0 or int(query_labels.min()) < 0:
         raise ValueError('linear probe: labels must not be negative')
-    mean, std = features.mean(0), features.std(0).clamp_min(1e-6)
-    features, queries = (features - mean) / std, (queries - mean) / std
+    for each in (features, queries):
+        check_finite(each, 'linear probe')
+    # In float64 the mean of equal numbers is that number: what never varies becomes 0, not noise.
+    mean = features.mean(0, dtype=torch.float64).to(torch.float32)
+    features, queries = features.float() - mean, queries.float() - mean
+    std = features.std(0).clamp_min(1e-6)
+    features, queries = features / std, queries / std
     chosen, rest = order[:count], order[count:]
     classes = 1 + int(max(labels.max(), query_labels.max()))
     heads = _Heads(learning_rates, features.shape[1], classes, weight_decay)
@@ -152,11 +163,13 @@ def few_shot(
         Of each draw, [draws] in float64.
 
     Raises:
-        ValueError: When a class has fewer samples.
+        ValueError: When a class has fewer samples, or none are asked for.
 
     Source: Snell et al., Prototypical Networks for Few-shot Learning (2017), with cosine
     similarity.
     """
+    if shots < 1 or draws < 1:
+        raise ValueError(f'few-shot: shots={shots} and draws={draws} must be at least 1')
     features, queries = unit_rows(features), unit_rows(queries)
     classes, counts = labels.unique(return_counts=True)
     if int(counts.min()) < shots:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from memengine.evaluation import AccuracyMetric
+from memengine.testing import run_ranks
 
 LOGITS = torch.tensor([[3.0, 2, 1], [1, 3, 2], [3, 2, 1], [1, 2, 3]])
 LABELS = torch.tensor([0, 2, 2, 2])  # right at guess 1, 2, 3, 1
@@ -25,6 +26,20 @@ def test_the_bank_does_not_count():
     assert evaluate(AccuracyMetric((1, 2)), bank=bank)['top1'] == pytest.approx(100 / 3)
     with pytest.raises(ValueError, match='no samples but those of the bank'):
         evaluate(AccuracyMetric(), bank=torch.ones(4, dtype=torch.bool))
+
+
+def accuracy_of_rank(rank, ranks):
+    """As ``DefaultSampler`` has it: 4 samples on 3 ranks are 6, the first two of them twice."""
+    rows = torch.tensor([0, 1, 2, 3, 0, 1])[rank::ranks]
+    bank = torch.tensor([False, False, False, True])
+    metric = AccuracyMetric()
+    batch = dict(data_samples=dict(label=LABELS[rows], bank=bank[rows]))
+    metric.process(batch, [{'logits': row} for row in LOGITS[rows]])
+    return metric.evaluate(len(LABELS))
+
+
+def test_what_a_sampler_repeats_counts_once():
+    assert run_ranks(3, accuracy_of_rank) == [{'top1': pytest.approx(100 / 3)}] * 3
 
 
 def test_what_does_not_fit_is_refused():

@@ -51,6 +51,17 @@ def test_same_step_fewer_bytes_and_back(settings):
     assert gradients(model, images)[1] == most
 
 
+@pytest.mark.parametrize(
+    'settings', [*EXACT, dict(dropit=0.9), dict(quantized_activations=8)], ids=str
+)
+def test_a_model_is_exported_with_techniques_at_work(settings):
+    model, images = model_and_images()
+    expected = model.eval()(images)
+    with apply_techniques(model, **settings), torch.no_grad():
+        exported = torch.export.export(model, (images,), strict=False)
+    torch.testing.assert_close(exported.module()(images), expected)
+
+
 def test_they_are_applied_in_the_one_order():
     model, _ = model_and_images()
     given = dict(activation_offload=True, dropit=0.9, recomputed_activations=True)

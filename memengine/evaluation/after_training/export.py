@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from memengine.evaluation.after_training.backbones import Backbone, find_backbone, images_of
 from memengine.evaluation.after_training.exporters import EXPORTERS
-from memengine.evaluation.after_training.model_card import normalisation_of, write_model_card
+from memengine.evaluation.after_training.model_card import (
+    normalisation_of,
+    resizing_of,
+    write_model_card,
+)
 from memengine.evaluation.after_training.predictions import one_process
 from memengine.evaluation.after_training.results import table, write_results
 from memengine.registry import LOOPS
@@ -74,23 +79,28 @@ class ExportLoop:
             backbone = find_backbone(self.runner.model, self.part, 'export.part').on_cpu()
         codes: dict[str, str] = {}
         errors: dict[str, float] = {}
+        images = self._images()
         for form in self.to:
-            codes[form], errors[form] = self._export(form, backbone, folder)
+            codes[form], errors[form] = self._export(form, backbone, images, folder)
         if backbone.library == 'timm' and 'weights' in self.to:
-            self._note_normalisation(folder / 'config.json')
+            self._note_preprocessing(folder / 'config.json', images)
         write_model_card(self.runner, backbone, codes, folder)
         results = dict(part=backbone.name, library=backbone.library, relative_error=errors)
         rows = [(form, f'{error:.1e}') for form, error in errors.items()]
         head = (f'{backbone.name}, read back', 'relative error')
         return write_results(folder, 'export', results, table(head, rows))
 
-    @torch.no_grad()
-    def _export(self, form: str, backbone: Backbone, folder: Path) -> tuple[str, float]:
+    def _images(self) -> Tensor:
+        """What outputs are compared on, [N, C, H, W]."""
         if self.input_size is None:
-            images = images_of(self.runner, list(range(_COMPARED))).cpu()
-        else:
-            generator = torch.Generator().manual_seed(0)
-            images = torch.randn(_COMPARED, *self.input_size, generator=generator)
+            return images_of(self.runner, list(range(_COMPARED))).cpu()
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(_COMPARED, *self.input_size, generator=generator)
+
+    @torch.no_grad()
+    def _export(
+        self, form: str, backbone: Backbone, images: Tensor, folder: Path
+    ) -> tuple[str, float]:
         code, error = EXPORTERS[form](backbone, images, folder)
         if not error <= self.tolerance:
             raise ValueError(
@@ -99,10 +109,14 @@ class ExportLoop:
             )
         return code, error
 
-    def _note_normalisation(self, path: Path) -> None:
-        """In timm's config, which otherwise has images normalised as ImageNet's are."""
-        config = json.loads(path.read_text())
+    def _note_preprocessing(self, path: Path, images: Tensor) -> None:
+        """In timm's config, which otherwise has images cropped and normalised as ImageNet's are."""
+        config, (channels, height, width) = json.loads(path.read_text()), images.shape[1:]
         normalised = normalisation_of(self.runner.cfg)
-        if normalised and len(normalised['mean']) == config['pretrained_cfg']['input_size'][0]:
+        if not normalised and images.min() >= 0 and images.max() <= 1:  # by nothing
+            normalised = dict(mean=[0.0] * channels, std=[1.0] * channels)
+        if normalised and len(normalised['mean']) == channels:
             config['pretrained_cfg'].update(normalised)
-            path.write_text(json.dumps(config, indent=2) + '\n')
+        if height == width and self.input_size is None:
+            config['pretrained_cfg'].update(resizing_of(self.runner.cfg, height))
+        path.write_text(json.dumps(config, indent=2) + '\n')

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +58,45 @@ def _training(runner: Any) -> Iterator[tuple[str, Any]]:
 def normalisation_of(cfg: Mapping[str, Any]) -> dict[str, list[float]]:
     """``mean`` and ``std`` by which evaluated images are normalised; empty where not just by one.
 
-    Of a ``Normalize`` of torchvision's, whose images are of 0 to 1.
+    Of a ``Normalize`` of torchvision's, or of the model's data preprocessor, as images of 0 to 1
+    have them: divided by 255 where they are those of images of 0 to 255.
     """
-    loader = cfg.get('val_dataloader') or cfg.get('test_dataloader')
     found: list[dict[str, list[float]]] = []
-    for node in _dicts(loader):
-        if node.get('type') == 'torchvision/Normalize' and {'mean', 'std'} <= node.keys():
-            one = {key: list(node[key]) for key in ('mean', 'std')}
+    preprocessor = (cfg.get('model') or {}).get('data_preprocessor') or {}
+    for node in (*_steps(cfg, 'Normalize'), preprocessor):
+        if node.get('mean') is not None and node.get('std') is not None:
+            white = 255 if max(node['std']) > 1 else 1
+            one = {key: [value / white for value in node[key]] for key in ('mean', 'std')}
             found += [one] if one not in found else []
     return found[0] if len(found) == 1 else {}
+
+
+def resizing_of(cfg: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """How evaluated images come to their size, by timm's names; empty where it has none for it.
+
+    Args:
+        cfg: The run's.
+        size: Height and width of an image as the model takes it.
+    """
+    found = _steps(cfg, 'Resize')
+    if not found and not _steps(cfg, 'CenterCrop'):
+        return dict(crop_pct=1.0)
+    sides = [node['size'] for node in found if 'size' in node and node == found[0]]
+    edges = {edge for side in sides for edge in (side if isinstance(side, Sequence) else [side])}
+    if len(sides) != len(found) or len(edges) != 1:
+        return {}
+    squashed = isinstance(sides[0], Sequence) and len(sides[0]) == 2
+    return dict(
+        crop_mode='squash' if squashed else 'center',
+        crop_pct=math.nextafter(size / edges.pop(), 0),  # timm divides, and rounds down
+        interpolation=str(found[0].get('interpolation', 'bilinear')),
+    )
+
+
+def _steps(cfg: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """A transform of torchvision's, as often as it stands in the pipelines of evaluated images."""
+    loader = cfg.get('val_dataloader') or cfg.get('test_dataloader')
+    return [node for node in _dicts(loader) if node.get('type') == f'torchvision/{name}']
 
 
 def _sources(config: Any) -> Iterator[str]:

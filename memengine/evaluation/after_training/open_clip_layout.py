@@ -22,10 +22,13 @@ def export_to_open_clip(whole: Backbone, images: Tensor, folder: Path) -> tuple[
     model: Any = whole.module
     name = f'{_names(model).pop()}-memengine'
     config = open_clip.get_model_config(name.removesuffix('-memengine'))
+    state = open_clip_state(model)
     config['embed_dim'] = model.towers['image'].projection.out_features
+    if 'logit_bias' in state:  # SigLIP's
+        config['init_logit_bias'] = state['logit_bias'].item()
     (folder / f'{name}.json').write_text(json.dumps(config, indent=2) + '\n')
     path = folder / 'open_clip.pt'  # older versions of open_clip read no safetensors
-    torch.save(open_clip_state(model), path)
+    torch.save(state, path)
     open_clip.add_model_config(folder / f'{name}.json')
     loaded: Any = open_clip.create_model(name, pretrained=str(path)).eval()
     tokens = torch.arange(1, 1 + loaded.context_length)[None] % 7 + 1
@@ -78,5 +81,6 @@ def open_clip_state(model: Any) -> dict[str, Tensor]:
                 'that is trained, with a text Transformer, is wanted'
             )
         state[name] = state[name] @ tower.projection.weight.T
-    state['logit_scale'] = model.logit_scale
+    own = dict(model.named_parameters(recurse=False))
+    state |= {key: own[key] for key in ('logit_scale', 'logit_bias') if key in own}
     return {key: value.detach().clone().contiguous() for key, value in state.items()}

@@ -34,7 +34,8 @@ class ProbeLoop:
         held_out: Share of the bank that chooses the learning rate.
         k: Numbers of neighbours; those beyond the bank's size are left out, and said.
         temperature: Of the neighbours' votes.
-        shots: Samples of each class, for few-shot.
+        shots: Samples of each class, for few-shot; those beyond the smallest class are left out,
+            and said.
         draws: How often they are drawn.
 
     Raises:
@@ -82,7 +83,13 @@ class ProbeLoop:
                 continue
             guessed = weighted_knn(queries, features, labels, k, self.temperature)
             knn[k] = 100 * (guessed == query_labels).double().mean().item()
-        few = {n: few_shot(*sets, shots=n, draws=self.draws) for n in self.shots}
+        few = {}
+        least = int(labels.unique(return_counts=True)[1].min())
+        for n in self.shots:
+            if n > least:
+                self.runner.logger.warning(f'probe.shots={n} is more than the {least} of a class')
+                continue
+            few[n] = few_shot(*sets, shots=n, draws=self.draws)
         self._draw(probe)
         linear = {
             str(rate): dict(held_out=probe.held_out[-1, i].item(), top1=probe.queries[-1, i].item())

@@ -80,6 +80,10 @@ class ZeroShotLoop:
                 f'zeroshot.classes: label {int(labels.max())} has none of the {len(names)} names'
             )
         ks = [k for k in self.topk if k <= len(names)]
+        if not ks:
+            raise ValueError(
+                f'zeroshot.topk: {min(self.topk)} is more than the {len(names)} classes'
+            )
         nearest = (unit_rows(features) @ prototypes.T).topk(max(ks), dim=1).indices  # [N, k]
         right = nearest == labels[:, None]
         tops = {k: 100 * right[:, :k].any(1).double().mean().item() for k in ks}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
+from types import CodeType
 from typing import Any, ClassVar, TypeVar
 
 from torch import nn
@@ -33,6 +34,11 @@ class WrappedForward:
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self._replaced or partial(type(self.module).forward, self.module))
+
+    @property
+    def __code__(self) -> CodeType:
+        """That of the forward, which ``torch.export`` asks for to say where a model stands."""
+        return (self._replaced or type(self.module).forward).__code__
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """The forward that was replaced."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from memengine.engine.cli.main import main
+from memengine.evaluation import weighted_knn
 from memengine.evaluation.linear_probe import few_shot, linear_probe
 
 ROOT = Path(__file__).parents[3]
@@ -40,6 +41,36 @@ def test_probes_learn_what_is_separable_and_the_queries_choose_nothing():
         few_shot(*features, *queries, shots=31)
 
 
+def test_a_feature_that_never_varies_says_nothing():
+    """Noise of its rounded mean, divided by a tiny deviation, was larger than all others."""
+    (features, labels), (queries, query_labels) = blobs(90, 0), blobs(30, 1)
+    features[:, 3] = queries[:, 3] = 1234.567
+    for dtype in (torch.float32, torch.float16):
+        given = (features.to(dtype), labels, queries.to(dtype), query_labels)
+        probe = linear_probe(*given, learning_rates=[0.1], epochs=20)
+        assert probe.queries[-1].eq(100).all()
+
+
+def test_settings_that_measure_nothing_are_refused():
+    """Means of no sample are NaN, of which the first class was the nearest."""
+    sets = (*blobs(90, 0), *blobs(30, 1))
+    with pytest.raises(ValueError, match='few-shot: shots=0 and draws=5 must be at least 1'):
+        few_shot(*sets, shots=0)
+    with pytest.raises(ValueError, match='linear probe: epochs=0 and'):
+        linear_probe(*sets, learning_rates=[0.1], epochs=0)
+    with pytest.raises(ValueError, match=r'learning_rates=\[\] train nothing'):
+        linear_probe(*sets, learning_rates=[])
+
+
+def test_features_that_are_no_numbers_make_no_figure():
+    (features, labels), queries = blobs(90, 0), blobs(30, 1)
+    features[3, 0] = float('nan')
+    with pytest.raises(ValueError, match='linear probe: the features of 1 of 90 samples'):
+        linear_probe(features, labels, *queries, learning_rates=[0.1])
+    with pytest.raises(ValueError, match='weighted_knn: the features of 1 of 90 samples'):
+        weighted_knn(queries[0], features, labels)
+
+
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
     """The folder of a run: the quick start's model as it starts."""
@@ -57,13 +88,14 @@ def trained(tmp_path_factory):
 
 def test_probe(trained, capsys):
     run = str(trained / 'epoch_1.pth')
-    options = ['experiment_name=probe', 'probe.shots=[1]', 'probe.epochs=5', 'probe.k=[1, 20]']
+    options = ['experiment_name=probe', 'probe.shots=[1,99]', 'probe.epochs=5', 'probe.k=[1,20,99]']
     assert main(['probe', run, *FEW, *options]) == 0, capsys.readouterr().err
     assert '| 20-NN |' in capsys.readouterr().out
     folder = trained / 'report' / 'probe'
     found = json.loads((folder / 'probe.json').read_text())
     assert found['samples'] == dict(bank=60, queries=20)
     assert len(found['linear']) == 9 and set(found['knn_top1']) == {'1', '20'}
+    assert set(found['few_shot_top1']) == {'1'}, 'more than a class has is left out, as with k'
     assert found['linear_top1'] == found['linear'][str(found['learning_rate'])]['top1']
     assert (folder / 'probe.png').stat().st_size > 0
 

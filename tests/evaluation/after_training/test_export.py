@@ -3,16 +3,19 @@
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from mmengine.config import Config
+from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
 from memengine.engine.cli.main import main
-from memengine.evaluation.after_training.backbones import find_backbone
+from memengine.engine.runner import Runner
+from memengine.evaluation.after_training.backbones import find_backbone, images_of
 from memengine.evaluation.after_training.exporters import EXPORTERS, relative_error
-from memengine.registry import LOOPS, MODELS
+from memengine.registry import DATASETS, LOOPS, MODELS
 
 VIT = dict(
     type='TimmBackbone',
@@ -95,6 +98,75 @@ def test_timm_normalises_as_the_run_did(tmp_path, others):
     else:
         assert (config['mean'], config['std']) == ([0.4, 0.5, 0.6], [0.3, 0.3, 0.3])
         assert '| images | mean [0.4, 0.5, 0.6], std [0.3, 0.3, 0.3] |' in card
+
+
+@DATASETS.register_module()
+class Noise:
+    """A source of images that are larger than the network takes, and no squares."""
+
+    classes = ('noise',)
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, row):
+        pixels = np.random.default_rng(row).integers(0, 255, (9, 13, 3), np.uint8)
+        return Image.fromarray(pixels).resize((52, 36)), 0
+
+
+SCALED = [
+    dict(type='torchvision/PILToTensor'),
+    dict(type='torchvision/ToDtype', dtype='float32', scale=True),
+]
+
+
+@pytest.mark.parametrize(
+    ('pipeline', 'preprocessor'),
+    [
+        (
+            [
+                dict(type='torchvision/Resize', size=25, interpolation='bicubic'),
+                dict(type='torchvision/CenterCrop', size=14),
+                *SCALED,
+            ],
+            None,
+        ),
+        (
+            [
+                dict(type='torchvision/Resize', size=[16, 16]),
+                *SCALED,
+                dict(type='torchvision/Normalize', mean=[0.5] * 3, std=[0.2] * 3),
+            ],
+            None,
+        ),
+        (
+            [
+                dict(type='torchvision/Resize', size=[18]),
+                dict(type='torchvision/CenterCrop', size=16),
+                dict(type='torchvision/PILToTensor'),
+                dict(type='torchvision/ToDtype', dtype='float32'),
+            ],
+            dict(type='ImgDataPreprocessor', mean=[100.0, 120, 140], std=[50.0, 60, 70]),
+        ),
+    ],
+)
+def test_timm_makes_images_as_the_run_did(tmp_path, pipeline, preprocessor):
+    """By default it resizes to 8/7 of the size and crops, and takes ImageNet's mean."""
+    import timm
+
+    source, pipeline = dict(type='Noise'), [*pipeline, dict(type='PackInputs')]
+    data = dict(type='ImageDataset', source=source, pipeline=pipeline)
+    model = Whole(dict(VIT, dynamic_img_size=True, patch_size=2))
+    model.data_preprocessor = MODELS.build(preprocessor or dict(type='BaseDataPreprocessor'))
+    loader = dict(dataset=data, collate_fn=dict(type='stack_views'))
+    runner = runner_of(model, tmp_path / 'export', val_dataloader=loader)
+    runner.cfg.model = dict(data_preprocessor=preprocessor)
+    runner.seed, runner.build_dataloader = 0, Runner.build_dataloader
+    LOOPS.build(dict(type='ExportLoop', _scope_='memengine', runner=runner)).run()
+    stated = json.loads((tmp_path / 'export' / 'config.json').read_text())['pretrained_cfg']
+    config = timm.data.resolve_data_config(pretrained_cfg=stated)
+    transform = timm.data.create_transform(**config)
+    torch.testing.assert_close(transform(Noise()[0][0]), images_of(runner, [0])[0])
 
 
 def test_torchvision_reads_it(tmp_path):
@@ -197,7 +269,8 @@ def test_the_teachers_backbone_is_the_one_that_is_meant():
         find_backbone(nn.ReLU())
 
 
-def test_open_clip_reads_both_towers(tmp_path):
+@pytest.mark.parametrize('kind', ['CLIP', 'SigLIP'])
+def test_open_clip_reads_both_towers(tmp_path, kind):
     open_clip = pytest.importorskip('open_clip', reason='open_clip is not installed')
     vision = dict(image_size=16, layers=1, width=64, patch_size=8, head_width=32)
     text = dict(context_length=8, vocab_size=49408, width=32, heads=2, layers=1)
@@ -205,11 +278,11 @@ def test_open_clip_reads_both_towers(tmp_path):
     path.write_text(json.dumps(dict(embed_dim=24, vision_cfg=vision, text_cfg=text)))
     open_clip.add_model_config(path)
     towers = {
-        key: dict(type=kind, model_name=path.stem)
-        for key, kind in (('image', 'OpenClipImage'), ('text', 'OpenClipText'))
+        key: dict(type=of, model_name=path.stem)
+        for key, of in (('image', 'OpenClipImage'), ('text', 'OpenClipText'))
     }
     torch.manual_seed(0)
-    model = MODELS.build(dict(type='CLIP', embed_dim=10, _scope_='memengine', **towers)).eval()
+    model = MODELS.build(dict(type=kind, embed_dim=10, _scope_='memengine', **towers)).eval()
     options = dict(_scope_='memengine', input_size=(3, 16, 16), to=['open_clip'])
     folder = tmp_path / 'export'
     LOOPS.build(dict(type='ExportLoop', runner=runner_of(model, folder), **options)).run()
@@ -222,6 +295,9 @@ def test_open_clip_reads_both_towers(tmp_path):
         torch.testing.assert_close(loaded.encode_image(images), found['image'])
         torch.testing.assert_close(loaded.encode_text(tokens), found['text'])
     assert torch.equal(loaded.logit_scale, model.logit_scale)
+    assert (loaded.logit_bias is None) == (kind == 'CLIP')
+    if kind == 'SigLIP':
+        assert torch.equal(loaded.logit_bias, model.logit_bias)
     other = runner_of(Whole(VIT), tmp_path / 'other')
     with pytest.raises(ValueError, match='wants a CLIP whose towers are OpenClipImage'):
         LOOPS.build(dict(type='ExportLoop', runner=other, **options)).run()

@@ -107,6 +107,8 @@ def test_zeroshot_by_names_of_classes(tmp_path, monkeypatch):
         run('zeroshot', samples, tmp_path, **ZEROSHOT, classes=['owl', 'dog', 'cat'])
     with pytest.raises(ValueError, match='label 2 has none of the 2 names'):
         run('zeroshot', samples, tmp_path, **ZEROSHOT, classes=['cat', 'dog'])
+    with pytest.raises(ValueError, match='zeroshot.topk: 5 is more than the 3 classes'):
+        run('zeroshot', samples, tmp_path, **{**ZEROSHOT, 'topk': [5]})
     monkeypatch.delattr(Listed, 'metainfo')
     assert run('zeroshot', samples, tmp_path, **ZEROSHOT, classes=['cat', 'dog', 'owl']) == found
 
