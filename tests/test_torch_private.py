@@ -782,6 +782,19 @@ def test_deep_copies_of_fake_tensors():
         assert not copied.weight.requires_grad
 
 
+@relies_on('casts modules by swapping tensors, and looks for weak references to them')
+def test_modules_that_are_cast_without_memory():
+    with fake.fake_mode(), fake.modules_cast_in_place():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight = model[0].weight
+        before = list(model.parameters())
+        model.double()
+        assert all(new is old for new, old in zip(model.parameters(), before, strict=True))
+        assert {parameter.dtype for parameter in before} == {torch.float64}
+        assert fake.is_fake(model[1].weight)
+    assert torch.utils.weakref is weakref
+
+
 @relies_on('has a process group that sends nothing')
 def test_pretended_ranks():
     with distributed.pretended_ranks(3):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     'fake_mode',
     'fake_on',
     'is_fake',
+    'modules_cast_in_place',
     'resizes_noted',
     'unset_fake_temporarily',
     'without_modes',
@@ -100,6 +102,22 @@ def deep_copies() -> Iterator[None]:
         yield
     finally:
         FakeTensor.__deepcopy__ = known  # type: ignore[method-assign]
+
+
+@contextmanager
+def modules_cast_in_place() -> Iterator[None]:
+    """Within, ``module.bfloat16()`` and the like give fake parameters another content.
+
+    Newer torch swaps the contents of two tensors for that, but of none to which there is a weak
+    reference, and its own fake mode has one to each that it has made.
+    """
+    utilities = vars(torch.utils)
+    plain = utilities['weakref']
+    utilities['weakref'] = SimpleNamespace(getweakrefs=lambda tensor: [])
+    try:
+        yield
+    finally:
+        utilities['weakref'] = plain
 
 
 def fake_mode() -> FakeTensorMode:

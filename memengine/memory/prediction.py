@@ -12,7 +12,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from memengine._torch_private.fake import FAKE_REFUSES, deep_copies, resizes_noted
+from memengine._torch_private.fake import (
+    FAKE_REFUSES,
+    deep_copies,
+    modules_cast_in_place,
+    resizes_noted,
+)
 from memengine.memory.cpu_workspaces import library_bytes, mapped_bytes
 from memengine.memory.ledger import tensors_in
 from memengine.memory.live_memory import SAVED, TRANSIENT, Allocation, KnownOperators, LiveMemory
@@ -96,7 +101,13 @@ def on_fake_tensors(
     known = known or KnownOperators()
     memory = LiveMemory(known, lines)
     try:
-        with known.mode, memory, resizes_noted(memory.resize), deep_copies():
+        with (
+            known.mode,
+            memory,
+            resizes_noted(memory.resize),
+            deep_copies(),
+            modules_cast_in_place(),
+        ):
             yield memory
     # Also what leaves torch, or counts on a number that was guessed.
     except (*FAKE_REFUSES, RuntimeError, TypeError, IndexError, ArithmeticError) as error:

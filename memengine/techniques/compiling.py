@@ -51,7 +51,8 @@ def compile_blocks(
 
     Cost: a compilation at the first call for each class, training mode and kind of input. Bytes
     saved are those that the compiler chooses. Results differ from the plain step's by rounding,
-    with ``backend='inductor'`` also in the random numbers of dropout.
+    with ``backend='inductor'`` also in the random numbers of dropout, unless ``options`` have
+    ``fallback_random=True``.
 
     Source: regional compilation, as PyTorch's own recipes call it.
     """
@@ -64,7 +65,7 @@ def compile_blocks(
             raise ValueError(f'{_SETTING} and {rule.setting} do not go together: {_NOT_WITH_RULES}')
     for module in chosen.values():
         module.compile(**options)
-    return CompiledBlocks(chosen)
+    return CompiledBlocks(chosen, _draws_others(**options))
 
 
 def _refuse_checkpointed(module: nn.Module, options: Mapping[str, Any]) -> None:
@@ -84,11 +85,21 @@ def _refuse_checkpointed(module: nn.Module, options: Mapping[str, Any]) -> None:
             raise ACTIVATION_CHECKPOINTING.refusal(f'{_SETTING}.backend=eager', checkpointed.name)
 
 
-class CompiledBlocks(Handle):
-    """Modules that are compiled; made by :func:`compile_blocks`."""
+def _draws_others(
+    backend: Any = 'inductor', options: Mapping[str, Any] | None = None, **_: Any
+) -> bool:
+    return backend == 'inductor' and not (options or {}).get('fallback_random')
 
-    def __init__(self, modules: dict[str, nn.Module]) -> None:
-        self._modules = modules
+
+class CompiledBlocks(Handle):
+    """Modules that are compiled; made by :func:`compile_blocks`.
+
+    Attributes:
+        draws_others: Whether dropout inside has other random numbers than without compilation.
+    """
+
+    def __init__(self, modules: dict[str, nn.Module], draws_others: bool) -> None:
+        self._modules, self.draws_others = modules, draws_others
 
     @property
     def names(self) -> list[str]:

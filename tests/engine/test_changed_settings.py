@@ -74,6 +74,24 @@ def test_a_changed_setting_holds_and_schedules_go_on(tmp_path, capfd, schedule, 
         assert f'optim_wrapper.optimizer.{change}' in said
 
 
+@pytest.mark.parametrize(
+    ('first', 'second'),
+    [(dict(ADAMW, fused=False), 'AdamWBf16'), (dict(ADAMW, type='AdamWBf16'), 'AdamW')],
+)
+def test_an_optimiser_that_takes_the_others_state_goes_on_with_it(tmp_path, capfd, first, second):
+    whole, rest = Losses(), Losses()
+    run(tmp_path / 'whole', optimizer=ADAMW, hook=whole)
+    run(tmp_path / 'parts', optimizer=first, stop=7)
+    capfd.readouterr()
+    runner = run(tmp_path / 'parts', optimizer=dict(ADAMW, type=second), hook=rest, resume=True)
+    assert f'type from {first["type"]} to {second}' in capfd.readouterr().out
+    states = runner.optim_wrapper.optimizer.state.values()
+    half = torch.bfloat16 if second == 'AdamWBf16' else torch.float32
+    assert {state['exp_avg'].dtype for state in states} == {half}
+    assert {int(state['step']) for state in states} == {runner.iter}
+    assert dict(rest.seen) == pytest.approx(dict(whole.seen[7:]), rel=0.02)
+
+
 @pytest.mark.parametrize('schedule', ['none', [dict(type='MultiStepLR', milestones=[1, 2])]])
 def test_a_changed_schedule_holds(tmp_path, schedule):
     whole, rest = Settings(), Settings()

@@ -95,6 +95,27 @@ def test_to_divide_by_what_follows_from_a_guess_is_refused():
         predict(lambda: step)
 
 
+def test_a_model_that_is_cast_when_it_is_built():
+    def build():
+        model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024))
+        model[1].weight = model[0].weight
+        model.bfloat16().to(memory_format=torch.channels_last)
+        optimizer = torch.optim.AdamW(model.parameters())
+        batch = torch.randn(2048, 1024, dtype=torch.bfloat16)
+
+        def run():
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return TrainingStep(run, model, optimizer, batch)
+
+    numbers = 1024 * 1024 + 2 * 1024  # the weight is tied
+    found = predict(build).by_category
+    assert found['parameters'] == 2 * numbers
+    assert found['optimiser state'] == 4 * numbers + 3 * 4  # and the counts of steps
+
+
 @pytest.mark.parametrize('store', ['disk', 'host'])
 def test_bytes_that_are_offloaded(store):
     handles = []

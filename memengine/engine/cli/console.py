@@ -134,6 +134,8 @@ def describe_run(runner: Any) -> Iterator[str]:
         yield f'Training: {length}'
         return
     dtype = getattr(getattr(runner.optim_wrapper, 'precision', None), 'dtype', None)
+    if trained and dtype in (None, torch.float32):  # no autocast
+        dtype = trained[0].dtype
     precision = str(dtype or torch.float32).removeprefix('torch.')
     rate = optimizer.param_groups[0].get('initial_lr', optimizer.param_groups[0]['lr'])
     yield f'Training: {length} by {type(optimizer).__name__}, lr {rate:g}, {precision}'

@@ -20,6 +20,7 @@ from memengine.engine.distributed.processes import cpu_group
 from memengine.engine.optim.optim_wrapper import OptimWrapper
 from memengine.engine.step import SlicedModel, plain_step
 from memengine.technique import Handle
+from memengine.techniques.compiling import CompiledBlocks
 from memengine.techniques.modules.forward_state import ModuleState, RandomState
 from memengine.techniques.modules.running_statistics import layers_with_batch_statistics
 from memengine.techniques.slices.out_of_memory import StepStart, run_until_it_fits
@@ -119,6 +120,7 @@ class PlainStep:
 
         Raises:
             torch.OutOfMemoryError: When there is no room for the fewest that can be compared.
+            ValueError: Where random numbers are drawn that compiled code would draw otherwise.
         """
 
         def step() -> Gradients:
@@ -152,17 +154,22 @@ class PlainStep:
             return gradients_of(self.parameters)
 
     def _plain_gradient(self, data: Any) -> Gradients:
-        if not self._in_slices:
-            with undone_afterwards(self._module) as random, self._paused():
-                gradients = self._take(data)
-                drawn = not random.unchanged()
-            if not (self._wrapper.sizes and drawn):
-                return gradients
-            self._in_slices = True
-            self._log(
-                'verify_exactness: slices draw their own random numbers, so the plain step '
-                'embeds slice by slice, too'
+        with undone_afterwards(self._module) as random, self._paused():
+            gradients = self._take(data)
+            drawn = not random.unchanged()
+        if drawn and any(isinstance(h, CompiledBlocks) and h.draws_others for h in self._handles):
+            raise ValueError(
+                'verify_exactness: the step draws random numbers, and compiled code draws others '
+                "than the plain step; set compile_blocks.options={'fallback_random': True} (in "
+                'place of a mode), or leave one of the two out'
             )
+        if self._in_slices or not (self._wrapper.sizes and drawn):
+            return gradients
+        self._in_slices = True
+        self._log(
+            'verify_exactness: slices draw their own random numbers, so the plain step '
+            'embeds slice by slice, too'
+        )
         with undone_afterwards(self._module), self._paused():
             return self._take(data)
 

@@ -10,6 +10,12 @@ from memengine.engine.config.base_files import values_in_dump
 from memengine.engine.faults.finite_state import each_optim_wrapper
 
 _CLASSES = ('type', 'optimizer_class')
+_TAKES_STATE_OF = {  # by their `load_state_dict`
+    'AdamW': 'AdamWBf16',
+    'AdamWBf16': 'AdamW',
+    'AdamW8bit': 'AdamW',
+    'AdamW4bit': 'AdamW',
+}
 _GROUPING: dict[str, Any] = {'constructor': 'DefaultOptimWrapperConstructor', 'paramwise_cfg': {}}
 # An optimiser keeps more, or keeps it elsewhere, where these are switched on.
 _SHAPES_STATE = ('amsgrad', 'capturable', 'centered', 'fused', 'momentum')
@@ -118,11 +124,15 @@ def _why_not(
         return f'{name} puts parameters into other groups than its state is of'
     for name in changed:
         key = _key(name)
+        if key == 'type' and before.get(name) == _TAKES_STATE_OF.get(now.get(name, '')):
+            continue
         if key in _CLASSES:
             return f'it has the state of {before.get(name)}, which {name} cannot go on with'
         if key in _SHAPES_STATE and now.get(name) and not all(g.get(key) for g in saved):
             return f'its state lacks what {name} needs'
         is_of_groups = name != 'param_scheduler' and key not in _GROUPING
+        if name not in now and f'{name.rpartition(".")[0]}.type' in changed:
+            continue  # the other class does not know it
         if is_of_groups and not any(key in group for group in groups):
             return f'{name} cannot be changed once an optimiser has a state'
     for schedule in _schedules(runner):

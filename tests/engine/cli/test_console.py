@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from memengine.engine.cli.console import set_up_console
+from memengine.engine.cli.console import describe_run, set_up_console
 from memengine.engine.hooks import progress
 from tests.engine.cli.test_main import cli, folder, run_main  # noqa: F401 (fixtures)
 from tests.engine.hooks.images import image_runner
+from tests.engine.toy import toy_runner
 
 TALKATIVE = ('--cfg-options', 'log_level=INFO')
 
@@ -36,6 +37,13 @@ def test_a_run_begins_in_a_few_lines(folder, capsys):  # noqa: F811
     assert str(log.relative_to(folder)) in start
     text = log.read_text()
     assert "type='CliModel'" in text and 'Hooks will be executed' in text and 'PyTorch' in text
+
+
+def test_without_autocast_the_precision_is_that_of_the_weights(tmp_path):
+    runner = toy_runner(tmp_path)
+    runner.model.double()
+    runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
+    assert list(describe_run(runner))[-1].endswith(', float64')
 
 
 def test_quiet_says_nothing_and_verbose_all(folder, capsys):  # noqa: F811

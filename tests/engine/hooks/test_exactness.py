@@ -433,6 +433,26 @@ def test_a_technique_that_cannot_be_paused_is_refused_by_name(monkeypatch):
         train('Classifier', [row, guard()])
 
 
+@pytest.mark.edge(
+    'verify_exactness',
+    'refused',
+    'Compiled blocks in a step that draws random numbers, unless they draw as the plain step does '
+    '(`compile_blocks.options.fallback_random`)',
+)
+def test_compiled_code_that_draws_other_numbers_is_refused(tmp_path):
+    runner = toy_runner(tmp_path, cfg=dict(verify_exactness=True, compile_blocks=['net']))
+    with pytest.raises(ValueError, match='verify_exactness.*draws others.*fallback_random'):
+        runner.train()
+
+
+@pytest.mark.slow
+def test_compiled_code_that_draws_the_same_is_compared(tmp_path, figures):
+    compiled = dict(modules=['net'], options=dict(fallback_random=True))
+    cfg = dict(verify_exactness=dict(every=4), compile_blocks=compiled)
+    toy_runner(tmp_path, cfg=cfg).train()
+    assert len(figures) == 4  # beyond its tolerance it would have ended
+
+
 def test_mmengines_own_wrapper_is_refused(tmp_path):
     runner = toy_runner(
         tmp_path,
