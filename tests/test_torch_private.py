@@ -609,6 +609,12 @@ def test_compiled_modules():
     assert layer(torch.zeros(1, 2)).shape == (1, 2)
 
 
+@relies_on("lists the options of its compiler's modes in torch._inductor")
+def test_options_of_modes():
+    assert modules.options_of_mode(None, None) == modules.options_of_mode('default', None) == {}
+    assert modules.options_of_mode('max-autotune', None)['max_autotune']
+
+
 @relies_on("keeps an optimiser's hooks in _optimizer_step_post_hooks")
 def test_step_hooks():
     calls = []

@@ -23,6 +23,7 @@ __all__ = [
     'forward_hooks_of',
     'forward_pre_hooks_of',
     'is_compiled',
+    'options_of_mode',
     'own_buffers',
     'own_modules',
     'own_parameters',
@@ -54,6 +55,15 @@ def is_compiled(module: nn.Module) -> bool:
 def forget_compilation(module: nn.Module) -> None:
     """Undo ``module.compile()``, which torch has no way back from."""
     module._compiled_call_impl = None
+
+
+def options_of_mode(mode: str | None, dynamic: bool | None) -> dict[str, Any]:
+    """The options of torch's compiler that a mode stands for; it takes either."""
+    if mode is None:
+        return {}
+    from torch import _inductor  # which takes a second
+
+    return _inductor.list_mode_options(mode, dynamic)
 
 
 @contextmanager

@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from memengine._torch_private.modules import forget_compilation, is_compiled, without_compilation
+from memengine._torch_private.modules import (
+    forget_compilation,
+    is_compiled,
+    options_of_mode,
+    without_compilation,
+)
 from memengine.technique import Handle, Report, Settings, Technique, setting
 from memengine.techniques.activation_checkpointing.checkpoint_activations import (
     TECHNIQUE as ACTIVATION_CHECKPOINTING,
@@ -50,9 +55,9 @@ def compile_blocks(
             for ``backend='eager'``.
 
     Cost: a compilation at the first call for each class, training mode and kind of input. Bytes
-    saved are those that the compiler chooses. Results differ from the plain step's by rounding,
-    with ``backend='inductor'`` also in the random numbers of dropout, unless ``options`` have
-    ``fallback_random=True``.
+    saved are those that the compiler chooses. Results differ from the plain step's by rounding.
+    Dropout draws what it draws without compilation, by a kernel of its own;
+    ``options=dict(fallback_random=False)`` lets the compiler draw other numbers within its kernels.
 
     Source: regional compilation, as PyTorch's own recipes call it.
     """
@@ -63,9 +68,10 @@ def compile_blocks(
         _refuse_checkpointed(module, options)
         for rule in rules_of(module):
             raise ValueError(f'{_SETTING} and {rule.setting} do not go together: {_NOT_WITH_RULES}')
+    options = _drawing_as_plain(options)
     for module in chosen.values():
         module.compile(**options)
-    return CompiledBlocks(chosen, _draws_others(**options))
+    return CompiledBlocks(chosen, (options.get('options') or {}).get('fallback_random') is False)
 
 
 def _refuse_checkpointed(module: nn.Module, options: Mapping[str, Any]) -> None:
@@ -85,10 +91,17 @@ def _refuse_checkpointed(module: nn.Module, options: Mapping[str, Any]) -> None:
             raise ACTIVATION_CHECKPOINTING.refusal(f'{_SETTING}.backend=eager', checkpointed.name)
 
 
-def _draws_others(
-    backend: Any = 'inductor', options: Mapping[str, Any] | None = None, **_: Any
-) -> bool:
-    return backend == 'inductor' and not (options or {}).get('fallback_random')
+def _drawing_as_plain(options: dict[str, Any]) -> dict[str, Any]:
+    """The same, by which compiled code draws the plain step's random numbers unless they say so.
+
+    The default compiler's draws others from the same seeds, and others again in a checkpoint.
+    """
+    mode, own = options.get('mode'), options.get('options')
+    if options.get('backend', 'inductor') != 'inductor' or (mode and own):  # torch refuses both
+        return options
+    of_mode = options_of_mode(mode, options.get('dynamic'))
+    own = {'fallback_random': True, **of_mode, **(own or {})}
+    return {**options, 'mode': None, 'options': own}
 
 
 class CompiledBlocks(Handle):

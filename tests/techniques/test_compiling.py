@@ -46,6 +46,23 @@ def test_same_steps(name):
     assert_same_step(train(model), trained(name))
 
 
+@pytest.mark.parametrize(
+    ('given', 'expected'),
+    [
+        (dict(), dict(fallback_random=True)),
+        (dict(mode='max-autotune-no-cudagraphs'), dict(fallback_random=True, max_autotune=True)),
+        (dict(options=dict(epilogue_fusion=False)), dict(fallback_random=True)),
+        (dict(options=dict(fallback_random=False)), dict(fallback_random=False)),
+    ],
+)
+def test_dropout_is_to_draw_as_it_does_without(monkeypatch, given, expected):
+    said = {}
+    monkeypatch.setattr(nn.Module, 'compile', lambda self, **options: said.update(options))
+    handle = compile_blocks(nn.Sequential(nn.Linear(2, 2)), ['0'], **given)
+    assert said['mode'] is None and expected.items() <= said['options'].items()
+    assert handle.draws_others != expected['fallback_random']
+
+
 @pytest.mark.parametrize('checkpointed', [False, True])
 def test_blocks_share_one_compilation(checkpointed):
     counter = CompileCounterWithBackend('aot_eager')

@@ -160,8 +160,8 @@ class PlainStep:
         if drawn and any(isinstance(h, CompiledBlocks) and h.draws_others for h in self._handles):
             raise ValueError(
                 'verify_exactness: the step draws random numbers, and compiled code draws others '
-                "than the plain step; set compile_blocks.options={'fallback_random': True} (in "
-                'place of a mode), or leave one of the two out'
+                'than the plain step, as compile_blocks.options has it (fallback_random=False); '
+                'leave that or verify_exactness out'
             )
         if self._in_slices or not (self._wrapper.sizes and drawn):
             return gradients

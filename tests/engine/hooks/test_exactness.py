@@ -436,19 +436,19 @@ def test_a_technique_that_cannot_be_paused_is_refused_by_name(monkeypatch):
 @pytest.mark.edge(
     'verify_exactness',
     'refused',
-    'Compiled blocks in a step that draws random numbers, unless they draw as the plain step does '
-    '(`compile_blocks.options.fallback_random`)',
+    'Compiled blocks in a step that draws random numbers, where they are not to draw as the plain '
+    'step does (`compile_blocks.options.fallback_random=False`)',
 )
 def test_compiled_code_that_draws_other_numbers_is_refused(tmp_path):
-    runner = toy_runner(tmp_path, cfg=dict(verify_exactness=True, compile_blocks=['net']))
+    compiled = dict(modules=['net'], options=dict(fallback_random=False))
+    runner = toy_runner(tmp_path, cfg=dict(verify_exactness=True, compile_blocks=compiled))
     with pytest.raises(ValueError, match='verify_exactness.*draws others.*fallback_random'):
         runner.train()
 
 
 @pytest.mark.slow
-def test_compiled_code_that_draws_the_same_is_compared(tmp_path, figures):
-    compiled = dict(modules=['net'], options=dict(fallback_random=True))
-    cfg = dict(verify_exactness=dict(every=4), compile_blocks=compiled)
+def test_compiled_code_draws_the_same_and_is_compared(tmp_path, figures):
+    cfg = dict(verify_exactness=dict(every=4), compile_blocks=['net'])
     toy_runner(tmp_path, cfg=cfg).train()
     assert len(figures) == 4  # beyond its tolerance it would have ended
 
