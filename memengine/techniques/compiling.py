@@ -68,7 +68,7 @@ def compile_blocks(
         _refuse_checkpointed(module, options)
         for rule in rules_of(module):
             raise ValueError(f'{_SETTING} and {rule.setting} do not go together: {_NOT_WITH_RULES}')
-    options = _drawing_as_plain(options)
+    options = drawing_as_plain(options)
     for module in chosen.values():
         module.compile(**options)
     return CompiledBlocks(chosen, (options.get('options') or {}).get('fallback_random') is False)
@@ -91,10 +91,10 @@ def _refuse_checkpointed(module: nn.Module, options: Mapping[str, Any]) -> None:
             raise ACTIVATION_CHECKPOINTING.refusal(f'{_SETTING}.backend=eager', checkpointed.name)
 
 
-def _drawing_as_plain(options: dict[str, Any]) -> dict[str, Any]:
-    """The same, by which compiled code draws the plain step's random numbers unless they say so.
+def drawing_as_plain(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of ``torch.compile`` by which dropout draws as it does uncompiled, unless they say.
 
-    The default compiler's draws others from the same seeds, and others again in a checkpoint.
+    The default compiler draws other numbers from the same seeds, and others again in a checkpoint.
     """
     mode, own = options.get('mode'), options.get('options')
     if options.get('backend', 'inductor') != 'inductor' or (mode and own):  # torch refuses both
