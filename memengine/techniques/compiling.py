@@ -68,10 +68,21 @@ def compile_blocks(
         _refuse_checkpointed(module, options)
         for rule in rules_of(module):
             raise ValueError(f'{_SETTING} and {rule.setting} do not go together: {_NOT_WITH_RULES}')
-    options = drawing_as_plain(options)
+    options = _drawing_as_plain(options)
     for module in chosen.values():
         module.compile(**options)
     return CompiledBlocks(chosen, (options.get('options') or {}).get('fallback_random') is False)
+
+
+def compile_method(model: nn.Module, name: str, **options: Any) -> None:
+    """Compile a method with all that it calls, in which dropout, too, draws as it does uncompiled.
+
+    Args:
+        model: Whose method it is.
+        name: The method's.
+        **options: Of ``torch.compile``.
+    """
+    setattr(model, name, torch.compile(getattr(model, name), **_drawing_as_plain(options)))
 
 
 def _refuse_checkpointed(module: nn.Module, options: Mapping[str, Any]) -> None:
@@ -91,7 +102,7 @@ def _refuse_checkpointed(module: nn.Module, options: Mapping[str, Any]) -> None:
             raise ACTIVATION_CHECKPOINTING.refusal(f'{_SETTING}.backend=eager', checkpointed.name)
 
 
-def drawing_as_plain(options: dict[str, Any]) -> dict[str, Any]:
+def _drawing_as_plain(options: dict[str, Any]) -> dict[str, Any]:
     """Options of ``torch.compile`` by which dropout draws as it does uncompiled, unless they say.
 
     The default compiler draws other numbers from the same seeds, and others again in a checkpoint.

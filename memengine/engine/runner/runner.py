@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from mmengine.config import Config
 from mmengine.model import is_model_wrapper
 from mmengine.runner import BaseLoop
@@ -54,7 +53,7 @@ from memengine.engine.step import unwrap
 from memengine.engine.techniques_of_config import apply_to_model, hooks_of_keys, refuse
 from memengine.engine.wrappers.fsdp import FullyShardedDataParallel
 from memengine.registry import LOOPS, MODELS, RUNNERS
-from memengine.techniques.compiling import drawing_as_plain
+from memengine.techniques.compiling import compile_method
 from memengine.techniques.sharding.materializing import on_meta
 
 # What a rank is doing from a method of its hooks on.
@@ -250,8 +249,7 @@ class Runner(_Runner):
         """As MMEngine does, but dropout draws what it draws uncompiled."""
         given = self.cfg.get('compile')
         if given is not None and given is not False:
-            options = drawing_as_plain({} if given is True else dict(given))
-            setattr(self.model, target, torch.compile(getattr(self.model, target), **options))
+            compile_method(self.model, target, **({} if given is True else given))
             self.logger.info('The model is compiled in its first iterations, which takes a while.')
 
     def _run_train_loop(self) -> nn.Module:
