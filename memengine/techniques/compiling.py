@@ -95,16 +95,17 @@ class CompiledBlocks(Handle):
     """Modules that are compiled; made by :func:`compile_blocks`.
 
     Attributes:
+        modules: By their names, in the model's order.
         draws_others: Whether dropout inside has other random numbers than without compilation.
     """
 
     def __init__(self, modules: dict[str, nn.Module], draws_others: bool) -> None:
-        self._modules, self.draws_others = modules, draws_others
+        self.modules, self.draws_others = modules, draws_others
 
     @property
     def names(self) -> list[str]:
         """Names of the modules, in the model's order."""
-        return list(self._modules)
+        return list(self.modules)
 
     def report(self) -> Report:
         """Which modules are compiled."""
@@ -114,12 +115,12 @@ class CompiledBlocks(Handle):
 
     def undo(self) -> None:
         """Run the modules as they are again."""
-        for module in self._modules.values():
+        for module in self.modules.values():
             forget_compilation(module)
 
     def paused(self) -> AbstractContextManager[Any]:
         """A context in which the modules run as they are."""
-        return without_compilation(self._modules.values())
+        return without_compilation(self.modules.values())
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ class PlainStep:
 
         Raises:
             torch.OutOfMemoryError: When there is no room for the fewest that can be compared.
-            ValueError: Where random numbers are drawn that compiled code would draw otherwise.
+            ValueError: Where compiled modules draw random numbers, as they draw others plainly.
         """
 
         def step() -> Gradients:
@@ -154,15 +154,9 @@ class PlainStep:
             return gradients_of(self.parameters)
 
     def _plain_gradient(self, data: Any) -> Gradients:
-        with undone_afterwards(self._module) as random, self._paused():
+        with undone_afterwards(self._module) as random, self._paused(), self._same_draws():
             gradients = self._take(data)
             drawn = not random.unchanged()
-        if drawn and any(isinstance(h, CompiledBlocks) and h.draws_others for h in self._handles):
-            raise ValueError(
-                'verify_exactness: the step draws random numbers, and compiled code draws others '
-                "than the plain step; set compile_blocks.options={'fallback_random': True} (in "
-                'place of a mode), or leave one of the two out'
-            )
         if self._in_slices or not (self._wrapper.sizes and drawn):
             return gradients
         self._in_slices = True
@@ -178,6 +172,30 @@ class PlainStep:
         with ExitStack() as stack:
             for handle in self._handles:
                 stack.enter_context(handle.paused())
+            yield
+
+    @contextmanager
+    def _same_draws(self) -> Iterator[None]:
+        """Refuse plain forwards of modules that would draw other random numbers compiled."""
+        before: list[RandomState] = []
+
+        def enter(*_: Any) -> None:
+            before.append(RandomState.of(self._module))
+
+        def leave(*_: Any) -> None:
+            if not before.pop().unchanged():
+                raise ValueError(
+                    'verify_exactness: a compiled block draws random numbers, and compiled code '
+                    "draws others than the plain step; set compile_blocks.options={'fallback_"
+                    "random': True} (in place of a mode), or leave one of the two out"
+                )
+
+        with ExitStack() as stack:
+            for handle in self._handles:
+                if isinstance(handle, CompiledBlocks) and handle.draws_others:
+                    for module in handle.modules.values():
+                        stack.enter_context(module.register_forward_pre_hook(enter))
+                        stack.enter_context(module.register_forward_hook(leave))
             yield
 
     def _take(self, data: Any) -> Gradients:

@@ -436,7 +436,7 @@ def test_a_technique_that_cannot_be_paused_is_refused_by_name(monkeypatch):
 @pytest.mark.edge(
     'verify_exactness',
     'refused',
-    'Compiled blocks in a step that draws random numbers, unless they draw as the plain step does '
+    'Compiled blocks that draw random numbers, unless they draw as the plain step does '
     '(`compile_blocks.options.fallback_random`)',
 )
 def test_compiled_code_that_draws_other_numbers_is_refused(tmp_path):
@@ -446,8 +446,11 @@ def test_compiled_code_that_draws_other_numbers_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_compiled_code_that_draws_the_same_is_compared(tmp_path, figures):
-    compiled = dict(modules=['net'], options=dict(fallback_random=True))
+@pytest.mark.parametrize(
+    'compiled',
+    [dict(modules=['net'], options=dict(fallback_random=True)), dict(modules=['net.0', 'net.3'])],
+)
+def test_compiled_code_that_draws_the_same_or_nothing_is_compared(tmp_path, figures, compiled):
     cfg = dict(verify_exactness=dict(every=4), compile_blocks=compiled)
     toy_runner(tmp_path, cfg=cfg).train()
     assert len(figures) == 4  # beyond its tolerance it would have ended
