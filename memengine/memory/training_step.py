@@ -21,6 +21,7 @@ class TrainingStep:
         batch: What ``run`` is about: tensors in containers.
         buckets: What DDP holds beside gradients: copies of them, which ranks exchange.
         is_settled: Whether nothing decides in the first step how those that follow are carried out.
+        iterations: How often ``run`` goes through the batch.
     """
 
     run: Callable[[], Any]
@@ -29,3 +30,4 @@ class TrainingStep:
     batch: Any = None
     buckets: Any = None
     is_settled: bool = False
+    iterations: int = 1

@@ -92,6 +92,13 @@ def test_an_optimiser_that_takes_the_others_state_goes_on_with_it(tmp_path, capf
     assert dict(rest.seen) == pytest.approx(dict(whole.seen[7:]), rel=0.02)
 
 
+def test_settings_of_the_other_optimiser_alone_go_with_it(tmp_path, capfd):
+    pytest.importorskip('torchao.optim')
+    run(tmp_path, optimizer=dict(ADAMW, foreach=False), stop=7)
+    run(tmp_path, optimizer=dict(ADAMW, type='AdamW8bit', block_size=128), resume=True)
+    assert 'block_size from its default to 128' in capfd.readouterr().out
+
+
 @pytest.mark.parametrize('schedule', ['none', [dict(type='MultiStepLR', milestones=[1, 2])]])
 def test_a_changed_schedule_holds(tmp_path, schedule):
     whole, rest = Settings(), Settings()

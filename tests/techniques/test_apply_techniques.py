@@ -54,10 +54,11 @@ def test_same_step_fewer_bytes_and_back(settings):
 @pytest.mark.parametrize(
     'settings', [*EXACT, dict(dropit=0.9), dict(quantized_activations=8)], ids=str
 )
-def test_a_model_is_exported_with_techniques_at_work(settings):
+@pytest.mark.parametrize('is_trained', [False, True])
+def test_a_model_is_exported_with_techniques_at_work(settings, is_trained):
     model, images = model_and_images()
-    expected = model.eval()(images)
-    with apply_techniques(model, **settings), torch.no_grad():
+    expected = model.train(is_trained)(images)
+    with apply_techniques(model, **settings), torch.set_grad_enabled(is_trained):
         exported = torch.export.export(model, (images,), strict=False)
     torch.testing.assert_close(exported.module()(images), expected)
 

@@ -34,7 +34,8 @@ class TechniquesCallback(transformers.TrainerCallback):
         self._model: Any = None  # to which they were applied
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Apply them."""
+        """Apply them, to this model alone."""
+        self.applied.undo()
         self._model = kwargs['model']
         self.applied, self.said = apply_techniques(self._model, **self.settings), []
 
@@ -42,7 +43,6 @@ class TechniquesCallback(transformers.TrainerCallback):
         """Apply them to another model, and anew when one trains again: reports count from there."""
         is_another = all(module is not self._model for module in kwargs['model'].modules())
         if is_another or (self.said and self.applied.handles):
-            self.applied.undo()
             self.on_init_end(args, state, control, **kwargs)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

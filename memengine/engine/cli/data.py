@@ -40,7 +40,8 @@ def examine_data(cfg: Config) -> str:
     if loading is None or training is None:
         return '\n'.join([*lines, 'the data has one batch only, too few to be timed'])
     workers = cfg.train_dataloader.get('num_workers', 0)
-    return '\n'.join([*lines, *bottleneck(size / loading, size / training, workers)])
+    trained = size * step.iterations / training
+    return '\n'.join([*lines, *bottleneck(size / loading, trained, workers)])
 
 
 def bottleneck(data: float, model: float, workers: int) -> list[str]:

@@ -208,7 +208,8 @@ def _build(cfg: Config, batch: Any, blocks: Mapping[int, int]) -> TrainingStep:
 
     are_settled = all(hook.handle is not None and hook.handle.is_settled for hook in hooks)
     is_settled = are_settled and 'auto' not in cfg.optim_wrapper.values()
-    return TrainingStep(run, model, getattr(wrapper, 'optimizer', None), copy, buckets, is_settled)
+    optimizer = getattr(wrapper, 'optimizer', None)
+    return TrainingStep(run, model, optimizer, copy, buckets, is_settled, counts)
 
 
 def _wrapped(cfg: Config, model: nn.Module, logger: Any) -> tuple[Any, list[Tensor]]:

@@ -131,8 +131,9 @@ def _why_not(
         if key in _SHAPES_STATE and now.get(name) and not all(g.get(key) for g in saved):
             return f'its state lacks what {name} needs'
         is_of_groups = name != 'param_scheduler' and key not in _GROUPING
-        if name not in now and f'{name.rpartition(".")[0]}.type' in changed:
-            continue  # the other class does not know it
+        is_of_one = (name in before) != (name in now)
+        if is_of_one and f'{name.rpartition(".")[0]}.type' in changed:
+            continue  # the other class may not know it, and each is built with its own
         if is_of_groups and not any(key in group for group in groups):
             return f'{name} cannot be changed once an optimiser has a state'
     for schedule in _schedules(runner):

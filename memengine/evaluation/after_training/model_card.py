@@ -65,7 +65,7 @@ def normalisation_of(cfg: Mapping[str, Any]) -> dict[str, list[float]]:
     preprocessor = (cfg.get('model') or {}).get('data_preprocessor') or {}
     for node in (*_steps(cfg, 'Normalize'), preprocessor):
         if node.get('mean') is not None and node.get('std') is not None:
-            white = 255 if max(node['std']) > 1 else 1
+            white = 255 if max(*node['mean'], *node['std']) > 1 else 1
             one = {key: [value / white for value in node[key]] for key in ('mean', 'std')}
             found += [one] if one not in found else []
     return found[0] if len(found) == 1 else {}

@@ -152,6 +152,14 @@ def test_one_that_is_added_later_is_applied_when_training_begins():
     assert list(callback.applied.handles) == ['dropit']
 
 
+def test_one_of_two_trainers_is_at_the_model_that_trains():
+    callback = made(first := nn.Linear(64, 4))
+    callback.on_init_end(None, None, None, model=(second := nn.Linear(64, 4)))
+    for trains, rests in ((first, second), (second, first)):
+        callback.on_train_begin(None, None, None, model=trains)
+        assert 'forward' in vars(trains) and 'forward' not in vars(rests)
+
+
 def test_a_wrapper_around_the_model_is_no_other_model():
     callback = made(model := nn.Linear(64, 4))
     before = callback.applied

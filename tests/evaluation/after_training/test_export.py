@@ -15,6 +15,7 @@ from memengine.engine.cli.main import main
 from memengine.engine.runner import Runner
 from memengine.evaluation.after_training.backbones import find_backbone, images_of
 from memengine.evaluation.after_training.exporters import EXPORTERS, relative_error
+from memengine.evaluation.after_training.model_card import normalisation_of
 from memengine.registry import DATASETS, LOOPS, MODELS
 
 VIT = dict(
@@ -167,6 +168,13 @@ def test_timm_makes_images_as_the_run_did(tmp_path, pipeline, preprocessor):
     config = timm.data.resolve_data_config(pretrained_cfg=stated)
     transform = timm.data.create_transform(**config)
     torch.testing.assert_close(transform(Noise()[0][0]), images_of(runner, [0])[0])
+
+
+def test_a_mean_of_images_of_0_to_255_alone_is_told_by_its_size():
+    """As of networks from Caffe, whose deviation is 1: it was stated as of images of 0 to 1."""
+    preprocessor = dict(type='ImgDataPreprocessor', mean=[102.0, 51.0, 0.0], std=[1.0] * 3)
+    found = normalisation_of(dict(model=dict(data_preprocessor=preprocessor)))
+    assert found == dict(mean=[0.4, 0.2, 0.0], std=[1 / 255] * 3)
 
 
 def test_torchvision_reads_it(tmp_path):

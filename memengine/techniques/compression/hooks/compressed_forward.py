@@ -77,7 +77,8 @@ class CompressedForward(WrappedForward):
     @do_not_compile
     def _run_outermost(self, args: Any, kwargs: Any) -> Any:
         off = not torch.is_grad_enabled() or not self.module.training
-        off |= is_under_functorch()  # which has no graph
+        # Of which the former has no graph, and the latter exports the model as it is.
+        off |= is_under_functorch() or torch.compiler.is_compiling()
         off |= any(rule.is_paused for rule in self.model_rules)
         if off or is_in_backward() or is_checkpointing():  # of which the middle one recomputes
             return self.plain(*args, **kwargs)
