@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from memengine._torch_private.modules import forget_compilation, is_compiled, without_compilation
+from memengine.suggest import did_you_mean
 from memengine.technique import Handle, Report, Settings, Technique, setting
 from memengine.techniques.activation_checkpointing.checkpoint_activations import (
     TECHNIQUE as ACTIVATION_CHECKPOINTING,
@@ -45,9 +46,9 @@ def compile_blocks(
         The handle: ``names``, ``undo()``.
 
     Raises:
-        ValueError: When a selector matches nothing, a module is compiled already, keeps dropped or
-            quantised activations, or is checkpointed by a budget, which is measured op by op, or
-            for ``backend='eager'``.
+        ValueError: When a selector matches nothing, torch knows no such backend, a module is
+            compiled already, keeps dropped or quantised activations, or is checkpointed by a
+            budget, which is measured op by op, or for ``backend='eager'``.
 
     Cost: a compilation at the first call for each class, training mode and kind of input. Bytes
     saved are those that the compiler chooses. Results differ from the plain step's by rounding,
@@ -57,6 +58,7 @@ def compile_blocks(
     Source: regional compilation, as PyTorch's own recipes call it.
     """
     chosen = select_modules(model, modules, setting=_SETTING)
+    _check_backend(options.get('backend'))
     for name, module in chosen.items():
         if is_compiled(module):
             raise ValueError(f'{_SETTING}: {name or "the model"} is compiled already')
@@ -66,6 +68,15 @@ def compile_blocks(
     for module in chosen.values():
         module.compile(**options)
     return CompiledBlocks(chosen, _draws_others(**options))
+
+
+def _check_backend(backend: Any) -> None:
+    known = torch.compiler.list_backends(exclude_tags=()) if isinstance(backend, str) else [backend]
+    if backend not in known:
+        raise ValueError(
+            f'{_SETTING}.backend: torch {torch.__version__} has no compiler {backend!r}'
+            f'{did_you_mean(backend, known, after=";")}'
+        )
 
 
 def _refuse_checkpointed(module: nn.Module, options: Mapping[str, Any]) -> None:
