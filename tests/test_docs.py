@@ -56,6 +56,7 @@ BATCH = 'train_dataloader.batch_size=24'  # where a page tells nothing that depe
 SMALL = {  # images that are evaluated, by the type of the data set
     'BankAndQueries': ['bank.indices=100', 'queries.indices=20'],
     'ImageDataset': ['indices=20'],
+    'Stripes': ['size=20'],
 }
 _count = itertools.count()
 

@@ -41,6 +41,7 @@ _POINTWISE_KERNELS, _STRIDED_KERNELS = 90 * 2**10, 240 * 2**10
 _FIRST_FORWARD_KERNELS, _FIRST_POINTWISE_KERNELS = 74 * 2**10, 55 * 2**10
 _OTHER_KERNELS = 110 * 2**10
 _GELU_KERNELS, _GELU_BACKWARD_KERNELS = 26 * 2**10, 34 * 2**10
+_LSTM_KERNELS = 4600 * 2**10  # of both ways, from five measured steps
 # In bfloat16, where the processor multiplies it.
 _HALF_FORWARD_KERNELS, _HALF_BACKWARD_KERNELS = 130 * 2**10, 290 * 2**10
 _HALF_DEPTHWISE_KERNELS = 80 * 2**10
@@ -56,6 +57,7 @@ _HAS_WIDE_BLOCKS = 'AVX512' in torch.backends.cpu.get_cpu_capability()
 _BLOCK = 16 if _HAS_WIDE_BLOCKS else 8  # channels
 # A filter's side from which its gradient is a product, and what oneDNN's kernels for that take.
 _LARGE_SIDE, _PRODUCT_KERNELS = (15, 3700 * 2**10) if _HAS_WIDE_BLOCKS else (14, 1700 * 2**10)
+_MANY_SEQUENCES = 128  # whose gates oneDNN's LSTM computes step by step
 _HAS_BFLOAT16 = cpu_multiplies_bfloat16()
 _known_threads: int | None = None
 
@@ -150,6 +152,44 @@ def _threads() -> int:
     return _known_threads or torch.get_num_threads()
 
 
+def with_lstm_workspace(func: OpOverload, args: Sequence[Any], out: Any) -> Any:
+    """A fake operator's results, where a layer of an LSTM keeps what oneDNN's backward reads.
+
+    Torch's fake operator gives an empty tensor in its place, the real one a larger one than is
+    written to: of an input [T, B, I] and H units forward writes gates and cells.
+    """
+    if func is not torch.ops.aten.mkldnn_rnn_layer.default or not args[-1]:  # as in inference
+        return out
+    (steps, rows, _), units = args[0].shape, args[10]
+    written = steps * rows * (_in_lines(4 * units) + units)
+    return *out[:3], out[3].new_empty(written * args[0].element_size())
+
+
+def _lstm(image: Tensor, weights: Sequence[Tensor], units: int) -> int:
+    """Weights in blocks, and the gates of all steps at once where sequences are few."""
+    steps, rows, _ = image.shape
+    at_once = steps * rows * 4 * units * image.element_size() if rows < _MANY_SEQUENCES else 0
+    return sum(map(_nbytes, weights)) + at_once
+
+
+def _lstm_backward(
+    image: Tensor, weights: Sequence[Tensor], gradient: Tensor | None, units: int
+) -> int:
+    """Gradients of gates; those of states, in parts of what is kept that nothing has written to."""
+    steps, rows, width = image.shape
+    of_states = (steps + 1) * rows * (3 * _in_lines(max(width, units)) + units)
+    of_gates = steps * rows * 4 * units
+    copied = 0 if gradient is None or gradient.is_contiguous() else _nbytes(gradient)
+    numbers = (of_states + of_gates) * image.element_size()
+    return numbers + sum(map(_nbytes, weights)) + copied
+
+
+def _in_lines(numbers: int) -> int:
+    """Numbers of a row of float32 with what fills it up, and sets rows apart in the cache."""
+    whole = math.ceil(numbers / 16) * 16
+    return whole if whole % 256 else whole + 16
+
+
 def tensors_of(tree: Any) -> list[Tensor]:
     """The tensors among an operator's arguments or results."""
     if isinstance(tree, Tensor):
@@ -180,6 +220,10 @@ def _workspace_bytes(func: Any, args: Sequence[Any], out: Any) -> int:
         if _is_unpacked(image, weight, max(stride), groups):
             return 0
         return _convolution_backward(gradient, image, weight, max(stride), groups, wanted[0])
+    if func is aten.mkldnn_rnn_layer_backward.default:
+        return _lstm_backward(args[0], args[1:5], gradient=args[10], units=args[15])
+    if func is aten.mkldnn_rnn_layer.default:
+        return _lstm(args[0], args[1:5], units=args[10])
     return _collective(func, args, out) if 'c10d' in func.namespace else 0
 
 
@@ -213,6 +257,8 @@ def _other_kernels(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         is_exact = kwargs.get('approximate', 'none') == 'none'  # the other way is torch's own
         kernels = _GELU_KERNELS if func is aten.gelu.default else _GELU_BACKWARD_KERNELS
         return kernels if is_exact else 0
+    if func is aten.mkldnn_rnn_layer_backward.default:
+        return _LSTM_KERNELS
     if func in _PRODUCTS and _is_native_half(args[-1]):
         return _HALF_SUM_KERNELS if func is aten.addmm.default else _HALF_PRODUCT_KERNELS
     if func is CPU_ATTENTION_BACKWARD and _is_native_half(args[1]):

@@ -37,7 +37,12 @@ from memengine._torch_private.fake import (
 )
 from memengine._torch_private.fake_operators import inputs_by_shape
 from memengine._torch_private.ops import OperatorMode, OpOverload, pytree, written_arguments
-from memengine.memory.cpu_workspaces import MOST_COMPUTED_BYTES, Operator, tensors_of
+from memengine.memory.cpu_workspaces import (
+    MOST_COMPUTED_BYTES,
+    Operator,
+    tensors_of,
+    with_lstm_workspace,
+)
 from memengine.memory.ledger import Block, Ledger, blocks_of
 from memengine.memory.meter import SavedBytes
 
@@ -284,7 +289,7 @@ class LiveMemory(OperatorMode):
             with without_modes():
                 return func(*args, **kwargs)
         try:
-            return func(*args, **kwargs)
+            return with_lstm_workspace(func, args, func(*args, **kwargs))
         except SHAPE_OF_VALUES:
             with unset_fake_temporarily():
                 if any(self._value_of(tensor) is None for tensor in tensors_of((args, kwargs))):

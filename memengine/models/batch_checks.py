@@ -44,9 +44,15 @@ def check_has_labels(data_samples: Any, name: str) -> None:
 
 
 def check_one_view(inputs: Any, name: str) -> None:
-    """Raise ValueError for a batch of several views."""
-    if not isinstance(inputs, Tensor):
+    """Raise ValueError for a batch of several views, or of samples that nothing has stacked."""
+    if isinstance(inputs, Tensor):
+        return
+    if all(isinstance(image, Tensor) and image.ndim == 3 for image in inputs):  # [C, H, W] each
         raise ValueError(
-            f'{name}: a batch must hold one view of each image, got {len(inputs)} views; leave '
-            'MultiCrop out of the pipeline'
+            f'{name}: a batch came as a list of its {len(inputs)} images; set '
+            "collate_fn=dict(type='stack_views') in the data loader"
         )
+    raise ValueError(
+        f'{name}: a batch must hold one view of each image, got {len(inputs)} views; leave '
+        'MultiCrop out of the pipeline'
+    )

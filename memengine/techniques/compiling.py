@@ -16,6 +16,7 @@ from memengine._torch_private.modules import (
     options_of_mode,
     without_compilation,
 )
+from memengine.suggest import did_you_mean
 from memengine.technique import Handle, Report, Settings, Technique, setting
 from memengine.techniques.activation_checkpointing.checkpoint_activations import (
     TECHNIQUE as ACTIVATION_CHECKPOINTING,
@@ -50,9 +51,9 @@ def compile_blocks(
         The handle: ``names``, ``undo()``.
 
     Raises:
-        ValueError: When a selector matches nothing, a module is compiled already, keeps dropped or
-            quantised activations, or is checkpointed by a budget, which is measured op by op, or
-            for ``backend='eager'``.
+        ValueError: When a selector matches nothing, torch knows no such backend, a module is
+            compiled already, keeps dropped or quantised activations, or is checkpointed by a
+            budget, which is measured op by op, or for ``backend='eager'``.
 
     Cost: a compilation at the first call for each class, training mode and kind of input. Bytes
     saved are those that the compiler chooses. Results differ from the plain step's by rounding.
@@ -62,6 +63,7 @@ def compile_blocks(
     Source: regional compilation, as PyTorch's own recipes call it.
     """
     chosen = select_modules(model, modules, setting=_SETTING)
+    _check_backend(options.get('backend'))
     for name, module in chosen.items():
         if is_compiled(module):
             raise ValueError(f'{_SETTING}: {name or "the model"} is compiled already')
@@ -83,6 +85,15 @@ def compile_method(model: nn.Module, name: str, **options: Any) -> None:
         **options: Of ``torch.compile``.
     """
     setattr(model, name, torch.compile(getattr(model, name), **_drawing_as_plain(options)))
+
+
+def _check_backend(backend: Any) -> None:
+    known = torch.compiler.list_backends(exclude_tags=()) if isinstance(backend, str) else [backend]
+    if backend not in known:
+        raise ValueError(
+            f'{_SETTING}.backend: torch {torch.__version__} has no compiler {backend!r}'
+            f'{did_you_mean(backend, known, after=";")}'
+        )
 
 
 def _refuse_checkpointed(module: nn.Module, options: Mapping[str, Any]) -> None:

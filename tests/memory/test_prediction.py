@@ -386,6 +386,30 @@ def test_what_convolutions_copy_is_predicted_as_it_is_measured():
     assert peak == pytest.approx(predicted, rel=0.05)
 
 
+def recurrent(rows=32):
+    model, sequences = nn.LSTM(256, 256, 2, batch_first=True), torch.randn(rows, 64, 256)
+
+    def run():
+        model(sequences)[0].square().mean().backward()
+
+    return TrainingStep(run, model, torch.optim.SGD(model.parameters()), sequences)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason='another library computes')
+def test_what_onednn_keeps_for_an_lstm_is_counted():
+    """Torch's fake operator has nothing in its place: gates and cells, of two layers."""
+    (few, many) = (predict(lambda rows=rows: recurrent(rows)).peak_bytes for rows in (32, 64))
+    assert many - few > 2 * 32 * 64 * 5 * 256 * 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason='another library computes')
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='asks the kernel')
+def test_an_lstm_is_predicted_as_it_is_measured():
+    predicted, peak, _ = in_a_process_of_its_own(recurrent)
+    assert peak == pytest.approx(predicted, rel=0.1)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not cpu_multiplies_bfloat16(), reason='the processor does not multiply bf16')
 def test_kernels_of_bfloat16_are_predicted_as_they_are_measured():

@@ -43,6 +43,9 @@ def test_what_does_not_fit_is_refused():
         model(images, dict(label=torch.tensor([0, 1, 2, 3, 0])), mode='loss')
     with pytest.raises(ValueError, match='one view of each image, got 2 views'):
         model([images, images], samples, mode='loss')
+    for mode in ('loss', 'predict'):  # as without a collate_fn
+        with pytest.raises(ValueError, match=r'list of its 5 images; set collate_fn=.*stack_views'):
+            model(list(images), samples, mode=mode)
     with pytest.raises(ValueError, match=r"needs data_samples\['label'\]"):
         model(images, None, mode='loss')
     with pytest.raises(ValueError, match='num_classes'):

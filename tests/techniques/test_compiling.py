@@ -153,6 +153,13 @@ def test_what_does_not_go_together_is_refused():
         compile_blocks(model, backend='eager')
 
 
+def test_a_backend_that_torch_does_not_know_is_refused_by_its_setting():
+    model = vit(depth=2)
+    with pytest.raises(ValueError, match=r"compile_blocks\.backend: .* did you mean 'inductor'\?"):
+        compile_blocks(model, backend='inductr')
+    assert all(compile_blocks(model, backend='aot_eager').names), 'nothing was compiled before'
+
+
 def test_names_state_copies_pickles_and_undo():
     model, images = vit(depth=2), torch.randn(1, 3, 32, 32)
     counter = CompileCounterWithBackend('eager')

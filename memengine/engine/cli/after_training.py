@@ -53,7 +53,7 @@ def run_after(cfg: Config, command: str) -> str:
     set_threads(0)
     runner = RUNNERS.build(cfg)
     meta = runner.load_checkpoint(cfg.load_from, strict=True)['meta']
-    for name in {'epoch', 'iter'} & meta.keys():
+    for name in {'epoch', 'iter', 'dataset_meta'} & meta.keys():
         runner.message_hub.update_info(name, meta[name])
     answer = LOOPS.build(loop, default_args=dict(runner=runner)).run()
     if runner.rank != 0:

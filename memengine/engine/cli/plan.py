@@ -195,6 +195,10 @@ def _report(
             f'figures of {rates.name}, not measured'
         )
         yield from _others(planner, found)
+    yield from _left_out(planner)
+
+
+def _left_out(planner: Planner) -> Iterator[str]:
     for name, why in planner.left_out.items():
         yield f'left out: {name}: {why}'
 
@@ -229,11 +233,12 @@ def nothing_fits(planner: Planner, found: Found, budget: str) -> str:
     leanest = found.leanest
     needed = _mib(budget_for(leanest.cost.peak_bytes) + _MIB // 10)  # as it is rounded
     options = said(planner.options(leanest.plan)) or 'nothing switched on'
-    return (
+    problem = (
         f'nothing fits {budget}: the smallest budget that would is {needed.strip()} '
         f'({leanest.cost.how}), with {options} at {_times(leanest, found.plain)} the time; a '
         'smaller train_dataloader.batch_size or model takes less'
     )
+    return '\n  '.join([problem, *_left_out(planner)])
 
 
 def said(options: Mapping[str, Any]) -> str:

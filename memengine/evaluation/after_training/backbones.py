@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,10 +19,13 @@ class Backbone:
     Attributes:
         name: Of the module in the model, e.g. ``'teacher.backbone'``.
         module: What takes images [B, C, H, W] and gives features [B, D].
+        preprocessing: How the run makes these, by the names in timm's ``pretrained_cfg``; what is
+            not known is not there.
     """
 
     name: str
     module: nn.Module
+    preprocessing: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def network(self) -> nn.Module:
@@ -35,7 +39,8 @@ class Backbone:
 
     def on_cpu(self) -> Backbone:
         """A copy on the CPU, in eval mode and without gradients."""
-        return Backbone(self.name, copy.deepcopy(self.module).cpu().eval().requires_grad_(False))
+        module = copy.deepcopy(self.module).cpu().eval().requires_grad_(False)
+        return replace(self, module=module)
 
 
 def find_backbone(model: nn.Module, part: str = '', setting: str = 'part') -> Backbone:

@@ -9,6 +9,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,21 +59,22 @@ class EmbedLoop:
     """Writes the features of the validation data, a file for each ``shard_size`` images.
 
     A shard holds ``feature`` [n, D] and what else the model gives of a sample, and ``label``,
-    ``index`` and ``bank`` where the data have them. It is written whole or not at all, so that the
-    command goes on where it was broken off; ranks share the shards. ``embed.json`` says what the
-    features are of, the weights and the data's settings by their checksums; others are refused in
-    the same folder.
+    ``index`` and ``bank`` where the data have them. Beside ``logits`` a label is the number that
+    its class had in training, which is theirs, too. A shard is written whole or not at all, so
+    that the command goes on where it was broken off; ranks share the shards. ``embed.json`` says
+    what the features are of, the weights and the data's settings by their checksums; others are
+    refused in the same folder.
 
     Args:
         runner: With the model, and ``val_dataloader`` in its config.
         format: ``'npz'``, ``'parquet'`` (needs pyarrow) or ``'safetensors'``.
         shard_size: Images in a file.
-        dtype: Of the features: ``'float32'`` or ``'float16'``.
+        dtype: Of the features and whatever else is no whole number: ``'float32'`` or ``'float16'``.
 
     Raises:
         ImportError: When pyarrow is missing.
-        ValueError: For another setting, when the folder holds other features, and where a feature
-            is NaN or infinite.
+        ValueError: For another setting, when the folder holds other features, where a feature is
+            NaN or infinite, another output NaN, and where ``dtype`` cannot hold a number.
 
     Cost: the forward passes, and one shard in memory.
     """
@@ -112,6 +114,7 @@ class EmbedLoop:
         ]
         held: list[dict[str, Tensor]] = []
         shards = iter(missing)
+        self._metainfo = getattr(dataset, 'metainfo', None)
         for batch, outputs in predictions(runner, dataset, rows) if rows else ():
             held.append(self._columns(batch, outputs))
             held = self._write_full(folder, held, shards)
@@ -121,6 +124,23 @@ class EmbedLoop:
             f'{len(rows)} of {size} images in {len(missing)} file(s) of {count}: '
             f'{self._path(folder, 0).with_name(f"features_*.{self.format}")}'
         )
+
+    @cached_property
+    def _numbers_in_training(self) -> dict[int, int]:
+        """Of the data's labels, by the names of their classes; empty where these are the same."""
+        trained_meta = self.runner.message_hub.runtime_info.get('dataset_meta')
+        own, trained = (
+            list((meta or {}).get('classes') or ()) for meta in (self._metainfo, trained_meta)
+        )
+        if not own or not trained or own == trained:
+            return {}
+        if lacking := [name for name in own if name not in trained]:
+            self.runner.logger.warning(
+                f'embed: training has no class {lacking[0]!r} (of {len(lacking)} such); labels are '
+                "the validation data's own numbers, not the places of classes in logits"
+            )
+            return {}
+        return {number: trained.index(name) for number, name in enumerate(own)}
 
     def _check_manifest(self, path: Path, size: int) -> None:
         manifest = dict(
@@ -154,18 +174,27 @@ class EmbedLoop:
             for name in ('label', 'index', 'bank')
             if name in samples
         }
-        columns = {  # [n, D], or [n] of what is one number for each sample
-            name: (value.flatten(1) if value.ndim > 1 else value).to(self.dtype)
-            for name, value in outputs.items()
-        }
-        if not columns['feature'].isfinite().all():
-            narrow = self.dtype == torch.float16 and bool(outputs['feature'].isfinite().all())
-            raise ValueError(
-                "embed.dtype='float16' cannot hold the features of some images: set 'float32'"
-                if narrow
-                else 'the features of some images are NaN or infinite'
-            )
+        if 'logits' in outputs and 'label' in known:
+            numbers = self._numbers_in_training
+            known['label'] = known['label'].clone().apply_(lambda it: numbers.get(it, it))
+        columns = {name: self._column(name, value) for name, value in outputs.items()}
         return {**columns, **known}
+
+    def _column(self, name: str, given: Tensor) -> Tensor:
+        """[n, D], or [n] of what is one number for each sample."""
+        flat = given.flatten(1) if given.ndim > 1 else given
+        if not flat.is_floating_point():
+            return flat
+        column, what = flat.to(self.dtype), 'features' if name == 'feature' else name
+        if (column.isinf() & flat.isfinite()).any():
+            raise ValueError(
+                f"embed.dtype='{str(self.dtype).removeprefix('torch.')}' cannot hold the {what} of "
+                "some images: set 'float32'"
+            )
+        wrong = ~flat.isfinite() if name == 'feature' else flat.isnan()
+        if wrong.any():
+            raise ValueError(f'the {what} of some images are NaN or infinite')
+        return column
 
     def _write_full(self, folder: Path, held: list[dict[str, Tensor]], shards: Any) -> Any:
         """Write the shards that are full; returns what is left."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -80,10 +80,9 @@ class ExportLoop:
         codes: dict[str, str] = {}
         errors: dict[str, float] = {}
         images = self._images()
+        backbone = dataclasses.replace(backbone, preprocessing=self._preprocessing(images))
         for form in self.to:
             codes[form], errors[form] = self._export(form, backbone, images, folder)
-        if backbone.library == 'timm' and 'weights' in self.to:
-            self._note_preprocessing(folder / 'config.json', images)
         write_model_card(self.runner, backbone, codes, folder)
         results = dict(part=backbone.name, library=backbone.library, relative_error=errors)
         rows = [(form, f'{error:.1e}') for form, error in errors.items()]
@@ -109,14 +108,12 @@ class ExportLoop:
             )
         return code, error
 
-    def _note_preprocessing(self, path: Path, images: Tensor) -> None:
-        """In timm's config, which otherwise has images cropped and normalised as ImageNet's are."""
-        config, (channels, height, width) = json.loads(path.read_text()), images.shape[1:]
+    def _preprocessing(self, images: Tensor) -> dict[str, Any]:
+        channels, height, width = images.shape[1:]
         normalised = normalisation_of(self.runner.cfg)
         if not normalised and images.min() >= 0 and images.max() <= 1:  # by nothing
             normalised = dict(mean=[0.0] * channels, std=[1.0] * channels)
-        if normalised and len(normalised['mean']) == channels:
-            config['pretrained_cfg'].update(normalised)
-        if height == width and self.input_size is None:
-            config['pretrained_cfg'].update(resizing_of(self.runner.cfg, height))
-        path.write_text(json.dumps(config, indent=2) + '\n')
+        if normalised and len(normalised['mean']) != channels:
+            normalised = {}
+        is_resized = height == width and self.input_size is None
+        return {**normalised, **(resizing_of(self.runner.cfg, height) if is_resized else {})}

@@ -47,7 +47,10 @@ def _with_network(backbone: Backbone, network: nn.Module) -> nn.Module:
 
 
 def _timm(backbone: Backbone, images: Tensor, folder: Path) -> tuple[str, nn.Module]:
-    """Also ``config.json`` as timm's hub has it."""
+    """Also ``config.json`` as timm's hub has it.
+
+    Without the run's own, timm crops and normalises images as ImageNet's are.
+    """
     import timm
 
     network: Any = backbone.network
@@ -58,7 +61,9 @@ def _timm(backbone: Backbone, images: Tensor, folder: Path) -> tuple[str, nn.Mod
         num_classes=0,
         num_features=network.num_features,
         model_args={key: value for key, value in arguments.items() if key != 'num_classes'},
-        pretrained_cfg=dict(num_classes=0, input_size=list(images.shape[1:])),
+        pretrained_cfg=dict(
+            num_classes=0, input_size=list(images.shape[1:]), **backbone.preprocessing
+        ),
     )
     (folder / 'config.json').write_text(json.dumps(config, indent=2) + '\n')
     path = str(folder / WEIGHTS)

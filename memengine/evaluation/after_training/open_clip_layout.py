@@ -6,6 +6,7 @@ Shapes: B images or texts, W width of a tower, D of open_clip's space, E of the 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,38 @@ def export_to_open_clip(whole: Backbone, images: Tensor, folder: Path) -> tuple[
             ('text', loaded.encode_text(tokens)),
         )
     ]
+    arguments, comments = _transforms(whole.preprocessing)
+    call = ''.join(
+        f'    {key}={value!r},\n' for key, value in dict(pretrained=path.name, **arguments).items()
+    )
     code = (
         f"import open_clip\n\nopen_clip.add_model_config('{name}.json')\n"
-        f"model = open_clip.create_model('{name}', pretrained='{path.name}')"
+        f"model, _, transform = open_clip.create_model_and_transforms(\n    '{name}',\n{call})"
     )
-    return code, max(errors)
+    return '\n'.join([code, *comments]), max(errors)
+
+
+def _transforms(preprocessing: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What has open_clip make images as the run does, and comments on what it would do otherwise.
+
+    A file of weights says nothing of it: what is not given is done as for OpenAI's models.
+    """
+    arguments: dict[str, Any] = {}
+    unknown = []
+    if 'mean' in preprocessing:
+        arguments = {f'image_{key}': tuple(preprocessing[key]) for key in ('mean', 'std')}
+    else:
+        unknown.append('mean and std')
+    share = preprocessing.get('crop_pct')
+    interpolation = preprocessing.get('interpolation', 'bicubic')
+    if share and round(share, 6) == 1 and interpolation in ('bicubic', 'bilinear'):
+        squashed = preprocessing.get('crop_mode') == 'squash'
+        arguments['image_interpolation'] = interpolation
+        arguments['image_resize_mode'] = 'squash' if squashed else 'shortest'
+    else:
+        unknown.append('resizing')
+    comments = [f"# transform's {what}: open_clip's own, not the run's" for what in unknown]
+    return arguments, comments
 
 
 def _names(model: nn.Module) -> set[str]:

@@ -115,6 +115,7 @@ class Classifier(Algorithm):
 
     def predict(self, inputs: Any, data_samples: Any = None) -> list[dict[str, Tensor]]:
         """``feature`` [D] and ``logits`` [K] of each image."""
+        check_one_view(inputs, 'Classifier')
         features = self.features(inputs)
         pairs = zip(features, self.head(features), strict=True)
         return [{'feature': feature, 'logits': logits} for feature, logits in pairs]

@@ -97,11 +97,15 @@ def step_in_backward(
     shared one not either. The optimiser's own pre hooks run before each parameter's update, when
     only its gradient is there, and again in the final ``step``; post hooks in the latter only.
 
+    Clipping goes into ``before``: behind backward, where no gradient is left,
+    ``clip_grad_norm_`` returns 0 and clips nothing, without a word.
+
     AMP: autocast as always; a gradient scaler needs whole gradients to find overflows, so fp16
-    cannot. DDP's reduction comes after this hook, on gradients that are gone: not for DDP, whose
-    buckets hold all gradients anyway. ``fully_shard`` calls these hooks on reduced gradients.
-    BatchNorm and random state are not touched. A compiled graph hands its gradients over all at
-    once, so fewer are freed early.
+    cannot: parameters are updated by scaled gradients, before the scaler's step or update says
+    that no inf checks were recorded. DDP's reduction comes after this hook, on gradients that are
+    gone: not for DDP, whose buckets hold all gradients anyway. ``fully_shard`` calls these hooks on
+    reduced gradients. BatchNorm and random state are not touched. A compiled graph hands its
+    gradients over all at once, so fewer are freed early.
 
     Source: torch.Tensor.register_post_accumulate_grad_hook; Lv et al., Full Parameter Fine-tuning
     for Large Language Models with Limited Resources (2023), who fuse SGD so.

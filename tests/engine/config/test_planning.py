@@ -356,6 +356,14 @@ def test_nothing_fits(capsys):
     assert 'predicted' in said
 
 
+def test_what_was_not_tried_is_said_where_nothing_fits(capsys):
+    own = 'activation_checkpointing=dict(modules="*.blocks.0")'
+    assert main(['plan', CLASSIFIER, '--budget', '1MiB', '--cfg-options', *OPTIONS, own]) == 1
+    said = capsys.readouterr().err
+    assert 'nothing fits 1MiB' in said
+    assert '\n  left out: activation_checkpointing: it is set by the config' in said
+
+
 def test_a_size_without_unit_is_refused(capsys):
     assert main(['plan', DINO, '--budget', '24']) == 1
     assert 'GiB' in capsys.readouterr().err

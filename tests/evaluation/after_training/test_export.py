@@ -277,8 +277,7 @@ def test_the_teachers_backbone_is_the_one_that_is_meant():
         find_backbone(nn.ReLU())
 
 
-@pytest.mark.parametrize('kind', ['CLIP', 'SigLIP'])
-def test_open_clip_reads_both_towers(tmp_path, kind):
+def small_clip(tmp_path, kind='CLIP'):
     open_clip = pytest.importorskip('open_clip', reason='open_clip is not installed')
     vision = dict(image_size=16, layers=1, width=64, patch_size=8, head_width=32)
     text = dict(context_length=8, vocab_size=49408, width=32, heads=2, layers=1)
@@ -291,6 +290,12 @@ def test_open_clip_reads_both_towers(tmp_path, kind):
     }
     torch.manual_seed(0)
     model = MODELS.build(dict(type=kind, embed_dim=10, _scope_='memengine', **towers)).eval()
+    return open_clip, model
+
+
+@pytest.mark.parametrize('kind', ['CLIP', 'SigLIP'])
+def test_open_clip_reads_both_towers(tmp_path, kind):
+    open_clip, model = small_clip(tmp_path, kind)
     options = dict(_scope_='memengine', input_size=(3, 16, 16), to=['open_clip'])
     folder = tmp_path / 'export'
     LOOPS.build(dict(type='ExportLoop', runner=runner_of(model, folder), **options)).run()
@@ -311,6 +316,50 @@ def test_open_clip_reads_both_towers(tmp_path, kind):
         LOOPS.build(dict(type='ExportLoop', runner=other, **options)).run()
     with pytest.raises(ValueError, match='no other form, no part'):
         LOOPS.build(dict(type='ExportLoop', runner=other, **options, part='backbone'))
+
+
+@pytest.mark.parametrize(
+    ('resizing', 'comment'),
+    [
+        ([dict(type='torchvision/Resize', size=[16, 16], interpolation='bicubic')], ''),
+        (
+            [
+                dict(type='torchvision/Resize', size=16),
+                dict(type='torchvision/CenterCrop', size=16),
+            ],
+            '',
+        ),
+        (
+            [
+                dict(type='torchvision/Resize', size=18),
+                dict(type='torchvision/CenterCrop', size=16),
+            ],
+            "# transform's resizing: open_clip's own, not the run's",
+        ),
+    ],
+)
+def test_open_clip_makes_images_as_the_run_did(tmp_path, monkeypatch, resizing, comment):
+    """By default it takes OpenAI's mean, and crops what it has resized with bicubic filters."""
+    _, model = small_clip(tmp_path)
+    normalise = dict(type='torchvision/Normalize', mean=[0.5] * 3, std=[0.2] * 3)
+    pipeline = [*resizing, *SCALED, normalise, dict(type='PackInputs')]
+    data = dict(type='ImageDataset', source=dict(type='Noise'), pipeline=pipeline)
+    loader = dict(dataset=data, collate_fn=dict(type='stack_views'))
+    folder = tmp_path / 'export'
+    runner = runner_of(model, folder, val_dataloader=loader)
+    runner.seed, runner.build_dataloader = 0, Runner.build_dataloader
+    options = dict(_scope_='memengine', to=['open_clip'])
+    LOOPS.build(dict(type='ExportLoop', runner=runner, **options)).run()
+    code = (folder / 'README.md').read_text().split('```python\n')[1].split('```')[0]
+    monkeypatch.chdir(folder)
+    exec(code, namespace := {})
+    made = namespace['transform'](Noise()[0][0])
+    assert comment in code and ('#' in code) == bool(comment)
+    if comment:
+        normalised = namespace['transform'].transforms[-1]
+        assert (*normalised.mean, *normalised.std) == (*[0.5] * 3, *[0.2] * 3)
+    else:
+        torch.testing.assert_close(made, images_of(runner, [0])[0])
 
 
 def test_a_form_that_is_none_is_refused_at_once(capsys):

@@ -1,6 +1,7 @@
 """The step inside backward: the plain step's parameters, with few gradients alive."""
 
 import weakref
+from functools import partial
 
 import pytest
 import timm
@@ -219,6 +220,37 @@ def test_a_second_gradient_is_refused():
         net(torch.ones(1, 6).double()).sum().backward()
         with pytest.raises(RuntimeError, match=r'shape \(6,.*second gradient.*one backward'):
             net(torch.ones(1, 6).double()).sum().backward()
+
+
+@pytest.mark.edge(
+    'optimizer_in_backward',
+    'unnoticed',
+    'In plain PyTorch, `clip_grad_norm_` behind backward: it finds no gradients and clips nothing; '
+    '`before` clips each',
+)
+def test_what_clips_behind_backward_clips_nothing():
+    moved = []
+    for clips_before in (False, True):
+        net = nn.Linear(4, 4, bias=False)
+        start, optimizer = net.weight.detach().clone(), torch.optim.SGD(net.parameters(), lr=1.0)
+        clip = partial(nn.utils.clip_grad_norm_, max_norm=1e-3)
+        with step_in_backward(optimizer, before=clip if clips_before else None):
+            net(torch.ones(2, 4)).sum().backward()
+        assert clip(net.parameters()) == 0
+        optimizer.step()
+        moved.append((net.weight - start).norm().item())
+    assert moved == [pytest.approx(8), pytest.approx(1e-3, rel=1e-2)]
+
+
+@pytest.mark.parametrize('fused', [False, True])
+def test_a_gradient_scaler_ends_in_an_error(fused):
+    """As its page says: torch's own, and not before parameters are updated by scaled gradients."""
+    net, scaler = nn.Linear(4, 4), torch.amp.GradScaler('cpu')
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, fused=fused)
+    with step_in_backward(optimizer):
+        scaler.scale(net(torch.ones(2, 4)).sum()).backward()
+    with pytest.raises(AssertionError, match='No inf checks were recorded'):
+        scaler.step(optimizer), scaler.update()
 
 
 class Counting(torch.optim.SGD):
