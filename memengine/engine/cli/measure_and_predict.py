@@ -17,7 +17,7 @@ from mmengine.device import get_device
 from mmengine.logging import MMLogger
 
 from memengine._torch_private.distributed import pretended_ranks
-from memengine.engine.config.step_of_config import first_batch, step_of
+from memengine.engine.config.step_of_config import first_batch, iterations_of, step_of
 from memengine.engine.distributed.launchers import read_rank
 from memengine.engine.distributed.processes import cpu_group, do_on_all_ranks, init_process_group
 from memengine.memory import Prediction, UnpredictableError, map_blocks_singly, measure, predict
@@ -88,6 +88,8 @@ def predict_step(cfg: Config, as_json: bool = False) -> str:
         name or '(outside of modules)': nbytes for name, nbytes in predicted.by_module.items()
     }
     largest = dict(list(modules.items())[:_MOST_MODULES])
+    iterations = iterations_of(cfg)
+    of_iterations = f' of {iterations} iterations' if iterations > 1 else ''
     lines = [
         f'{_mib(predicted.peak_bytes)} at the peak of a training step, predicted for a process '
         f'on a CPU; reached in {predicted.at}',
@@ -97,7 +99,7 @@ def predict_step(cfg: Config, as_json: bool = False) -> str:
         f'activations and transients of the peak by module, the largest of {len(modules)}:',
         *_table(largest),
         '',
-        f'{predicted.flops / 1e9:.2f} GFLOP a step',
+        f'{predicted.flops / 1e9:.2f} GFLOP a step{of_iterations}',
     ]
     if predicted.guessed:
         lines.append(

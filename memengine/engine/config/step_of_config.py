@@ -170,6 +170,14 @@ def _scope(cfg: Mapping[str, Any]) -> Any:
     return DefaultScope.overwrite_default_scope(cfg.get('default_scope', 'memengine'))
 
 
+def iterations_of(cfg: Config) -> int:
+    """How many iterations of an update a step is: the last one is beside the gradients of others.
+
+    They take as much of one as of many.
+    """
+    return min(cfg.optim_wrapper.get('accumulative_counts', 1), 2)
+
+
 def _build(cfg: Config, batch: Any, blocks: Mapping[int, int]) -> TrainingStep:
     with _scope(cfg):
         model = MODELS.build(cfg.model)
@@ -179,9 +187,7 @@ def _build(cfg: Config, batch: Any, blocks: Mapping[int, int]) -> TrainingStep:
         hooks = _technique_hooks(cfg)
         refuse(cfg, hooks)
         apply_to_model(model, logger, hooks)
-        # Of the iterations before an update the last one is beside the gradients of the others,
-        # which take as much of two as of many.
-        counts = min(cfg.optim_wrapper.get('accumulative_counts', 1), 2)
+        counts = iterations_of(cfg)
         accumulating = {'accumulative_counts': counts} if counts > 1 else {}
         wrapper = build_optim_wrapper(wrapped, cfg.optim_wrapper | accumulating)
     wrapper.initialize_count_status(model, 0, -1)

@@ -80,6 +80,13 @@ def test_the_last_of_several_iterations_is_beside_the_gradients_of_the_others(co
     assert several.by_category['gradients'] == pytest.approx(parameters, rel=0.1)
 
 
+@pytest.mark.parametrize(('counts', 'step'), [(1, 'a step'), (4, 'a step of 2 iterations')])
+def test_it_is_said_of_how_many_iterations_operations_are_counted(capsys, counts, step):
+    options = [*OPTIONS, f'optim_wrapper.accumulative_counts={counts}']
+    main(['predict', CLASSIFIER, '--cfg-options', *options])
+    assert f'GFLOP {step}\n' in capsys.readouterr().out
+
+
 def test_what_a_technique_decides_in_the_first_step_is_in_the_prediction():
     keeping_all = planner(CLASSIFIER, activation_checkpointing={'budget': 1.0})
     saved = keeping_all.plain().by_category['saved activations']
