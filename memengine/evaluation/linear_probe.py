@@ -86,8 +86,9 @@ def linear_probe(
     for each in (features, queries):
         check_finite(each, 'linear probe')
     # In float64 the mean of equal numbers is that number: what never varies becomes 0, not noise.
-    mean = features.mean(0, dtype=torch.float64).to(torch.float32)
-    features, queries = features.float() - mean, queries.float() - mean
+    wide = torch.promote_types(features.dtype, torch.float32)
+    mean = features.mean(0, dtype=torch.float64).to(wide)
+    features, queries = (features - mean).float(), (queries - mean).float()
     std = features.std(0).clamp_min(1e-6)
     features, queries = features / std, queries / std
     chosen, rest = order[:count], order[count:]

@@ -49,6 +49,8 @@ def test_a_feature_that_never_varies_says_nothing():
         given = (features.to(dtype), labels, queries.to(dtype), query_labels)
         probe = linear_probe(*given, learning_rates=[0.1], epochs=20)
         assert probe.queries[-1].eq(100).all()
+    far = (1e9 + features.double(), labels, 1e9 + queries.double(), query_labels)
+    assert linear_probe(*far, learning_rates=[0.1], epochs=20).queries[-1].eq(100).all()
 
 
 def test_settings_that_measure_nothing_are_refused():
