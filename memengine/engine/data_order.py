@@ -109,8 +109,9 @@ class ResumableSampler(Sampler[int]):
         first = 0 if counts else start
         times: Counter[int] = Counter()  # of this epoch, as a sampler may have no end
         last = self.epoch
+        per_draw, ahead, length = self._pace(world_size, rank)
         for position, index in enumerate(islice(iter(self.sampler), first, self.limit), first):
-            epoch = self.epoch + position * world_size // self.dataset_size
+            epoch = self.epoch + (position * per_draw + ahead) // length
             repetition = getattr(index, 'repetition', None)
             if counts and repetition is None:
                 if epoch != last:
@@ -119,6 +120,12 @@ class ResumableSampler(Sampler[int]):
                 times[int(index)] += 1
             if position >= start:
                 yield DrawnIndex(int(index), epoch, repetition or 0)
+
+    def _pace(self, world_size: int, rank: int) -> tuple[int, int, int]:
+        """How far a draw comes, how far this rank is ahead of the first one, how long a pass is."""
+        if isinstance(self.sampler, Sized) and not isinstance(self.sampler, InfiniteSampler):
+            return 1, 0, max(len(self.sampler), 1)  # it may give more, or each rank all samples
+        return world_size, rank, self.dataset_size
 
     def __len__(self) -> int:
         length = len(cast(Sized, self.sampler))

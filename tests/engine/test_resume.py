@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from mmengine.dataset import DefaultSampler
+from mmengine.dataset import DefaultSampler, InfiniteSampler
 from mmengine.hooks import Hook
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from memengine.datasets import RepeatedAugmentation
 from memengine.engine import data_order
@@ -161,10 +161,10 @@ def test_another_seed_draws_other_batches(tmp_path):
 def test_sampler_starts_in_the_middle_and_tells_passes_apart():
     sampler = ResumableSampler([5, 3, 1, 5, 3], dataset_size=3)
     assert list(sampler) == [5, 3, 1, 5, 3]
-    assert [draw.epoch for draw in sampler] == [0, 0, 0, 1, 1]
+    assert [draw.epoch for draw in sampler] == [0, 0, 0, 0, 0]
     sampler.set_epoch(7)
     sampler.start = 2
-    assert [(int(draw), draw.epoch) for draw in sampler] == [(1, 7), (5, 8), (3, 8)]
+    assert [(int(draw), draw.epoch) for draw in sampler] == [(1, 7), (5, 7), (3, 7)]
     assert len(list(sampler)) == 5, 'the start holds for one pass only'
 
 
@@ -199,6 +199,28 @@ def test_a_foreign_samplers_repetitions_are_augmented_anew_on_all_ranks(monkeypa
         assert [tuple(data[draw]['x'].tolist()) for draw in sampler] == seen[-3:]
     assert len(set(seen)) == len(seen) == 6 * ranks
     assert seen[5] == tuple(data[0]['x'].tolist()), 'what is drawn once is as it always was'
+
+
+FOREIGN = {
+    'of all samples to each rank': lambda: RandomSampler(range(7)),
+    'of twice as many draws': lambda: RandomSampler(range(7), replacement=True, num_samples=14),
+    'without an end': lambda: InfiniteSampler(range(7), seed=3),  # which two ranks do not divide
+}
+
+
+@pytest.mark.parametrize('name', FOREIGN)
+def test_no_two_draws_of_several_passes_are_augmented_alike(monkeypatch, name):
+    seeds = []
+    for rank in range(2):
+        monkeypatch.setattr('mmengine.dataset.sampler.get_dist_info', lambda rank=rank: (rank, 2))
+        monkeypatch.setattr(data_order, 'get_world_size', lambda: 2)
+        monkeypatch.setattr(data_order, 'get_rank', lambda rank=rank: rank)
+        sampler = FOREIGN[name]()
+        data, draws = SeededDataset(range(7), seed=5), ResumableSampler(sampler, 7)
+        for epoch in range(1 if isinstance(sampler, InfiniteSampler) else 4):
+            draws.set_epoch(epoch)
+            seeds += [data._seed_of(draw) for draw in islice(draws, 28)]
+    assert len(seeds) >= 56 and len(set(seeds)) == len(seeds)
 
 
 class LooksNowhere(int):
