@@ -79,7 +79,8 @@ class ResumableSampler(Sampler[int]):
     Indices may be marked by the sampler with the number of the ``repetition``, an attribute. Of
     other samplers than MMEngine's and torch's for several ranks nobody knows whether they draw a
     sample twice in a pass, on a rank or on several: each time is then given a number of its own, by
-    place and rank.
+    place and rank. They may draw a pass's order from the global generators when it begins, which
+    are seeded for it, on each rank otherwise.
 
     Attributes:
         limit: Draws of a pass, at most; None for all that the sampler gives.
@@ -88,9 +89,10 @@ class ResumableSampler(Sampler[int]):
     fraction of a microsecond for each draw before.
     """
 
-    def __init__(self, sampler: Sampler[int], dataset_size: int) -> None:
+    def __init__(self, sampler: Sampler[int], dataset_size: int, seed: int = 0) -> None:
         self.sampler = sampler
         self.dataset_size = dataset_size
+        self.seed = seed
         self.epoch = 0
         self.start = 0
         self.limit: int | None = None
@@ -106,6 +108,8 @@ class ResumableSampler(Sampler[int]):
         start, self.start = self.start, 0
         world_size, rank = get_world_size(), get_rank()
         counts = not isinstance(self.sampler, _DRAWS_ONCE)
+        if counts:
+            seed_generators(derive_seed(self.seed, self.epoch, -1 - rank))  # below 0: no sample's
         first = 0 if counts else start
         times: Counter[int] = Counter()  # of this epoch, as a sampler may have no end
         last = self.epoch
@@ -268,7 +272,7 @@ def reproducible(dataloader: dict[str, Any], seed: int, diff_rank_seed: bool) ->
         seed = seed - get_rank() if diff_rank_seed else seed  # MMEngine adds the rank
         workers = max(config.get('num_workers', 0), 1)
         dataset.read_by(seed, get_world_size(), workers, config['batch_size'])
-    return {**config, 'dataset': seeded, 'sampler': ResumableSampler(sampler, max(size, 1))}
+    return {**config, 'dataset': seeded, 'sampler': ResumableSampler(sampler, max(size, 1), seed)}
 
 
 def train_loader(runner: Any, dataloader: DataLoader | dict[str, Any]) -> DataLoader:

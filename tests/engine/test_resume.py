@@ -11,7 +11,7 @@ import pytest
 import torch
 from mmengine.dataset import DefaultSampler, InfiniteSampler
 from mmengine.hooks import Hook
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from memengine.datasets import RepeatedAugmentation
 from memengine.engine import data_order
@@ -80,6 +80,44 @@ def test_resume_within_an_infinite_sampler_is_bit_exact(tmp_path):
         tmp_path / 'parts', second, train_cfg=LOOPS['iterations'], loader=loader, resume=True
     ).train()
     assert first.seen + second.seen == whole
+
+
+class DrawsGlobally(Sampler):
+    """As torch's RandomSampler: its order comes from the global generator."""
+
+    def __init__(self, dataset, seed):
+        self.size = len(dataset)
+
+    def __iter__(self):
+        return iter(torch.randperm(self.size).tolist())
+
+    def __len__(self):
+        return self.size
+
+
+@pytest.mark.parametrize('loop', LOOPS)
+def test_resume_within_an_order_of_the_global_generators_is_bit_exact(tmp_path, loop):
+    loader = dict(sampler=dict(type=DrawsGlobally))
+    whole, _ = uninterrupted(tmp_path, train_cfg=LOOPS[loop], loader=loader)
+    parts = []
+    for train_cfg in (dict(LOOPS[loop], stop_at_iter=8), LOOPS[loop]):
+        losses, resume = Losses(), bool(parts)
+        toy_runner(tmp_path / 'parts', losses, train_cfg, loader, resume=resume).train()
+        parts += losses.seen
+    assert parts == whole
+
+
+def test_an_order_of_the_global_generators_is_another_one_in_each_pass_and_on_each_rank(
+    monkeypatch,
+):
+    orders = set()
+    for rank in range(2):
+        monkeypatch.setattr(data_order, 'get_rank', lambda rank=rank: rank)
+        sampler = ResumableSampler(DrawsGlobally(range(30), seed=0), 30)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            orders.add(tuple(sampler))
+    assert len(orders) == 4
 
 
 @pytest.mark.parametrize('loop', LOOPS)
