@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import count
+from itertools import chain, count
 from typing import NamedTuple, Protocol
 
 
@@ -61,10 +61,12 @@ class Reader:
         self, stream: Stream, seed: int, epoch: int, reader: int, readers: int, shuffle_buffer: int
     ) -> None:
         place = f'{seed} {epoch}'
+        draws = random.Random(f'{place} {reader} buffer')
         passes = _passes(stream, place, reader, readers)
-        if shuffle_buffer:
-            passes = _shuffled(passes, shuffle_buffer, random.Random(f'{place} {reader} buffer'))
-        self._samples = passes
+        self._samples = chain.from_iterable(
+            _shuffled(samples, shuffle_buffer, draws) if shuffle_buffer else samples
+            for samples in passes
+        )
         self._held: deque[StreamedSample] = deque()
         self.first = 0
 
@@ -81,23 +83,24 @@ class Reader:
         return self._held[ahead]
 
 
-def _passes(stream: Stream, place: str, reader: int, readers: int) -> Iterator[StreamedSample]:
+def _passes(
+    stream: Stream, place: str, reader: int, readers: int
+) -> Iterator[Iterator[StreamedSample]]:
     for number in count():
-        empty = True
-        for sample in stream.samples(random.Random(f'{place} {number}'), reader, readers):
-            empty = False
-            yield sample
-        if empty:
+        samples = stream.samples(random.Random(f'{place} {number}'), reader, readers)
+        first = next(samples, None)
+        if first is None:
             raise ValueError(
                 f'the stream has no sample for reader {reader} of {readers} (ranks × workers): '
                 'lower num_workers, or give it more samples'
             )
+        yield chain([first], samples)
 
 
 def _shuffled(
     samples: Iterable[StreamedSample], size: int, draws: random.Random
 ) -> Iterator[StreamedSample]:
-    """An endless stream, each sample drawn from the next ``size``."""
+    """A pass, each sample drawn from the next ``size``; none is left to the pass that follows."""
     held: list[StreamedSample] = []
     for sample in samples:
         if len(held) < size:
@@ -106,3 +109,5 @@ def _shuffled(
         drawn = draws.randrange(size)
         yield held[drawn]
         held[drawn] = sample
+    draws.shuffle(held)
+    yield from held

@@ -72,6 +72,15 @@ def test_fewer_shards_than_readers_are_shared(tmp_path):
     assert sorted(labels_of(dataset, range(12))) == list(range(12))
 
 
+@pytest.mark.parametrize('buffer', [3, 5, 1000])
+def test_a_pass_holds_each_sample_once_however_large_the_buffer(tmp_path, buffer):
+    dataset = stream(shards(tmp_path), 48, shuffle_buffer=buffer)
+    dataset.read_by(seed=0, ranks=1, workers=2, batch_size=3)
+    labels = labels_of(dataset, range(48))
+    passes = labels[:24], labels[24:]
+    assert all(sorted(each) == list(range(24)) for each in passes) and passes[0] != passes[1]
+
+
 @pytest.mark.parametrize('workers', [0, 2])
 def test_batches_of_workers_go_on_in_mid_epoch(tmp_path, workers):
     dataset = stream(shards(tmp_path), shuffle_buffer=3)
