@@ -158,7 +158,8 @@ class CocoDetection(Dataset):
         objects = self._objects(image_id)
         size = (image.height, image.width)
         self._check_size(index, size)
-        corners = torch.tensor([each['bbox'] for each in objects]).reshape(-1, 4)
+        corners = torch.tensor([each['bbox'] for each in objects], dtype=torch.float32)
+        corners = corners.reshape(-1, 4)
         corners[:, 2:] += corners[:, :2]
         sample: dict[str, Any] = {
             'boxes': tv_tensors.BoundingBoxes(corners, format='XYXY', canvas_size=size),
@@ -170,7 +171,6 @@ class CocoDetection(Dataset):
         image, sample = self._transform(image, sample)
         # torchvision's subclasses have done their work, and would slow the network.
         plain = {name: value.as_subclass(torch.Tensor) for name, value in sample.items()}
-        plain['boxes'] = plain['boxes'].float()
         return {
             'inputs': image.as_subclass(torch.Tensor),
             'data_samples': {**plain, 'image_id': image_id, 'index': index},

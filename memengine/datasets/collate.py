@@ -10,6 +10,7 @@ from mmengine.registry import FUNCTIONS as ROOT_FUNCTIONS
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
+from memengine.datasets.batched import jpeg
 from memengine.registry import FUNCTIONS
 
 
@@ -46,10 +47,9 @@ def stack_views(batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _padded(batch: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    files = [item['inputs'] for item in batch]
-    if not all(isinstance(file, torch.Tensor) and file.ndim == 1 for file in files):
+    if not all(jpeg.FILE in item['data_samples'] for item in batch):
         return batch
-    padded = pad_sequence(files, batch_first=True)
+    padded = pad_sequence([item['inputs'] for item in batch], batch_first=True)
     return [{**item, 'inputs': file} for item, file in zip(batch, padded, strict=True)]
 
 
@@ -68,7 +68,10 @@ def _check_same_shapes(item: Mapping[str, Any], first: Mapping[str, Any]) -> Non
         if view.shape == wanted.shape:
             continue
         which = f'view {position} of ' if len(views) > 1 else ''
-        if view.shape[0] != wanted.shape[0]:
+        if view.ndim != 3:
+            remedy = 'have the data set cut or fill up all samples to one shape, or give '
+            remedy += 'collate_fn a function of your own'
+        elif view.shape[0] != wanted.shape[0]:
             remedy = 'bring all images to the same number of channels with torchvision/Grayscale '
             remedy += 'or torchvision/RGB'
         else:

@@ -78,6 +78,13 @@ def test_a_flip_turns_objects_with_their_image(coco):
     assert torch.equal(sample['masks'], plain['masks'].flip(2))
 
 
+def test_boxes_of_whole_numbers_are_not_cut_to_whole_pixels(coco):
+    half = [dict(type='torchvision/Resize', size=[HEIGHT // 2, WIDTH // 2])]
+    boxes = CocoDetection(**coco, transforms=half)[1]['data_samples']['boxes']
+    assert boxes.dtype == torch.float32
+    assert boxes.tolist() == [[0.5, 1, 2.5, 2.5], [3, 0, 4.5, 4]]
+
+
 def test_images_without_objects_are_kept_or_left_out(coco):
     empty = CocoDetection(**coco, masks=True)[0]['data_samples']
     assert empty['image_id'] == 3

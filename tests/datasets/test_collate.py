@@ -65,6 +65,13 @@ def test_a_ragged_view_is_named():
         stack_views(batch)
 
 
+@pytest.mark.parametrize('dtype', [torch.float32, torch.int64, torch.uint8])
+def test_sequences_are_not_filled_up_unasked(dtype):
+    batch = [item(torch.ones(length, dtype=dtype), length) for length in (5, 7)]
+    with pytest.raises(ValueError, match=r'sample 7 has the shape \[7\].*\[5\].*one shape'):
+        stack_views(batch)
+
+
 def test_different_channels_have_another_remedy():
     with pytest.raises(ValueError, match='number of channels with torchvision/'):
         stack_views([item(torch.zeros(3, 4, 4)), item(torch.zeros(1, 4, 4), 1)])

@@ -120,6 +120,13 @@ def _cubic(x: Tensor) -> Tensor:
     return torch.where(x < 1, near, torch.where(x < 2, far, 0))
 
 
+def pad(transform: v2.Pad, images: Tensor, draws: Draws) -> Tensor:
+    """``Pad``; a ``fill`` with a value above 1 is one of 8 bits."""
+    fill = torch.as_tensor(transform.fill or 0.0, dtype=torch.float32)
+    fill = fill / 255 if fill.max() > 1 else fill
+    return v2.functional.pad(images, transform.padding, fill.tolist(), transform.padding_mode)
+
+
 def random_crop(transform: v2.RandomCrop, images: Tensor, draws: Draws) -> Tensor:
     """``RandomCrop``, with zeros around the image where it has padding."""
     if transform.padding is not None:
@@ -160,7 +167,7 @@ def random_affine(transform: v2.RandomAffine, images: Tensor, draws: Draws) -> T
     moved = (x * width).round(), (y * height).round()
     matrices = affine_matrices(angle, moved, scale, shear)
     mode = v2.InterpolationMode(transform.interpolation).value
-    return affine(images, matrices, mode)
+    return affine(images, matrices, mode).clamp(0, 1)  # bicubic goes beyond
 
 
 def affine_matrices(

@@ -16,6 +16,9 @@ from torchvision.transforms import v2
 
 from memengine.datasets.sources.folders import MOST_PIXELS
 
+FILE = 'jpeg_file'
+"""The entry of ``data_samples`` of an item that is such a file: its bytes, the image's size."""
+
 
 def read(path: str) -> Tensor:
     """A file's bytes, uint8 [L].

@@ -22,9 +22,6 @@ __all__ = ['BatchedViews', 'PlainImageDataset']
 SEED = 'view_seed'
 """The entry of ``data_samples`` that a sample's views are drawn from."""
 
-FILE = 'jpeg_file'
-"""That of a file that is not decoded yet: its bytes, and the height and width of the image."""
-
 
 @DATASETS.register_module()
 class PlainImageDataset(ImageDataset):
@@ -93,7 +90,7 @@ class PlainImageDataset(ImageDataset):
         kept[SEED] = Draws.from_seeds([seed]).seeds[0]
         if self.size is not None:
             file: Tensor = results['img']
-            kept[FILE] = torch.tensor([len(file), *self.size])
+            kept[jpeg.FILE] = torch.tensor([len(file), *self.size])
             return {'inputs': file, 'data_samples': kept}
         pixels = torch.from_numpy(pixels_of(self.pipeline(results)['img']).copy())
         image = pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1).contiguous()
@@ -124,7 +121,7 @@ class BatchedViews(BaseDataPreprocessor):
     def forward(self, data: Any, training: bool = False) -> Any:
         """Move a batch of :func:`stack_views`, and make its views if it is trained on."""
         samples = data.get('data_samples') if isinstance(data, Mapping) else None
-        if isinstance(samples, Mapping) and FILE in samples:
+        if isinstance(samples, Mapping) and jpeg.FILE in samples:
             data = self._decoded(data)
         data = super().forward(data, training)
         if not training:
@@ -145,7 +142,7 @@ class BatchedViews(BaseDataPreprocessor):
 
     def _decoded(self, data: Mapping[str, Any]) -> dict[str, Any]:
         samples = dict(data['data_samples'])
-        lengths, heights, widths = samples.pop(FILE).cpu().unbind(1)
+        lengths, heights, widths = samples.pop(jpeg.FILE).cpu().unbind(1)
         size = [int(heights[0]), int(widths[0])]
         places = samples.get('index', torch.arange(len(lengths))).tolist()
         names = [f'sample {place}' for place in places]

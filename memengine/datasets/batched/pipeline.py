@@ -23,7 +23,7 @@ Batched = Callable[[Any, Tensor, Draws], Tensor]
 _CONVERSIONS = (v2.ToImage, v2.PILToTensor, v2.ToDtype)
 
 # Torchvision's own take a batch as they take an image, where nothing is drawn.
-_WITHOUT_DRAWS = (v2.Resize, v2.CenterCrop, v2.Pad, v2.Grayscale, v2.RGB, v2.Normalize, v2.Identity)
+_WITHOUT_DRAWS = (v2.Resize, v2.CenterCrop, v2.Grayscale, v2.RGB, v2.Normalize, v2.Identity)
 
 _AFTER_NORMALIZE = (
     *(v2.RandomErasing, v2.RandomHorizontalFlip, v2.RandomVerticalFlip),
@@ -51,6 +51,7 @@ def _random_apply(transform: v2.RandomApply, images: Tensor, draws: Draws) -> Te
 _BATCHED: dict[type, Batched] = {
     **dict.fromkeys(_CONVERSIONS, _unchanged),
     **dict.fromkeys(_WITHOUT_DRAWS, _as_it_is),
+    v2.Pad: geometry.pad,
     v2.RandomApply: _random_apply,
     v2.RandomResizedCrop: geometry.random_resized_crop,
     v2.RandomCrop: geometry.random_crop,
@@ -184,8 +185,7 @@ def _views(crops: MultiCrop, images: Tensor, draws: Draws) -> list[Tensor]:
     return views
 
 
-def _check(steps: Sequence[tuple[str, Any]], packs: bool = True) -> None:
-    normalised = False
+def _check(steps: Sequence[tuple[str, Any]], packs: bool = True, normalised: bool = False) -> None:
     for position, (where, step) in enumerate(steps):
         last = position == len(steps) - 1
         instead = f"{where} {{}}; take it out, or use type='ImageDataset'"
@@ -193,7 +193,7 @@ def _check(steps: Sequence[tuple[str, Any]], packs: bool = True) -> None:
             continue
         if isinstance(step, MultiCrop) and packs and position == len(steps) - 2:
             for _, pipeline in step.groups:
-                _check(pipeline.steps, packs=False)
+                _check(pipeline.steps, packs=False, normalised=normalised)
             continue
         if not isinstance(step, TorchvisionTransform):
             raise ValueError(instead.format('has no batched form'))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
+import torch
+
 from memengine.datasets.transforms.images import to_torchvision
 from memengine.datasets.transforms.pipeline import Pipeline
 from memengine.registry import TRANSFORMS, TransformConfig
@@ -61,13 +63,13 @@ class MultiCrop:
 
     def __call__(self, results: dict[str, Any]) -> dict[str, Any]:
         """Replace ``results['img']`` by the list of its views; of several frames each has one."""
-        # A PIL image is never written into, so that the views may share it.
         image, order = results['img'], results.pop('channel_order', 'bgr')
         frames = [to_torchvision(one, order) for one in _listed(image)]
         views: list[Any] = []
         for num, pipeline in self.groups:
             given = (frames[(len(views) + place) % len(frames)] for place in range(num))
-            for view in pipeline.apply_to_all([{**results, 'img': frame} for frame in given]):
+            samples = [{**results, 'img': _not_shared(frame)} for frame in given]
+            for view in pipeline.apply_to_all(samples):
                 views.append(to_torchvision(view['img'], view.get('channel_order', 'bgr')))
         results['img'] = views
         return results
@@ -78,6 +80,11 @@ class MultiCrop:
 
 def _listed(image: Any) -> list[Any]:
     return image if isinstance(image, list) else [image]
+
+
+def _not_shared(image: Any) -> Any:
+    """A tensor of a view's own, which a transform may write into; a PIL image it never does."""
+    return image.clone() if isinstance(image, torch.Tensor) else image
 
 
 def _check_group(where: str, group: Any) -> None:

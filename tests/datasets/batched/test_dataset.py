@@ -150,5 +150,10 @@ def test_order_of_transforms_is_checked():
         BatchedImageDataset(
             source=Colours(), pipeline=[normalise, VIEW[0], dict(type='PackInputs')]
         )
+    with pytest.raises(
+        ValueError, match=r'views\[0\].pipeline\[0\] .*before torchvision/Normalize'
+    ):
+        crops = dict(type='MultiCrop', views=[dict(num=1, pipeline=[VIEW[0]])])
+        BatchedImageDataset(source=Colours(), pipeline=[normalise, crops, dict(type='PackInputs')])
     with pytest.raises(ValueError, match='must end with PackInputs'):
         BatchedImageDataset(source=Colours(), pipeline=[normalise])

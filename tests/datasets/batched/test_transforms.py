@@ -214,3 +214,19 @@ def _sides(erased):
 )
 def test_what_draws_nothing_is_torchvisions(kind):
     assert_each(augment([kind], images(), draws()), lambda _, image: kind(image))
+
+
+@pytest.mark.parametrize(
+    ('fill', 'scale'), [(0, 1), (124, 255), ([124, 116, 104], 255), ([0.5, 0.25, 0.75], 1)]
+)
+def test_pad_fills_with_the_colour_that_an_image_of_8_bits_gets(fill, scale):
+    padded = augment([v2.Pad([2, 1], fill=fill)], images(), draws())
+    colour = (torch.tensor(fill) / scale).expand(B, 3)
+    torch.testing.assert_close(padded[:, :, 0, -1], colour)
+    assert torch.equal(padded[:, :, 1:-1, 2:-2], images())
+
+
+def test_a_bicubic_affine_map_stays_within_what_an_image_holds():
+    turned = v2.RandomAffine(30, interpolation=v2.InterpolationMode.BICUBIC)
+    out = augment([turned], images().round(), draws())
+    assert out.min() == 0 and out.max() == 1

@@ -2,10 +2,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms import v2
 
 from memengine.datasets import MultiCrop
 from memengine.registry import TRANSFORMS
 from tests.datasets.toy import TO_TENSOR
+
+TO_FLOAT = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
 
 
 def crop(size, **settings):
@@ -67,6 +70,15 @@ def test_every_view_starts_from_the_whole_image(photograph):
     results = transform({'img': photograph, 'label': 3})
     assert seen == [(photograph, 3)] * 3
     assert results['label'] == 3
+
+
+def test_what_is_written_into_a_view_is_in_no_other_one(photograph):
+    erase = dict(type='torchvision/RandomErasing', p=1.0, value=9, inplace=True)
+    views = [dict(num=1, pipeline=[]), dict(num=1, pipeline=[erase]), dict(num=1, pipeline=[])]
+    image = TO_FLOAT(photograph)
+    before, erased, after = views_of(MultiCrop(views), image)
+    assert torch.equal(before, TO_FLOAT(photograph)) and torch.equal(after, before)
+    assert erased.max() == 9
 
 
 def test_the_seed_decides_the_views(photograph):
