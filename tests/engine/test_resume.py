@@ -39,6 +39,16 @@ def uninterrupted(tmp_path, **kwargs):
     return losses.seen, params(runner)
 
 
+class EpochEnds(Hook):
+    """Keeps (epoch, iteration) of every end of an epoch."""
+
+    def __init__(self):
+        self.seen = []
+
+    def after_train_epoch(self, runner):
+        self.seen.append((runner.epoch, runner.iter))
+
+
 @pytest.mark.parametrize('loop', LOOPS)
 @pytest.mark.parametrize('stop', [1, 5, 7, 14])
 @pytest.mark.fault(
@@ -133,6 +143,50 @@ def test_resume_among_the_repetitions_of_a_sample_is_bit_exact(tmp_path, loop):
     assert first.seen + second.seen == whole
     other = uninterrupted(tmp_path / 'once', train_cfg=LOOPS[loop])
     assert other[0] != whole
+
+
+@pytest.mark.parametrize(
+    ('stop', 'size', 'steps'),
+    [
+        (15, 11, [0, 2, 2, 2]),  # after the last step of the third epoch of 5 batches
+        (15, 40, [0, 10, 10, 10]),
+        (13, 40, [7, 10, 10, 10]),
+        (13, 11, [0, 2, 2, 2]),  # the third one had three of its two batches
+    ],
+)
+def test_data_of_another_size_make_epochs_of_another_length(tmp_path, stop, size, steps):
+    whole = dict(by_epoch=True, max_epochs=6)
+    toy_runner(tmp_path, train_cfg=dict(whole, stop_at_iter=stop)).train()
+    for last in (stop + sum(steps[:-1]) + 1, None):  # and resumed again within the last epoch
+        epochs = EpochEnds()
+        train_cfg = dict(whole, stop_at_iter=last) if last else whole
+        runner = toy_runner(
+            tmp_path, train_cfg=train_cfg, loader=dict(dataset=ToyData(size)), resume=True
+        )
+        runner.register_hook(epochs)
+        runner.train()
+        first = 6 - len(steps)
+        ends = [(first + n, stop + sum(steps[: n + 1])) for n in range(len(steps))]
+        assert epochs.seen == (ends[:-1] if last else ends[-1:])
+
+
+@pytest.mark.parametrize(('size', 'iterations'), [(11, 21), (40, 45)])
+def test_of_epochs_that_are_not_noted_the_next_one_begins(tmp_path, size, iterations):
+    whole = dict(by_epoch=True, max_epochs=6)
+    runner = toy_runner(tmp_path, train_cfg=dict(whole, stop_at_iter=15))
+    runner.train()
+    saved = torch.load(tmp_path / 'iter_15.pth', weights_only=False)
+    saved['message_hub']['runtime_info'].pop('epoch_began')
+    torch.save({**saved, 'meta': {**saved['meta'], 'epoch': 3}}, tmp_path / 'older.pth')
+    runner = toy_runner(
+        tmp_path / 'resumed',
+        train_cfg=whole,
+        loader=dict(dataset=ToyData(size)),
+        resume=True,
+        load_from=str(tmp_path / 'older.pth'),
+    )
+    runner.train()
+    assert runner.iter == iterations
 
 
 @pytest.mark.parametrize('loop', LOOPS)

@@ -25,6 +25,9 @@ _Loop: TypeAlias = 'EpochBasedTrainLoop | IterBasedTrainLoop'
 # In the message hub, and so in checkpoints: the evaluation of this place has yet to be done.
 _EVALUATION_DUE = 'evaluation_due'
 
+# Beside it: the epoch, the iteration that it began at, and its length.
+_EPOCH_BEGAN = 'epoch_began'
+
 
 def _save_and_stop(loop: _Loop, evaluation_due: bool = False) -> None:
     """Save a checkpoint from which training goes on as if it had not stopped."""
@@ -98,6 +101,7 @@ class EpochBasedTrainLoop(_EpochBasedTrainLoop):
         """Train, from wherever the runner was resumed."""
         self.runner.call_hook('before_train')
         self.stop_training |= self._stop.after(self._iter)
+        self._note_begin(self._resumed_begin())
         with self._stop as stop:
             _finish_evaluation(self)
             while self._epoch < self._max_epochs and not self.stop_training:
@@ -115,14 +119,39 @@ class EpochBasedTrainLoop(_EpochBasedTrainLoop):
         """Train the rest of the current epoch, or up to where training is to stop."""
         self.runner.call_hook('before_train_epoch')
         self.runner.model.train()
-        done = self._iter - self._epoch * len(self.dataloader)
+        done = self._iter - self._began
         for index, batch in enumerate(batches_from(self.dataloader, done), start=done):
             self.run_iter(index, batch)
             if self._stop.after(self._iter, _has_updated(self)):
                 return _save_and_stop(self)
         self.runner.call_hook('after_train_epoch')
         self._epoch += 1
+        self._note_begin(self._iter)
         return None
+
+    def _note_begin(self, iteration: int) -> None:
+        self._began = iteration
+        noted = [self._epoch, iteration, len(self.dataloader)]
+        self.runner.message_hub.update_info(_EPOCH_BEGAN, noted)
+
+    def _resumed_begin(self) -> int:
+        """Where the present epoch began: those before may have been of another length."""
+        now = len(self.dataloader)
+        epoch, began, length = self.runner.message_hub.get_info(_EPOCH_BEGAN, (None, 0, now))
+        if epoch is None:  # of a run that did not note it
+            began = self._epoch * now
+            began = began if began <= self._iter <= began + now else self._iter
+        elif epoch != self._epoch:
+            began = self._iter
+        elif self._iter - began >= length:  # all of it, but for its end
+            began = self._iter - now
+        if length != now:
+            self.runner.logger.warning(
+                f'An epoch has {now} batches, and had {length} when the checkpoint was written: '
+                f'epoch {self._epoch + 1} goes on after {self._iter - began} of them, and '
+                'schedules that go by iterations end where they would have ended'
+            )
+        return began
 
 
 @LOOPS.register_module()
