@@ -216,6 +216,7 @@ class SeededDataset(Dataset[Any]):
 
     def _noted(self, indices: Sequence[int]) -> Iterator[int]:
         for index in indices:
+            seed_generators(self._seed_of(index))  # the source may draw, too
             self.in_hand.note(int(index))
             yield int(index)
 

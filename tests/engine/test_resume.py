@@ -354,9 +354,11 @@ class TakesTheirSeeds(ToyData):
     """Makes a batch from seeds alone, and remembers what was in hand while it read each sample."""
 
     def seeded_items(self, indices, seeds):
-        self.seen = [(index, self.in_hand.read()[0].sample) for index in indices]
+        read = [(index, self.in_hand.read()[0].sample, self[index]['x']) for index in indices]
+        self.seen = [each[:2] for each in read]
         return [
-            dict(index=index, seed=seed) for (index, _), seed in zip(self.seen, seeds, strict=True)
+            dict(index=index, seed=seed, x=x)
+            for (index, _, x), seed in zip(read, seeds, strict=True)
         ]
 
 
@@ -375,7 +377,11 @@ def test_a_data_set_that_makes_batches_gets_each_samples_seed_and_names_what_it_
     dataset.in_hand = data.in_hand
     monkeypatch.setattr(workers, 'get_worker_info', lambda: SimpleNamespace(id=0))
     draws = [DrawnIndex(4, 2), DrawnIndex(1, 2, 1), DrawnIndex(3, 0)]
-    seeds = [item['seed'] for item in data.__getitems__(draws)]
+    items = data.__getitems__(draws)
+    assert all(
+        torch.equal(item['x'], data[draw]['x']) for item, draw in zip(items, draws, strict=True)
+    )
+    seeds = [item['seed'] for item in items]
     assert seeds == [derive_seed(5, 2, 4), derive_seed(5, 2, 1, 1), derive_seed(5, 0, 3)]
     assert dataset.seen == [(4, 4), (1, 1), (3, 3)]
     assert data.in_hand.read()[0].sample == -1

@@ -26,7 +26,12 @@ train_dataloader = dict(
         pipeline=[
             dict(type='torchvision/RandomResizedCrop', size=224, interpolation='bicubic'),
             dict(type='torchvision/RandomHorizontalFlip'),
-            dict(type='TimmRandAugment', policy='rand-m9-mstd0.5-inc1', image_size=224),
+            dict(
+                type='TimmRandAugment',
+                policy='rand-m9-mstd0.5-inc1',
+                image_size=224,
+                interpolation='bicubic',
+            ),
             *_normalise,
             dict(type='torchvision/RandomErasing', p=0.25, value='random'),
             dict(type='PackInputs'),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from PIL import Image
 
@@ -26,19 +26,38 @@ class TimmRandAugment:
             deviation of 0.5, and operations that all grow stronger with it.
         image_size: Side of the image in pixels; translations go up to 0.45 of it.
         fill: RGB of what comes in from outside the image.
+        interpolation: Of what turns, shears or moves an image: ``'bilinear'``, ``'bicubic'`` (as in
+            DeiT), or ``'random'``, one of both each time.
 
     Raises:
-        ValueError: For a policy that timm cannot read; on an image that is no PIL image.
+        ValueError: For a policy that timm cannot read, or another interpolation; on an image that
+            is no PIL image.
 
     Randomness comes from the global generators of ``random`` and NumPy.
 
     Source: Cubuk et al., RandAugment (2020).
     """
 
-    def __init__(self, policy: str, image_size: int, fill: Sequence[int] = (124, 116, 104)) -> None:
+    def __init__(
+        self,
+        policy: str,
+        image_size: int,
+        fill: Sequence[int] = (124, 116, 104),
+        interpolation: Literal['random', 'bilinear', 'bicubic'] = 'random',
+    ) -> None:
         from timm.data.auto_augment import rand_augment_transform  # not light to import
 
-        settings = {'translate_const': int(0.45 * image_size), 'img_mean': tuple(fill)}
+        if interpolation not in ('random', 'bilinear', 'bicubic'):
+            raise ValueError(
+                "TimmRandAugment: interpolation must be 'random', 'bilinear' or 'bicubic', got "
+                f'{interpolation!r}'
+            )
+        settings: dict[str, Any] = {
+            'translate_const': int(0.45 * image_size),
+            'img_mean': tuple(fill),
+        }
+        if interpolation != 'random':
+            settings['interpolation'] = Image.Resampling[interpolation.upper()]
         try:
             self.augment = rand_augment_transform(policy, settings)
         except (AssertionError, ValueError, KeyError) as error:
@@ -53,7 +72,7 @@ class TimmRandAugment:
         try:
             TimmRandAugment(**config)
         except ValueError as error:
-            return 'policy', str(error)
+            return 'interpolation' if 'interpolation' in str(error) else 'policy', str(error)
         return None
 
     def __call__(self, results: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from memengine.datasets.transforms import Pipeline
+from memengine.datasets.transforms import Pipeline, TimmRandAugment
 
 POLICY = 'rand-m9-mstd0.5-inc1'
 
@@ -41,7 +41,21 @@ def test_full_magnitude_keeps_an_image_that_pillow_takes():
     assert set(np.unique(np.asarray(posterize(photograph())))) == {0, 128}
 
 
+def test_geometric_operations_interpolate_as_is_asked_for():
+    used = {
+        interpolation: {
+            operation.kwargs['resample']
+            for operation in TimmRandAugment(POLICY, 16, interpolation=interpolation).augment.ops
+        }
+        for interpolation in ('random', 'bilinear', 'bicubic')
+    }
+    linear, cubic = Image.Resampling.BILINEAR, Image.Resampling.BICUBIC
+    assert used == {'random': {(linear, cubic)}, 'bilinear': {linear}, 'bicubic': {cubic}}
+
+
 def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="interpolation must be 'random'.*got 'cubic'"):
+        TimmRandAugment(POLICY, 16, interpolation='cubic')
     with pytest.raises(ValueError, match="timm cannot read policy='augment'"):
         pipeline('augment')
     with pytest.raises(ValueError, match='put it before torchvision/ToImage'):
