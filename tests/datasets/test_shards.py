@@ -56,6 +56,19 @@ def test_shards_are_named_by_range_pattern_or_list(tmp_path):
         assert len(Shards(shards, classes=['a', 'b', 'c'])) == 3
 
 
+def test_images_that_are_no_samples_by_their_names_are_counted(tmp_path, monkeypatch):
+    said = []
+    log = 'memengine.datasets.sources.shards.print_log'
+    monkeypatch.setattr(log, lambda text, **options: said.append(text))
+    named = {'a.png': png(1), 'a.mask.png': png(2), 'c.json': b'{}'}
+    write(tmp_path / 'a.tar', named)
+    assert len(Shards(str(tmp_path / 'a.tar'))) == 1 and not said
+    write(tmp_path / 'b.tar', {**named, 'b.0.png': png(3), 'b.1.png': png(4), 'b.1.cls': b'1'})
+    assert len(Shards(str(tmp_path / 'b.tar'))) == 1
+    (warning,) = said
+    assert warning.startswith('Shards: 2 images are left out') and '/b.tar:b.0.png' in warning
+
+
 def test_a_broken_sample_is_skipped_and_counted(tmp_path):
     files = {f'{number:02d}.png': png(number) for number in range(20)}
     write(tmp_path / 'a.tar', {**files, '03.png': b'torn'})

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import itertools
+import logging
 import re
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from mmengine.logging import print_log
 from PIL import Image
 
 from memengine.datasets.sources.folders import MOST_PIXELS, SUFFIXES, load_rgb
@@ -52,6 +54,11 @@ class _Sample(NamedTuple):
     key: str
     parts: dict[str, _Part]
 
+    @property
+    def image(self) -> str | None:
+        """The part that is the image."""
+        return next((part for part in self.parts if f'.{part}' in SUFFIXES), None)
+
 
 @DATASETS.register_module()
 class Shards:
@@ -83,7 +90,9 @@ class Shards:
         patterns = [shards] if isinstance(shards, str) else list(shards)
         files = [file for pattern in patterns for file in files_of(pattern)]
         self._max_pixels = max_pixels
-        self._samples = [sample for file in files for sample in _samples_of(file)]
+        every = [sample for file in files for sample in _samples_of(file)]
+        self._samples = [each for each in every if each.image]
+        _warn_of_dots(every)
         if not self._samples:
             raise ValueError(f'there is no {", ".join(SUFFIXES)} in {files}')
         self.labels = [self._label(sample) for sample in self._samples]
@@ -101,8 +110,9 @@ class Shards:
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         sample = self._samples[index]
-        suffix = next(suffix for suffix in sample.parts if f'.{suffix}' in SUFFIXES)
-        return load_rgb(io.BytesIO(_read(sample, suffix)), self._max_pixels), self.labels[index]
+        assert sample.image is not None  # those that have none were left out
+        file = io.BytesIO(_read(sample, sample.image))
+        return load_rgb(file, self._max_pixels), self.labels[index]
 
     def path(self, index: int) -> str:
         """The shard of sample ``index``, and its name in it."""
@@ -163,7 +173,7 @@ def files_of(pattern: str) -> list[str]:
 
 
 def _samples_of(shard: str) -> list[_Sample]:
-    """The samples of a shard that hold an image, in its order."""
+    """The samples of a shard, in its order."""
     samples: dict[str, _Sample] = {}
     try:
         with tarfile.open(shard, 'r:', tarinfo=Head) as tar:
@@ -173,7 +183,24 @@ def _samples_of(shard: str) -> list[_Sample]:
                     sample.parts[named[1]] = _Part(member.offset_data, member.size)
     except (tarfile.TarError, EOFError) as error:
         raise ValueError(f'{shard!r} is no whole tar file without compression: {error}') from error
-    return [each for each in samples.values() if {f'.{part}' for part in each.parts} & {*SUFFIXES}]
+    return list(samples.values())
+
+
+def _warn_of_dots(samples: Sequence[_Sample]) -> None:
+    """Say which images are taken for further parts of a sample that has none, by their names."""
+    left_out = [
+        f'{sample.shard}:{sample.key}.{part}'
+        for sample in samples
+        for part in sample.parts
+        if not sample.image and f'.{part}'.endswith(SUFFIXES)
+    ]
+    if left_out:
+        print_log(
+            f'Shards: {len(left_out)} images are left out, as a sample is called by what stands '
+            f'before the first dot of a name ({left_out[0]!r}): write names with one dot',
+            logger='current',
+            level=logging.WARNING,
+        )
 
 
 def _read(sample: _Sample, suffix: str) -> bytes:
