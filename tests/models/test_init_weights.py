@@ -6,7 +6,7 @@ from mmengine.model import BaseModule
 from torch import nn
 
 from memengine.engine.runner.wrapping import refuse_unread_init_cfg
-from memengine.models import CLIP, DINO, SimCLR
+from memengine.models import CLIP, DINO, SimCLR, TimmBackbone
 from tests.models.toy import HEAD, TEXT, VIT
 
 
@@ -85,13 +85,28 @@ def test_dinos_teacher_begins_as_the_student_whatever_was_drawn(backbone, init_c
     assert any(not torch.equal(before[key], after[key]) for key in before)
 
 
-def test_what_initialises_itself_is_left_alone():
+class Holds(BaseModule):
+    """What says nothing of what it starts from, around a network of timm's."""
+
+    num_features = 12
+
+    def __init__(self):
+        super().__init__()
+        self.network = TimmBackbone(**{k: v for k, v in VIT.items() if k != 'type'}).model
+
+    def forward(self, images):
+        return self.network(images)
+
+
+@pytest.mark.parametrize(('backbone', 'name'), [(VIT, 'model'), (dict(type=Holds), 'network')])
+def test_what_initialises_itself_is_left_alone(backbone, name):
     """timm's init_weights() would draw pretrained weights anew."""
-    model = SimCLR(VIT, HEAD)
+    model = SimCLR(backbone, HEAD)
+    network = getattr(model.backbone, name)
     with torch.no_grad():
-        model.backbone.model.pos_embed.fill_(2.0)
+        network.pos_embed.fill_(2.0)
     model.init_weights()
-    assert is_filled_with(model.backbone.model.pos_embed, 2.0)
+    assert is_filled_with(network.pos_embed, 2.0)
 
 
 def test_init_cfg_is_refused_where_it_is_not_read():

@@ -294,8 +294,8 @@ class Algorithm(BaseModel):
     def init_weights(self) -> None:
         """Initialise once, as ``init_cfg`` says, and parts of MMEngine's kind as they say.
 
-        All other parts have initialised themselves. The order is MMEngine's: a part's own comes
-        after the algorithm's, but for ``Pretrained``.
+        All others have initialised themselves. The order is MMEngine's: what a part says comes
+        after what the algorithm does, but for ``Pretrained``.
         """
         if self.is_init:
             return
@@ -313,9 +313,14 @@ class Algorithm(BaseModel):
 
 
 def _initializers_in(module: nn.Module) -> Iterator[BaseModule]:
-    """The outermost of MMEngine's modules within."""
+    """The outermost of MMEngine's modules within that say what they start from.
+
+    Those that do not would have a timm model inside draw anew what it has loaded.
+    """
     for child in module.children():
-        if isinstance(child, BaseModule):
+        own: Any = getattr(type(child), 'init_weights', None)
+        is_one = isinstance(child, BaseModule)
+        if is_one and (child.init_cfg or own is not BaseModule.init_weights):
             yield child
         else:
             yield from _initializers_in(child)
