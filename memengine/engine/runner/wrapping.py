@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from mmengine.device import get_device
+from mmengine.model import BaseModule
 from torch import nn
 
 from memengine.engine.checkpoint.files import safe_loading
@@ -123,7 +124,7 @@ def _shard(runner: Any, config: dict[str, Any], wrapper: Any, model: nn.Module) 
 def refuse_unread_init_cfg(model: nn.Module) -> None:
     """Refuse what says how it is initialised where units are given their values one by one."""
     for name, part in model.named_modules():
-        if getattr(part, 'init_cfg', None):
+        if isinstance(part, BaseModule) and part.init_cfg:
             raise ValueError(
                 f'model_wrapper_cfg.meta=True: {f"model.{name}".rstrip(".")} has an init_cfg, '
                 'which is not read where a model is built without values; set meta=False, or leave '

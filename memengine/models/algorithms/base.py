@@ -318,9 +318,9 @@ def _initializers_in(module: nn.Module) -> Iterator[BaseModule]:
     Those that do not would have a timm model inside draw anew what it has loaded.
     """
     for child in module.children():
-        own: Any = getattr(type(child), 'init_weights', None)
+        kind: Any = type(child)
         is_one = isinstance(child, BaseModule)
-        if is_one and (child.init_cfg or own is not BaseModule.init_weights):
+        if is_one and (child.init_cfg or kind.init_weights is not BaseModule.init_weights):
             yield child
         else:
             yield from _initializers_in(child)
