@@ -3,6 +3,7 @@
 import pytest
 import torch
 from mmengine.logging import MMLogger
+from mmengine.model import BaseDataPreprocessor
 
 from memengine.engine.optim import AccumulationOptimWrapper, GradCacheOptimWrapper, OptimWrapper
 from memengine.engine.step import run_step
@@ -73,6 +74,28 @@ def test_gradient_cache_replays_dropout_and_drop_path(kind, keep_graph):
 @pytest.mark.parametrize('kind', ADDITIVE)
 def test_accumulation_with_dropout_and_drop_path(kind):
     assert_follows(noisy, kind, size=2, wrapper=AccumulationOptimWrapper, micro_batch_size=2)
+
+
+class Mixes(BaseDataPreprocessor):
+    """A data preprocessor with a product in it."""
+
+    def forward(self, data, training=False):
+        data = super().forward(data, training)
+        self.made = data['inputs'] @ torch.full((8, 8), 0.1)
+        return {**data, 'inputs': self.made.float()}
+
+
+def test_slices_are_of_the_batch_that_the_plain_step_preprocesses():
+    data = data_of(Classifier)
+    data['inputs'] = data['inputs'].float()
+    made = []
+    for kind, settings in ((OptimWrapper, {}), (AccumulationOptimWrapper, {'micro_batch_size': 2})):
+        model = build(Classifier).float()
+        model.data_preprocessor = Mixes()
+        run_step(model, data, wrap(model, kind, precision='bf16', **settings))
+        made.append(model.data_preprocessor.made)
+    assert made[0].dtype == made[1].dtype == torch.bfloat16
+    assert torch.equal(*made)
 
 
 def test_dropout_is_on_in_these_tests():

@@ -53,6 +53,15 @@ def test_a_saved_model_is_loaded_by_its_folder(tmp_path):
     assert all(torch.equal(given[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize('saved', [torch.bfloat16, torch.float16])
+def test_weights_that_are_saved_in_half_precision_are_trained_in_fp32(tmp_path, saved):
+    """transformers 5 takes the file's precision, in which an update of 1e-4 of a weight is none."""
+    build().model.to(saved).save_pretrained(tmp_path)
+    assert {p.dtype for p in CausalLanguageModel(str(tmp_path)).parameters()} == {torch.float32}
+    chosen = CausalLanguageModel(str(tmp_path), config=dict(torch_dtype=saved))
+    assert {p.dtype for p in chosen.parameters()} == {saved}
+
+
 def test_predictions_are_losses_and_their_numbers_of_tokens():
     model = build().eval()
     found = model(TOKENS, mode='predict')

@@ -133,7 +133,8 @@ class BatchedViews(BaseDataPreprocessor):
                 "type='PlainImageDataset', and collate_fn=dict(type='stack_views')"
             )
         images: Tensor = data['inputs']
-        with torch.no_grad():
+        # Half precision is for networks: it would round pixels, and the places of turned ones.
+        with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
             views = self.pipeline.views(images.float() / 255, Draws(samples[SEED]))
         return {
             'inputs': views,

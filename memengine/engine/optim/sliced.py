@@ -100,8 +100,10 @@ class _SlicedOptimWrapper(OptimWrapper):
         if self._is_first_step:
             _warn_of_batch_statistics(module)
             self._is_first_step = False
+        with self.precision.autocast():  # as in the plain step
+            batch = module.data_preprocessor(data, True)
         with self.sync_context(model):
-            losses = self._add_gradient_of(model, module, **module.data_preprocessor(data, True))
+            losses = self._add_gradient_of(model, module, **batch)
         loss, log_vars = module.parse_losses(losses)
         self.finish_step(loss)
         return log_vars

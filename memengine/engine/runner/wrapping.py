@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from mmengine.device import get_device
+from mmengine.model import BaseModule
 from torch import nn
 
 from memengine.engine.checkpoint.files import safe_loading
@@ -109,12 +110,26 @@ def _warn_unused_wrapper(
 def _shard(runner: Any, config: dict[str, Any], wrapper: Any, model: nn.Module) -> nn.Module:
     """Initialise a model while it is whole, and spread it over the ranks."""
     options = {key: value for key, value in config.items() if key != 'type'}
-    if not options.get('meta') and isinstance(model, InitializesWeights):
+    if options.get('meta'):
+        if options.get('init_fn') is None:
+            refuse_unread_init_cfg(model)
+    elif isinstance(model, InitializesWeights):
         initialize_weights(runner, model.init_weights)
     wrapped = wrapper(module=model, **options)
     if options.get('meta') and isinstance(model, ActsAfterInit):
         model.after_init()
     return wrapped
+
+
+def refuse_unread_init_cfg(model: nn.Module) -> None:
+    """Refuse what says how it is initialised where units are given their values one by one."""
+    for name, part in model.named_modules():
+        if isinstance(part, BaseModule) and part.init_cfg:
+            raise ValueError(
+                f'model_wrapper_cfg.meta=True: {f"model.{name}".rstrip(".")} has an init_cfg, '
+                'which is not read where a model is built without values; set meta=False, or leave '
+                'init_cfg out (init_cfg=None) and give init_fn or load_from'
+            )
 
 
 def initialize_weights(runner: Any, initialize: Any) -> None:

@@ -6,11 +6,11 @@ Shapes: B samples, V views of each; N rows, D width of their features.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from mmengine.model import BaseModel
+from mmengine.model import BaseModel, BaseModule, PretrainedInit, initialize
 from mmengine.optim import OptimWrapper
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -106,6 +106,7 @@ class Algorithm(BaseModel):
     """
 
     coupled: bool = True
+    is_init: bool  # MMEngine's: whether init_weights() has been called
 
     def __init__(
         self,
@@ -284,9 +285,42 @@ class Algorithm(BaseModel):
         return run_step(self, data, optim_wrapper)
 
     def after_init(self) -> None:
-        """Called when a model that was built without values (on ``meta``) has been given them."""
+        """Called when parameters have been given the values that they start from.
+
+        That is where the model was built without any (on ``meta``), and where ``init_cfg`` or a
+        part of MMEngine's kind has drawn others.
+        """
 
     def init_weights(self) -> None:
-        """Initialise as ``init_cfg`` says; the parts have initialised themselves."""
-        if self.init_cfg:
-            super().init_weights()
+        """Initialise once, as ``init_cfg`` says, and parts of MMEngine's kind as they say.
+
+        All others have initialised themselves. The order is MMEngine's: what a part says comes
+        after what the algorithm does, but for ``Pretrained``.
+        """
+        if self.is_init:
+            return
+        configs = [self.init_cfg] if isinstance(self.init_cfg, dict) else self.init_cfg or []
+        read = [config for config in configs if config['type'] in ('Pretrained', PretrainedInit)]
+        drawn = [config for config in configs if config not in read]
+        parts = [part for part in _initializers_in(self) if not part.is_init]
+        initialize(self, drawn)
+        for part in parts:
+            part.init_weights()
+        if drawn or parts:
+            self.after_init()
+        initialize(self, read)
+        self.is_init = True
+
+
+def _initializers_in(module: nn.Module) -> Iterator[BaseModule]:
+    """The outermost of MMEngine's modules within that say what they start from.
+
+    Those that do not would have a timm model inside draw anew what it has loaded.
+    """
+    for child in module.children():
+        kind: Any = type(child)
+        is_one = isinstance(child, BaseModule)
+        if is_one and (child.init_cfg or kind.init_weights is not BaseModule.init_weights):
+            yield child
+        else:
+            yield from _initializers_in(child)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from mmengine.utils import digit_version
 from torch import Tensor, nn
 
 from memengine.engine.checkpoint.files import safe_loading
@@ -67,12 +68,19 @@ def open_clip_model(model_name: str, pretrained: str | None, user: str) -> Any:
 def transformers_model(
     auto: str, model_name: str, pretrained: bool, config: Mapping[str, Any] | None, user: str
 ) -> Any:
-    """A model of the transformers library, found by one of its classes (``'AutoModel'``)."""
+    """A model of the transformers library, found by one of its classes (``'AutoModel'``).
+
+    Its weights are in float32 whatever its file holds, unless ``config`` has a ``dtype``: in half
+    precision small updates would be lost, and from version 5 on the library takes the file's.
+    """
     transformers = import_optional('transformers', user)
     kind, options = getattr(transformers, auto), dict(config or {})
     try:
         if pretrained:
             options.setdefault('trust_remote_code', False)  # code in the model's folder
+            if not options.keys() & {'dtype', 'torch_dtype'}:
+                is_new = digit_version(transformers.__version__) >= digit_version('4.56')
+                options['dtype' if is_new else 'torch_dtype'] = torch.float32
             with safe_loading(f'The pretrained file of {model_name}'):
                 return kind.from_pretrained(model_name, **options)
         return kind.from_config(transformers.AutoConfig.for_model(model_name, **options))

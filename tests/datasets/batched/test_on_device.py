@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 from memengine.datasets import BatchedViews, PlainImageDataset, stack_views
 from memengine.engine.data_order import SeededDataset
 from tests.datasets.batched.test_dataset import CROPS, VIEW, dataset
+from tests.datasets.toy import write_folder
 
 
 def first_batch(data):
@@ -30,6 +31,19 @@ def test_views_are_the_same_wherever_they_are_made(tmp_path, pipeline, device):
     for view, same in zip(views, expected, strict=True):
         assert view.device.type == device
         torch.testing.assert_close(view.cpu(), same, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_views_are_not_rounded_to_the_precision_of_a_step(tmp_path, dtype):
+    """A turned image would be read at places that are off by up to half a pixel in bf16."""
+    write_folder(tmp_path, per_class=3)
+    plain = first_batch(PlainImageDataset(dict(type='ImageFolder', root=str(tmp_path))))
+    turned = dict(type='torchvision/RandomAffine', degrees=20, translate=(0.1, 0.1))
+    views = BatchedViews([dict(type='torchvision/RandomResizedCrop', size=16), turned])
+    expected = views(plain, training=True)['inputs']
+    with torch.autocast('cpu', dtype):
+        made = views(plain, training=True)['inputs']
+    assert made.dtype == torch.float32 and torch.equal(made, expected)
 
 
 def test_what_is_not_trained_on_passes_and_foreign_batches_are_refused(tmp_path):
