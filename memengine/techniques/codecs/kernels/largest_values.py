@@ -19,12 +19,19 @@ from torch import Tensor
 from memengine.techniques.codecs.bit_packing import pack_bits, packed_numel, truths_in_order
 from memengine.techniques.codecs.top_k import INTEGER_OF
 
-__all__ = ['compare_with_eager', 'largest_of_all', 'scatter', 'sum_before']
+__all__ = [
+    'MOST_SCATTERING',
+    'compare_with_eager',
+    'largest_of_all',
+    'scatter',
+    'share_of',
+    'sum_before',
+]
 
 _PAGE = 256
 _TILE = 16 * _PAGE  # elements that a program has at once
 _MOST_COUNTING = 128  # programs: each reads the counts of all others
-_MOST_SCATTERING = 1024
+MOST_SCATTERING = 1024  # programs, each of which reads the counts of those before it
 _LEAST_SHARE = 8 * _TILE  # of a program that counts: below it, others' counts are more to read
 
 
@@ -48,7 +55,7 @@ def largest_of_all(
     """
     numel = flat.numel()
     integers = flat.view(INTEGER_OF[flat.dtype])
-    share = share or max(_LEAST_SHARE, _share(numel, _MOST_COUNTING))
+    share = share or max(_LEAST_SHARE, share_of(numel, _MOST_COUNTING))
     programs = triton.cdiv(numel, share)
     passes, width = (3, 11) if flat.element_size() == 4 else (2, 8)
     how = dict(passes=passes, width=width, tile=_TILE, most=_MOST_COUNTING, num_warps=8)
@@ -88,7 +95,7 @@ def scatter(
 
     Cost: one kernel, and one to count.
     """
-    share = share or _share(flat.numel(), _MOST_SCATTERING)
+    share = share or share_of(flat.numel(), MOST_SCATTERING)
     settings = dict(in_order=in_order, tile=_TILE)
     with torch.cuda.device_of(flat):
         if counts is None:
@@ -99,9 +106,9 @@ def scatter(
     return flat
 
 
-def _share(numel: int, most: int) -> int:
-    """Elements of each of at most so many programs, whole tiles."""
-    return triton.cdiv(triton.cdiv(numel, most), _TILE) * _TILE
+def share_of(numel: int, most: int, at_once: int = _TILE) -> int:
+    """Elements of each of at most so many programs, a multiple of what one has at once."""
+    return triton.cdiv(triton.cdiv(numel, most), at_once) * at_once
 
 
 def compare_with_eager(like: Tensor) -> None:

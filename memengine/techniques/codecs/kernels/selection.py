@@ -11,14 +11,17 @@ import triton.language as tl
 from torch import Tensor
 
 from memengine.techniques.codecs.kept_positions import BYTE_VALUES
-from memengine.techniques.codecs.kernels.largest_values import sum_before
+from memengine.techniques.codecs.kernels.largest_values import (
+    MOST_SCATTERING,
+    share_of,
+    sum_before,
+)
 from memengine.techniques.codecs.top_k import masks_of_blocks
 
 __all__ = ['compare_with_eager', 'largest_of_blocks', 'scatter']
 
 _TILE_NUMEL = 2048
 _ROWS = 16  # blocks that are put back at once
-_MOST_SCATTERING = 1024  # programs, each of which reads the counts of those before it
 
 
 def largest_of_blocks(
@@ -88,7 +91,7 @@ def scatter(
     Cost: one kernel.
     """
     blocks = triton.cdiv(flat.numel(), block_size)
-    share = share or triton.cdiv(triton.cdiv(blocks, _MOST_SCATTERING), _ROWS) * _ROWS
+    share = share or share_of(blocks, MOST_SCATTERING, _ROWS)
     constant = isinstance(counts, int)
     with torch.cuda.device_of(flat):
         _scatter[triton.cdiv(blocks, share),](
