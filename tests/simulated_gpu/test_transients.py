@@ -15,6 +15,7 @@ CODECS = {
     '8 bits': Quantizer(8),
     '4 bits': Quantizer(4),
     '1 bit': Quantizer(1),
+    '4 bits by channel': Quantizer(4, by_channel=True),
     'running ranges': lambda tensor: RunningRangeQuantizer()(tensor),
     'running ranges of one image': lambda tensor: RunningRangeQuantizer()(
         tensor.view(1, 4, 256, -1)
@@ -37,6 +38,7 @@ SELECTIONS = {
     'all in 16 bits': (Cast(), torch.float32),
     'half of blocks in float64': (Sparsifier('block_mink', 0.5), torch.float64),
     '8 bits of float64': (Quantizer(8), torch.float64),
+    '8 bits of float64 by channel': (Quantizer(8, by_channel=True), torch.float64),
     'running ranges of float64': (CODECS['running ranges'], torch.float64),
 }
 EACH = [(codec, dtype) for codec in CODECS.values() for dtype in (torch.float32, torch.bfloat16)]

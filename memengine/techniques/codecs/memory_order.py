@@ -1,11 +1,17 @@
-"""A tensor's elements as they lie in memory, and the way back to its shape."""
+"""A tensor's elements as they lie in memory, the way back to its shape, and their channels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from memengine.techniques.codecs.grids import computing_dtype
+
+_LEAST_OF_A_CHANNEL = 8  # elements, beside which its two extremes are little
+_MOST_OF_A_PERIOD = 2**30  # elements of all channels once; kernels count them in 32 bits
 
 
 @dataclass(slots=True)
@@ -67,3 +73,62 @@ def is_dense(tensor: Tensor) -> bool:
         tensor.is_contiguous()
         or tensor.stride() == torch.empty_like(tensor, device='meta').stride()
     )
+
+
+class Channels(NamedTuple):
+    """The channels of a tensor, which are its second dimension, and the range of each.
+
+    Attributes:
+        extremes: [2, C], lowest and highest values, in the tensor's dtype.
+        stride: Elements from one channel to the next, in memory.
+    """
+
+    extremes: Tensor
+    stride: int
+
+    def low_and_span(self) -> tuple[Tensor, Tensor]:
+        """Of each channel, [C] each, in the computing dtype."""
+        low, high = self.extremes.to(computing_dtype(self.extremes.dtype))
+        return low, high - low
+
+    def shares(self, some: Tensor, start: int) -> Tensor:
+        """Where in the ranges of their channels elements lie, from 0 to 1.
+
+        Args:
+            some: [n], which lie next to each other in memory.
+            start: The place of their first.
+        """
+        low, span = self.low_and_span_of(some, start)
+        per_unit = span.reciprocal().masked_fill_(span == 0, 0)
+        return per_unit.mul_(torch.sub(some, low, out=low))
+
+    def put_back_(self, shares: Tensor, start: int) -> Tensor:
+        """The elements that have these shares, in their place."""
+        low, span = self.low_and_span_of(shares, start)
+        return shares.mul_(span).add_(low)
+
+    def low_and_span_of(self, some: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Of the channel of each element, [n] each."""
+        places = torch.arange(start, start + some.numel(), device=some.device)
+        channels = places.floor_divide_(self.stride).remainder_(self.extremes.shape[1])
+        low, span = self.low_and_span()
+        return low.index_select(0, channels), span.index_select(0, channels)
+
+
+def stride_of_channels(order: MemoryOrder) -> int | None:
+    """Elements from one channel to the next; None where ranges of channels are not worth while."""
+    if len(order.shape) < 2 or order.stride[1] == 0:
+        return None
+    number, stride = order.shape[1], order.stride[1]
+    is_worth_while = 1 < number <= order.numel // _LEAST_OF_A_CHANNEL
+    return stride if is_worth_while and number * stride < _MOST_OF_A_PERIOD else None
+
+
+def channels_of(tensor: Tensor, stride: int) -> Channels:
+    """The channels of a tensor, so many elements of memory apart; two passes over it."""
+    tensor = tensor.detach()
+    others = [dim for dim in range(tensor.ndim) if dim != 1]
+    extremes = tensor.new_empty(2, tensor.shape[1])
+    torch.amin(tensor, others, out=extremes[0])
+    torch.amax(tensor, others, out=extremes[1])
+    return Channels(extremes, stride)

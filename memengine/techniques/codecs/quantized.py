@@ -16,8 +16,14 @@ from memengine.techniques.codecs.bit_packing import (
     packed_numel,
     unpack_bits,
 )
-from memengine.techniques.codecs.grids import UniformGrid
-from memengine.techniques.codecs.memory_order import MemoryOrder, in_memory_order
+from memengine.techniques.codecs.grids import UniformGrid, computing_dtype
+from memengine.techniques.codecs.memory_order import (
+    Channels,
+    MemoryOrder,
+    channels_of,
+    in_memory_order,
+    stride_of_channels,
+)
 from memengine.techniques.codecs.top_k import part_numel
 from memengine.techniques.modules.private_random import private_generator
 
@@ -71,6 +77,7 @@ class QuantizedCode:
         bits: Of a level.
         group_size: Elements of a group.
         part_numel: Elements whose levels are packed together.
+        channels: In whose ranges the extremes are shares; None where they are values.
     """
 
     packed: Tensor
@@ -79,32 +86,40 @@ class QuantizedCode:
     bits: int
     group_size: int
     part_numel: int
+    channels: Channels | None = None
 
     @property
     def nbytes(self) -> int:
-        """Of both tensors."""
-        return self.packed.nbytes + self.extremes.nbytes
+        """Of all tensors."""
+        nbytes = self.packed.nbytes + self.extremes.nbytes
+        return nbytes if self.channels is None else nbytes + self.channels.extremes.nbytes
 
     def decode(self) -> Tensor:
         """The tensor, a new one each time."""
+        channels = self.channels
         how = self.packed, self.extremes, self.order.numel, self.bits, self.group_size
-        by_groups = self.part_numel == self.group_size
-        kernels = _gpu_kernels(self.extremes, self.bits, self.group_size) if by_groups else None
+        kind = _of_values(self.extremes, channels), self.bits, self.group_size, channels is not None
+        kernels = _gpu_kernels(*kind) if self.part_numel == self.group_size else None
         if kernels is not None:
-            return self.order.shaped(kernels.dequantize(*how))
-        kernels = _cpu_kernels(self.extremes, self.bits, self.group_size)
+            return self.order.shaped(kernels.dequantize(*how, channels))
+        kernels = _cpu_kernels(*kind)
         to_values = dequantize if kernels is None else kernels.dequantize
-        return self.order.shaped(to_values(*how, self.part_numel))
+        return self.order.shaped(to_values(*how, self.part_numel, channels))
 
 
-def _gpu_kernels(like: Tensor, bits: int, group_size: int) -> Any | None:
+def _of_values(extremes: Tensor, channels: Channels | None) -> Tensor:
+    """Extremes that are values: of groups, or of channels."""
+    return extremes if channels is None else channels.extremes
+
+
+def _gpu_kernels(like: Tensor, bits: int, group_size: int, by_channel: bool) -> Any | None:
     """What quantises a tensor and back in one kernel each, where that is to be had."""
     if group_size > _LARGEST_GROUP_OF_KERNELS or like.dtype == torch.float64:
         return None
-    return proven_kernels(_KERNELS, like, bits, group_size)
+    return proven_kernels(_KERNELS, like, bits, group_size, by_channel)
 
 
-def _cpu_kernels(like: Tensor, bits: int, group_size: int) -> Any | None:
+def _cpu_kernels(like: Tensor, bits: int, group_size: int, by_channel: bool) -> Any | None:
     """What computes the same as :func:`quantize` and back, where there is a compiler.
 
     Predictions count what would be used: of a fake tensor it is asked about a real one.
@@ -113,12 +128,18 @@ def _cpu_kernels(like: Tensor, bits: int, group_size: int) -> Any | None:
         return None
     if is_fake(like) and like.is_cpu:
         with without_modes():
-            return _cpu_kernels(torch.empty(0, dtype=like.dtype, device='cpu'), bits, group_size)
-    return proven_kernels(_KERNELS_ON_CPU, like, bits, group_size, on='cpu')
+            like = torch.empty(0, dtype=like.dtype, device='cpu')
+            return _cpu_kernels(like, bits, group_size, by_channel)
+    return proven_kernels(_KERNELS_ON_CPU, like, bits, group_size, by_channel, on='cpu')
 
 
 def quantize(
-    flat: Tensor, bits: int, group_size: int, stochastic: bool, part_numel: int
+    flat: Tensor,
+    bits: int,
+    group_size: int,
+    stochastic: bool,
+    part_numel: int,
+    channels: Channels | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What :class:`Quantizer` computes, by torch's operations.
 
@@ -128,23 +149,28 @@ def quantize(
         group_size: A multiple of 8; the last group may be shorter.
         stochastic: Round up or down at random.
         part_numel: Elements whose levels are packed together.
+        channels: In whose ranges groups are taken.
 
     Returns:
         The levels in bytes, and the extremes, [2, groups].
     """
     generator = private_generator(flat.device) if stochastic else None
-    packed, extremes = empty_code(flat, bits, group_size)
+    packed, extremes = empty_code(flat, bits, group_size, channels is not None)
     for part in parts(flat.numel(), bits, group_size, part_numel):
-        some = flat[part.elements], packed[part.bytes], extremes[:, part.groups]
-        _quantize_part(*some, group_size, bits, generator)
+        some = flat[part.elements]
+        if channels is not None:
+            some = channels.shares(some, part.elements.start)
+        code = packed[part.bytes], extremes[:, part.groups]
+        _quantize_part(some, *code, group_size, bits, generator)
     return packed, extremes
 
 
-def empty_code(flat: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
-    """Room for the levels in bytes and for the extremes."""
+def empty_code(flat: Tensor, bits: int, group_size: int, by_channel: bool) -> tuple[Tensor, Tensor]:
+    """Room for the levels in bytes and for the extremes, which are shares by channel."""
     numel = flat.numel()
     packed = flat.new_empty(packed_numel(numel, bits), dtype=torch.uint8)
-    return packed, flat.new_empty(2, -(-numel // group_size))
+    dtype = computing_dtype(flat.dtype) if by_channel else flat.dtype
+    return packed, flat.new_empty(2, -(-numel // group_size), dtype=dtype)
 
 
 def _quantize_part(
@@ -169,25 +195,31 @@ def _quantize_part(
 
 
 def dequantize(
-    packed: Tensor, extremes: Tensor, numel: int, bits: int, group_size: int, part_numel: int
+    packed: Tensor,
+    extremes: Tensor,
+    numel: int,
+    bits: int,
+    group_size: int,
+    part_numel: int,
+    channels: Channels | None = None,
 ) -> Tensor:
-    """What :func:`quantize` gave for ``[n]``, in the dtype of the extremes."""
-    flat = extremes.new_empty(numel)
+    """What :func:`quantize` gave for ``[n]``, in the dtype of extremes that are values."""
+    flat = _of_values(extremes, channels).new_empty(numel)
     grid = _grid(extremes, bits)
     for part in parts(numel, bits, group_size, part_numel):
-        some = packed[part.bytes], group_size, bits, flat[part.elements]
-        _put_values(grid.of_ranges(part.groups), *some)
+        out = flat[part.elements]
+        levels = packed[part.bytes]
+        if bits < 8:
+            levels = unpack_bits(levels, bits, out.numel())
+        is_room = out.dtype == grid.low.dtype and out.numel() % group_size == 0
+        scratch = out.view(-1, group_size) if is_room else None
+        values = grid.of_ranges(part.groups).values(_in_rows(levels, group_size), scratch)
+        values = values.view(-1)[: out.numel()]
+        if channels is not None:
+            channels.put_back_(values, part.elements.start)
+        if scratch is None:
+            out.copy_(values)
     return flat
-
-
-def _put_values(grid: UniformGrid, packed: Tensor, group_size: int, bits: int, out: Tensor) -> None:
-    """Write what was packed of ``[n]``."""
-    levels = packed if bits == 8 else unpack_bits(packed, bits, out.numel())
-    is_room = out.dtype == grid.low.dtype and out.numel() % group_size == 0
-    scratch = out.view(-1, group_size) if is_room else None
-    values = grid.values(_in_rows(levels, group_size), scratch)
-    if scratch is None:
-        out.copy_(values.view(-1)[: out.numel()])
 
 
 def _grid(extremes: Tensor, bits: int) -> UniformGrid:
@@ -213,6 +245,29 @@ def parts(numel: int, bits: int, group_size: int, part_numel: int) -> list[Part]
     ]
 
 
+class Case(NamedTuple):
+    """A small case on which kernels prove themselves."""
+
+    flat: Tensor
+    channels: Channels | None
+
+
+def cases_to_compare(like: Tensor, group_size: int, by_channel: bool) -> list[Case]:
+    """A few groups, where `like` lies and in its dtype: equal, huge and infinite numbers, and NaN.
+
+    By channel of finite numbers alone, with channels beside each other and one after another.
+    """
+    numel = 9 * group_size + (24 if by_channel else 11)
+    flat = torch.arange(numel, device=like.device).mul(0.37).sin().to(like.dtype)
+    flat[group_size : 2 * group_size] = 0.3
+    if by_channel:
+        tensors = flat.view(-1, 3), flat.view(-1, 3, 8)
+        return [Case(flat, channels_of(tensor, tensor.stride(1))) for tensor in tensors]
+    flat[2 * group_size + 5], flat[3 * group_size + 1] = float('nan'), float('inf')
+    flat[4 * group_size], flat[4 * group_size + 2] = (torch.finfo(like.dtype).max, -100)
+    return [Case(flat, None)]
+
+
 @dataclass(frozen=True)
 class Quantizer:
     """Codec: each group of neighbours in memory on a uniform grid between its extremes.
@@ -222,14 +277,19 @@ class Quantizer:
         group_size: Elements of a group, a multiple of 8; the last one may be shorter.
         stochastic: Round up or down at random, so that ``decode()`` has the mean of the tensor.
             False rounds to the nearer level: half the largest error, but biased.
+        by_channel: Take each element's share of the range of its channel, the second dimension, and
+            groups of these: for what is divided by its channel's spread, such as a BatchNorm's
+            input. Tensors of one dimension or channel, or of less than 8 elements for each, go
+            without.
 
     Raises:
         ValueError: For other bits or sizes.
         TypeError: When called with a tensor of integers, booleans or complex numbers.
 
     Bytes: ``numel * bits / 8``, and two elements of the tensor's dtype for each group, which are
-    its extremes, exactly. Of a float32 tensor, in groups of 256, 0.258, 0.133, 0.070 and 0.039 for
-    8, 4, 2 and 1 bits; of one in half precision 0.508, 0.258, 0.133 and 0.070. While it runs, at
+    its extremes, exactly; by channel two for each channel, and float32 (float64) for each group.
+    Of a float32 tensor, in groups of 256, 0.258, 0.133, 0.070 and 0.039 for 8, 4, 2 and 1 bits; of
+    one in half precision 0.508, 0.258, 0.133 and 0.070. While it runs, at
     most 2 MB on CPU, 4 MB in float64; elsewhere 9 to 14 bytes for each element of a part of the
     tensor, 11 MB.
 
@@ -264,6 +324,7 @@ class Quantizer:
     bits: int = 8
     group_size: int = 256
     stochastic: bool = True
+    by_channel: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in PACKED_BITS:
@@ -277,20 +338,25 @@ class Quantizer:
         """The tensor in few bits."""
         check_floating_point(tensor)
         flat, order = in_memory_order(tensor)
+        stride = stride_of_channels(order) if self.by_channel else None
         how = flat, self.bits, self.group_size, self.stochastic
-        kernels = _gpu_kernels(flat, self.bits, self.group_size)
+        kind = flat, self.bits, self.group_size, stride is not None
+        kernels = _gpu_kernels(*kind)
         if kernels is not None:
             at_once = self.group_size
-            packed, extremes = kernels.quantize(*how)
+            channels = None if stride is None else kernels.channels_of(flat, order.shape[1], stride)
+            packed, extremes = kernels.quantize(*how, channels=channels)
         else:
-            at_once = self._part_numel(flat)
-            kernels = _cpu_kernels(flat, self.bits, self.group_size)
+            at_once = self._part_numel(flat, stride is not None)
+            channels = None if stride is None else channels_of(tensor, stride)
+            kernels = _cpu_kernels(*kind)
             to_levels = quantize if kernels is None else kernels.quantize
-            packed, extremes = to_levels(*how, at_once)
-        return QuantizedCode(packed, extremes, order, self.bits, self.group_size, at_once)
+            packed, extremes = to_levels(*how, at_once, channels)
+        return QuantizedCode(packed, extremes, order, self.bits, self.group_size, at_once, channels)
 
-    def _part_numel(self, flat: Tensor) -> int:
+    def _part_numel(self, flat: Tensor, by_channel: bool) -> int:
         """Elements whose ranges are found at once, and below 8 bits packed together."""
         if not flat.is_cpu:
-            return part_numel(flat.device, flat.itemsize)
+            itemsize = computing_dtype(flat.dtype).itemsize
+            return part_numel(flat.device, 2 * itemsize if by_channel else itemsize)
         return self.group_size * _PART_GROUPS_ON_CPU if self.bits == 8 else _PART_NUMEL_ON_CPU

@@ -25,7 +25,8 @@ class Need(Enum):
     LINEAR = 'linear'  # a layer's input, for the gradient of its weight
     CONVOLUTION = 'convolution'
     ACTIVATION = 'activation'  # what GELU, SiLU, tanh ... took or gave
-    NORM = 'norm'  # what is normalised
+    NORM = 'norm'  # what is normalised, by row
+    BATCH_NORM = 'norm by channel'
     SOFTMAX = 'softmax'  # probabilities
     ATTENTION = 'attention'  # queries, keys, values, and their products
     PRODUCT = 'product'  # a factor of an elementwise product, unless it is dropout's mask
@@ -40,6 +41,11 @@ class Need(Enum):
     __hash__ = object.__hash__  # each is there once, and Enum hashes names in Python
 
     @property
+    def kind(self) -> str:
+        """What settings and accounts call it."""
+        return Need.NORM.value if self is Need.BATCH_NORM else self.value
+
+    @property
     def is_of_values(self) -> bool:
         """Whether values near the saved ones serve."""
         return self in _OF_VALUES
@@ -51,6 +57,7 @@ _OF_VALUES = frozenset(
         Need.CONVOLUTION,
         Need.ACTIVATION,
         Need.NORM,
+        Need.BATCH_NORM,
         Need.SOFTMAX,
         Need.ATTENTION,
         Need.PRODUCT,
@@ -79,8 +86,8 @@ _NEEDS: dict[str, dict[str, Need]] = {
         dict.fromkeys(('query', 'key', 'value', 'output', 'out'), Need.ATTENTION),
     ),
     **_for_each('Softmax SafeSoftmax', {'result': Need.SOFTMAX}),
-    **_for_each('NativeLayerNorm NativeGroupNorm NativeBatchNorm', {'input': Need.NORM}),
-    **_for_each('CudnnBatchNorm MiopenBatchNorm FusedRmsNorm', {'input': Need.NORM}),
+    **_for_each('NativeLayerNorm NativeGroupNorm FusedRmsNorm', {'input': Need.NORM}),
+    **_for_each('NativeBatchNorm CudnnBatchNorm MiopenBatchNorm', {'input': Need.BATCH_NORM}),
     **_for_each('Gelu Silu Mish Softplus Hardswish Hardsigmoid LogSigmoid', _FROM_INPUT),
     **_for_each('Elu Celu', _FROM_INPUT | _FROM_RESULT),
     **_for_each('Tanh Sigmoid', _FROM_RESULT),

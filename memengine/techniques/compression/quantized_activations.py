@@ -83,7 +83,7 @@ def quantize_activations(
             everywhere.
         exclude: Where not.
         group_size: Elements that share a range, a multiple of 8; of a norm's input less, down to a
-            half, where so many are a part of a row.
+            half, where so many are a part of a row, or by channel (:class:`Quantizer`).
         ranges: ``'group'``: each group's own extremes, with stochastic rounding. ``'running'``: as
             Mesa does, 8 bits in running ranges by head or channel, which clip and so bias;
             queries, keys and values share theirs.
@@ -107,7 +107,7 @@ def quantize_activations(
     """
     by_name = dict(bits) if isinstance(bits, Mapping) else {'*': bits}
     names = [name or THE_MODEL for name, _ in model.named_modules()]
-    kinds = {need.value for need in Need if need.is_of_values}
+    kinds = {need.kind for need in Need if need.is_of_values}
     for key, width in by_name.items():
         if width not in (*_WIDTHS, _UNCOMPRESSED):
             raise ValueError(f'{_SETTING}: bits are 8, 4, 2 or 1, or 32 for none, got {width!r}')
@@ -168,7 +168,7 @@ class QuantizedActivations(RuleHandle):
 
     def codec(self, name: str, need: Need, tensor: Tensor, find: FindRecomputation) -> Codec | None:
         """As many bits as this place has."""
-        place = name, need.value
+        place = name, need.kind
         width = self._width_at(place)
         numel = tensor.untyped_storage().nbytes() // tensor.itemsize  # which a view would keep
         if width == _UNCOMPRESSED or numel < self._min_numel:
@@ -179,9 +179,10 @@ class QuantizedActivations(RuleHandle):
             kind = (*place, tuple(tensor.shape[1:]))
             dim = 1 if tensor.ndim > 3 else -1  # heads or channels, which stand second or last
             return self._running.setdefault(kind, RunningRangeQuantizer(dim))
-        is_of_rows = need is Need.NORM and tensor.ndim > 0 and tensor.stride(-1) == 1
         size = self._group_size
-        return Quantizer(width, _within_rows(size, tensor.shape[-1]) if is_of_rows else size)
+        if need is Need.NORM and tensor.ndim > 0 and tensor.stride(-1) == 1:
+            size = _within_rows(size, tensor.shape[-1])
+        return Quantizer(width, size, by_channel=need is Need.BATCH_NORM)
 
     def _width_at(self, place: _NeedAt) -> int:
         stated = self._stated.get(place)

@@ -87,6 +87,36 @@ def test_error_is_below_a_step(bits, stochastic, offset):
     assert errors <= (1 if stochastic else 0.5) + 1e-6
 
 
+@pytest.mark.parametrize('stochastic', [True, False])
+@pytest.mark.parametrize('bits', BITS)
+@pytest.mark.parametrize('in_last_place', [False, True])
+def test_error_by_channel_is_below_a_step_of_its_range(bits, stochastic, in_last_place):
+    values = torch.randn(6, 50, 3, 5, dtype=torch.float64)
+    values *= 10 ** torch.linspace(-5, 5, 50)[:, None, None]
+    values[:, 7] = 0.1
+    if in_last_place:
+        values = values.to(memory_format=torch.channels_last)
+    code = Quantizer(bits, 64, stochastic, by_channel=True)(values)
+    assert code.nbytes == math.ceil(values.numel() * bits / 8) + 16 * (-(-4500 // 64) + 50)
+    decoded = code.decode()
+    assert decoded.stride() == values.stride()
+    spans = values.amax((0, 2, 3), keepdim=True) - values.amin((0, 2, 3), keepdim=True)
+    errors = (decoded - values).abs() - spans * 1e-12
+    assert (errors <= spans / (2**bits - 1) * (1 if stochastic else 0.5)).all()
+    assert torch.equal(decoded[:, 7], values[:, 7])
+
+
+@pytest.mark.parametrize('bits', BITS)
+def test_rounding_by_channel_is_unbiased(bits):
+    values = torch.randn(8, 256) * torch.logspace(-3, 3, 256)
+    quantizer = Quantizer(bits, by_channel=True)
+    mean = torch.stack([quantizer(values).decode().double() for _ in range(DRAWS)]).mean(0)
+    steps_ = (values.amax(0) - values.amin(0)).double() / (2**bits - 1)
+    scores = (mean - values) / steps_ * DRAWS**0.5  # of at most half a step's deviation
+    assert scores.square().mean() < 0.25 * 1.2
+    assert abs(scores.mean()) * scores.numel() ** 0.5 < 5
+
+
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
 def test_half_precision_adds_its_own_rounding_and_no_more(dtype):
     values = torch.randn(16, 256).to(dtype)

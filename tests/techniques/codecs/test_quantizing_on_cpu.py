@@ -78,6 +78,21 @@ def test_codes_and_values_are_the_same(numel, dtype, bits):
 
 
 @NEEDS_A_COMPILER
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize('bits', [8, 2])
+def test_codes_by_channel_are_the_same(dtype, bits):
+    values = torch.randn(40, 24, 9, 11).mul(torch.logspace(-4, 4, 24).view(-1, 1, 1)).to(dtype)
+    values[:, 5] = 0.3
+    with_nan = values.clone()
+    with_nan[3, 7, 2, 2], with_nan[20, 9, 0, 0] = float('nan'), float('-inf')
+    last = values.to(memory_format=torch.channels_last)
+    for tensor in (values, last, values.transpose(0, 1), values[:, :, 0, 0], with_nan):
+        for stochastic in (True, False):
+            assert_same(tensor, Quantizer(bits, 72, stochastic, by_channel=True))
+    assert not given_up_on(CPU)
+
+
+@NEEDS_A_COMPILER
 @pytest.mark.parametrize('bits', [8, 4])
 def test_as_many_threads_as_torch_may_use(bits):
     values = torch.randn(2**22 + 2**20 + 300)  # in 8 bits three parts

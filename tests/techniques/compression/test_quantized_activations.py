@@ -178,6 +178,36 @@ def test_a_row_of_little_spread_beside_others_has_an_error_of_its_own():
     assert (lossy - exact).norm() < exact.norm()  # 9,000 times as much with its neighbours' range
 
 
+@pytest.mark.parametrize('shape', [(32, 24), (16, 24, 5), (16, 24, 3, 3), (2, 24, 4, 4, 4)])
+@pytest.mark.parametrize('in_last_place', [False, True], ids=['', 'channels last'])
+def test_a_channel_of_little_spread_beside_others_has_an_error_of_its_own(shape, in_last_place):
+    spread = torch.ones(24)
+    spread[::3] = 1e-5
+    x = torch.randn(shape).mul_(spread.view(24, *[1] * (len(shape) - 2)))
+    if in_last_place:
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+    weight = torch.randn(shape)
+    gradients = []
+    for bits in (32, 2):
+        inputs = x.clone().requires_grad_()
+        model = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+        norm = model[len(shape)](24, eps=1e-12)
+        rule = quantize_activations(norm, {'norm': bits}, min_numel=1)
+        (norm(inputs) * weight).sum().backward()
+        gradients.append(inputs.grad[:, ::3])
+    exact, lossy = gradients
+    assert rule.kept.places['the model', 'norm'][1] < x.nbytes / 5
+    assert (lossy - exact).norm() < exact.norm()  # 9,000 times as much with its neighbours' range
+
+
+@pytest.mark.parametrize('shape', [(7, 24), (1, 24, 4)])
+def test_few_elements_of_a_channel_are_not_outweighed_by_its_range(shape):
+    model, x = nn.BatchNorm1d(24), torch.randn(shape, requires_grad=True)
+    rule = quantize_activations(model, bits=2, min_numel=1)
+    model(x).sum()
+    assert rule.kept.places['the model', 'norm'][1] == x.nbytes / 16 + 8
+
+
 def test_views_of_one_memory_have_ranges_of_their_own():
     class Split(nn.Module):
         def forward(self, x):

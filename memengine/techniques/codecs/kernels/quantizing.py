@@ -13,16 +13,37 @@ import triton.language as tl
 from torch import Tensor
 
 from memengine.techniques.codecs import quantized
-from memengine.techniques.codecs.bit_packing import packed_numel
+from memengine.techniques.codecs.memory_order import Channels
+from memengine.techniques.codecs.quantized import Case
 from memengine.techniques.modules.private_random import private_seed
 
-__all__ = ['compare_with_eager', 'dequantize', 'quantize']
+__all__ = ['channels_of', 'compare_with_eager', 'dequantize', 'quantize']
 
 _TILE_NUMEL = 2048
+_COLUMNS_AT_ONCE = 4096  # of a channel
+
+
+def channels_of(flat: Tensor, number: int, stride: int) -> Channels:
+    """The channels of a tensor in memory order; one kernel, which reads it once."""
+    extremes = flat.new_empty(2, number)
+    if stride == 1:
+        low, high = extremes.unbind()
+        torch.aminmax(flat.view(-1, number), dim=0, out=(low, high))
+    else:
+        with torch.cuda.device_of(flat):
+            _extremes_of_channels[number,](
+                flat, extremes, number, stride, flat.numel() // number, at_once=_COLUMNS_AT_ONCE
+            )
+    return Channels(extremes, stride)
 
 
 def quantize(
-    flat: Tensor, bits: int, group_size: int, stochastic: bool, seed: int | None = None
+    flat: Tensor,
+    bits: int,
+    group_size: int,
+    stochastic: bool,
+    seed: int | None = None,
+    channels: Channels | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Levels of each group between its extremes, packed group by group.
 
@@ -33,68 +54,97 @@ def quantize(
         stochastic: Round up or down at random, by 16 bits of Philox for each element. They are a
             function of the seed and of the element's place.
         seed: By default the next of the techniques' own.
+        channels: In whose ranges groups are taken.
 
     Returns:
         The levels in bytes, and the extremes, [2, groups].
 
     Cost: one kernel, which reads the tensor once.
     """
-    groups = -(-flat.numel() // group_size)
-    packed = flat.new_empty(packed_numel(flat.numel(), bits), dtype=torch.uint8)
-    extremes = flat.new_empty(2, groups)
+    packed, extremes = quantized.empty_code(flat, bits, group_size, channels is not None)
+    groups = extremes.shape[1]
     if groups:
         seed = (private_seed(flat.device) if seed is None else seed) if stochastic else 2**62
         tile = _tile(bits, group_size)
         with torch.cuda.device_of(flat):
             _quantize[triton.cdiv(groups, tile['rows']),](
-                flat, packed, extremes, flat.numel(), seed, stochastic=stochastic, **tile
+                *(flat, packed, extremes, *_of_channels(channels, flat), flat.numel(), seed),
+                **dict(by_channel=channels is not None, stochastic=stochastic, **tile),
             )
     return packed, extremes
 
 
-def dequantize(packed: Tensor, extremes: Tensor, numel: int, bits: int, group_size: int) -> Tensor:
-    """What :func:`quantize` packed, ``[n]`` in the dtype of the extremes; one kernel."""
-    flat = extremes.new_empty(numel)
+def dequantize(
+    packed: Tensor,
+    extremes: Tensor,
+    numel: int,
+    bits: int,
+    group_size: int,
+    channels: Channels | None = None,
+) -> Tensor:
+    """What :func:`quantize` packed, ``[n]`` in the dtype that had been coded; one kernel."""
+    flat = (extremes if channels is None else channels.extremes).new_empty(numel)
     if numel:
         tile = _tile(bits, group_size)
         with torch.cuda.device_of(flat):
             _dequantize[triton.cdiv(extremes.shape[1], tile['rows']),](
-                packed, extremes, flat, numel, **tile
+                *(packed, extremes, *_of_channels(channels, flat), flat, numel),
+                **dict(by_channel=channels is not None, **tile),
             )
     return flat
 
 
-def compare_with_eager(like: Tensor, bits: int, group_size: int) -> None:
+def _of_channels(channels: Channels | None, flat: Tensor) -> tuple[Tensor, int, int]:
+    """Extremes, number and stride as kernels take them; without channels they read none."""
+    if channels is None:
+        return flat, 1, 1
+    return channels.extremes, channels.extremes.shape[1], channels.stride
+
+
+def compare_with_eager(like: Tensor, bits: int, group_size: int, by_channel: bool) -> None:
     """Compare with the eager form on a few groups, where `like` lies and in its dtype.
 
     Raises:
         ArithmeticError: When a kernel gives what the eager form does not.
     """
-    numel = 9 * group_size + 11
-    flat = torch.arange(numel, device=like.device).mul(0.37).sin().to(like.dtype)
-    flat[group_size : 2 * group_size] = 0.3
-    flat[2 * group_size + 5], flat[3 * group_size + 1] = float('nan'), float('inf')
-    flat[4 * group_size], flat[4 * group_size + 2] = (torch.finfo(like.dtype).max, -100)
-    expected, extremes = quantized.quantize(flat, bits, group_size, False, group_size)
-    of_codes = quantized.dequantize(expected, extremes, numel, bits, group_size, group_size)
+    for case in quantized.cases_to_compare(like, group_size, by_channel):
+        _compare_case(case, bits, group_size)
+
+
+def _compare_case(case: Case, bits: int, group_size: int) -> None:
+    flat, channels = case
+    numel, dtype = flat.numel(), flat.dtype
+    if channels is not None:
+        ours = channels_of(flat, channels.extremes.shape[1], channels.stride)
+        if not torch.equal(ours.extremes, channels.extremes):
+            raise ArithmeticError(f"the channels' extremes of {dtype} are not what they were to be")
+    how = bits, group_size, group_size, channels
+    expected, extremes = quantized.quantize(flat, bits, group_size, False, group_size, channels)
+    of_codes = quantized.dequantize(expected, extremes, numel, *how)
     finite = of_codes.isfinite()
     span = (extremes[1].double() - extremes[0].double()).repeat_interleave(group_size)[:numel]
+    range_ = span
+    if channels is not None:
+        range_ = channels.low_and_span_of(flat, 0)[1].double()
+        span = span * range_
     step = span[finite] / (2**bits - 1)
-    rounding = of_codes[finite].double().abs() * torch.finfo(like.dtype).eps + span[finite] * 2**-20
+    rounding = of_codes[finite].double().abs() * torch.finfo(dtype).eps + range_[finite] * 2**-20
 
     def check(decoded: Tensor, other: Tensor, tolerance: Tensor, what: str) -> None:
         error = (decoded[finite].double() - other[finite].double()).abs()
         if not bool((decoded.isfinite() == finite).all() & (error <= tolerance).all()):
-            raise ArithmeticError(f'{what} in {bits} bits of {like.dtype} is not what it was to be')
+            raise ArithmeticError(f'{what} in {bits} bits of {dtype} is not what it was to be')
 
-    check(dequantize(expected, extremes, numel, bits, group_size), of_codes, rounding, 'decoding')
-    nearest, found = quantize(flat, bits, group_size, stochastic=False)
+    decoded = dequantize(expected, extremes, numel, bits, group_size, channels)
+    check(decoded, of_codes, rounding, 'decoding')
+    nearest, found = quantize(flat, bits, group_size, stochastic=False, channels=channels)
     if not torch.equal(found.nan_to_num(), extremes.nan_to_num()):
-        raise ArithmeticError(f'the extremes of {like.dtype} are not what they were to be')
-    decoded = quantized.dequantize(nearest, found, numel, bits, group_size, group_size)
+        raise ArithmeticError(f'the extremes of {dtype} are not what they were to be')
+    decoded = quantized.dequantize(nearest, found, numel, *how)
     check(decoded, flat, step * (0.5 + 2**-10) + rounding, 'rounding to the nearest')
-    drawn = [quantize(flat, bits, group_size, stochastic=True, seed=2**62 + 1) for _ in range(2)]
-    decoded = quantized.dequantize(drawn[0][0], found, numel, bits, group_size, group_size)
+    at_random = flat, bits, group_size, True, 2**62 + 1, channels
+    drawn = [quantize(*at_random) for _ in range(2)]
+    decoded = quantized.dequantize(drawn[0][0], found, numel, *how)
     check(decoded, flat, step * (1 + 2**-10) + rounding, 'rounding at random')
     if torch.equal(drawn[0][0], nearest) or not torch.equal(drawn[0][0], drawn[1][0]):
         raise ArithmeticError('random rounding is not random, or not a function of its seed')
@@ -154,13 +204,62 @@ def _noise(
     return tl.reshape(halves, (rows, planes, columns)).to(tl.float32) * (2.0**-16)
 
 
-@triton.jit(do_not_specialize=['numel', 'seed'])
+@triton.jit(do_not_specialize=['number', 'stride', 'count'])
+def _extremes_of_channels(
+    flat: tl.tensor,
+    extremes: tl.tensor,
+    number: tl.tensor,
+    stride: tl.tensor,
+    count: tl.tensor,
+    at_once: tl.constexpr,
+) -> None:
+    """Those of one channel, of which there are `count` elements."""
+    channel = tl.program_id(0).to(tl.int64)
+    low = tl.full((at_once,), float('inf'), tl.float32)
+    high = tl.full((at_once,), float('-inf'), tl.float32)
+    nans = tl.zeros((at_once,), tl.int32)
+    for start in range(0, count, at_once):
+        at = start + tl.arange(0, at_once)
+        is_element = at < count
+        place = (at // stride * number + channel) * stride + at % stride
+        values = tl.load(flat + place, mask=is_element, other=0).to(tl.float32)
+        low = tl.minimum(low, tl.where(is_element, values, float('inf')))
+        high = tl.maximum(high, tl.where(is_element, values, float('-inf')))
+        nans += (values != values).to(tl.int32)
+    is_nan = tl.sum(nans, axis=0) > 0
+    tl.store(extremes + channel, tl.where(is_nan, float('nan'), tl.min(low, axis=0)))
+    tl.store(extremes + number + channel, tl.where(is_nan, float('nan'), tl.max(high, axis=0)))
+
+
+@triton.jit
+def _low_and_span(
+    of_channels: tl.tensor,
+    number: tl.tensor,
+    stride: tl.tensor,
+    groups: tl.tensor,
+    elements: tl.tensor,
+    group_size: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Of each element's channel, [G, P, C]."""
+    first = groups * group_size
+    in_group = (elements - first[:, None, None]).to(tl.int32)
+    in_period = (first % (number * stride)).to(tl.int32)[:, None, None] + in_group
+    channels = in_period // stride % number
+    low = tl.load(of_channels + channels).to(tl.float32)
+    return low, tl.load(of_channels + number + channels).to(tl.float32) - low
+
+
+@triton.jit(do_not_specialize=['number', 'stride', 'numel', 'seed'])
 def _quantize(
     flat: tl.tensor,
     packed: tl.tensor,
     extremes: tl.tensor,
+    of_channels: tl.tensor,
+    number: tl.tensor,
+    stride: tl.tensor,
     numel: tl.tensor,
     seed: tl.tensor,
+    by_channel: tl.constexpr,
     stochastic: tl.constexpr,
     bits: tl.constexpr,
     group_size: tl.constexpr,
@@ -170,6 +269,10 @@ def _quantize(
     top: tl.constexpr = 2**bits - 1
     groups, elements, is_element, bytes_, is_byte = _places(numel, bits, group_size, rows, columns)
     values = tl.load(flat + elements, mask=is_element, other=0).to(tl.float32)
+    if by_channel:
+        low, span = _low_and_span(of_channels, number, stride, groups, elements, group_size)
+        per_unit = tl.div_rn(tl.full(span.shape, 1.0, tl.float32), span)
+        values = (values - low) * tl.where(span == 0, 0.0, per_unit)
     low = tl.min(tl.min(tl.where(is_element, values, float('inf')), axis=2), axis=1)
     high = tl.max(tl.max(tl.where(is_element, values, float('-inf')), axis=2), axis=1)
     nans = tl.sum(tl.sum((values != values).to(tl.int32), axis=2), axis=1)
@@ -189,12 +292,16 @@ def _quantize(
     tl.store(packed + bytes_, tl.sum(levels, axis=1).to(tl.uint8), mask=is_byte)
 
 
-@triton.jit(do_not_specialize=['numel'])
+@triton.jit(do_not_specialize=['number', 'stride', 'numel'])
 def _dequantize(
     packed: tl.tensor,
     extremes: tl.tensor,
+    of_channels: tl.tensor,
+    number: tl.tensor,
+    stride: tl.tensor,
     flat: tl.tensor,
     numel: tl.tensor,
+    by_channel: tl.constexpr,
     bits: tl.constexpr,
     group_size: tl.constexpr,
     rows: tl.constexpr,
@@ -208,4 +315,7 @@ def _dequantize(
     packed_levels = tl.load(packed + bytes_, mask=is_byte, other=0).to(tl.int32)
     levels = packed_levels[:, None, :] >> (tl.arange(0, 8 // bits) * bits)[None, :, None]
     values = ((levels & (2**bits - 1)).to(tl.float32) * step + low) / shrink
+    if by_channel:
+        low, span = _low_and_span(of_channels, number, stride, groups, elements, group_size)
+        values = values * span + low
     tl.store(flat + elements, values, mask=is_element)

@@ -4,7 +4,8 @@
    Shapes: values [numel], in groups that share a range; starts [parts], the first element of each
    part, whose levels are packed together (bit_packing.py); extremes [2, groups]; noise, 15 bits for
    each group of a part and then for each place in a group, part by part, or NULL to round to the
-   nearest. Extremes and values are float32 or bfloat16, which is the upper half of one. */
+   nearest. Extremes and values are float32 or bfloat16, which is the upper half of one. By channel,
+   whose lowest values and spans are given, extremes are of shares of these, and float32. */
 
 #include <float.h>
 #include <math.h>
@@ -31,6 +32,8 @@ typedef struct {
     const int64_t *starts;
     int64_t numel, parts, group_size;
     int bits, is_bfloat16;
+    const float *lows, *spans; /* [channels], or NULL */
+    int64_t channels, channel_stride;
 } Work;
 
 typedef struct {
@@ -140,6 +143,38 @@ static void unpack(Part part, int64_t first, int64_t n, int bits, uint8_t *restr
     }
 }
 
+static inline float share_of(float value, float low, float span) {
+    return (value - low) * (span == 0 ? 0 : 1 / span);
+}
+
+static void to_shares(const Work *work, int64_t at, int64_t n, const float *values, float *shares) {
+    for (int64_t many; n > 0; at += many, values += many, shares += many, n -= many) {
+        int64_t channel = at / work->channel_stride % work->channels;
+        const float *lows = work->lows + channel, *spans = work->spans + channel;
+        if (work->channel_stride == 1) {
+            many = smaller(n, work->channels - channel);
+            for (int64_t i = 0; i < many; i++) shares[i] = share_of(values[i], lows[i], spans[i]);
+        } else {
+            many = smaller(n, work->channel_stride - at % work->channel_stride);
+            for (int64_t i = 0; i < many; i++) shares[i] = share_of(values[i], *lows, *spans);
+        }
+    }
+}
+
+static void from_shares(const Work *work, int64_t at, int64_t n, float *values) {
+    for (int64_t many; n > 0; at += many, values += many, n -= many) {
+        int64_t channel = at / work->channel_stride % work->channels;
+        const float *lows = work->lows + channel, *spans = work->spans + channel;
+        if (work->channel_stride == 1) {
+            many = smaller(n, work->channels - channel);
+            for (int64_t i = 0; i < many; i++) values[i] = values[i] * spans[i] + lows[i];
+        } else {
+            many = smaller(n, work->channel_stride - at % work->channel_stride);
+            for (int64_t i = 0; i < many; i++) values[i] = values[i] * *spans + *lows;
+        }
+    }
+}
+
 static void quantize_some(const Work *work, Part part, int64_t from, int64_t to) {
     float converted[LARGEST_GROUP];
     uint8_t unpacked[LARGEST_GROUP];
@@ -155,8 +190,12 @@ static void quantize_some(const Work *work, Part part, int64_t from, int64_t to)
             from_bfloat16((const uint16_t *)work->values + at, n, converted);
             values = converted;
         }
+        if (work->lows) {
+            to_shares(work, at, n, values, converted);
+            values = converted;
+        }
         find_extremes(values, n, &low, &high);
-        if (work->is_bfloat16) {
+        if (work->is_bfloat16 && !work->lows) {
             to_bfloat16(&low, 1, (uint16_t *)work->extremes + group);
             to_bfloat16(&high, 1, (uint16_t *)work->extremes + groups + group);
         } else {
@@ -183,7 +222,7 @@ static void dequantize_some(const Work *work, Part part, int64_t from, int64_t t
         const uint8_t *levels = work->bits == 8 ? part.packed + (at - part.start) : unpacked;
         float low, high;
         n = smaller(work->group_size, to - at);
-        if (work->is_bfloat16) {
+        if (work->is_bfloat16 && !work->lows) {
             from_bfloat16((const uint16_t *)work->extremes + group, 1, &low);
             from_bfloat16((const uint16_t *)work->extremes + groups + group, 1, &high);
         } else {
@@ -195,6 +234,7 @@ static void dequantize_some(const Work *work, Part part, int64_t from, int64_t t
         for (int64_t i = 0; i < n; i++) values[i] = levels[i] * grid.step + grid.low;
         if (grid.shrink < 1)
             for (int64_t i = 0; i < n; i++) values[i] /= grid.shrink;
+        if (work->lows) from_shares(work, at, n, values);
         if (work->is_bfloat16) to_bfloat16(values, n, (uint16_t *)work->values + at);
     }
 }
@@ -252,16 +292,18 @@ static void in_threads(const Work *work, CodeSome *code_some, int threads) {
 
 void quantize(const void *values, int is_bfloat16, int64_t numel, const int64_t *starts,
               int64_t parts, int64_t group_size, int bits, const int32_t *noise,
-              uint8_t *packed, void *extremes, int threads) {
-    Work work = {(void *)values, extremes, packed,     noise, starts,
-                 numel,          parts,    group_size, bits,  is_bfloat16};
+              uint8_t *packed, void *extremes, const float *lows, const float *spans,
+              int64_t channels, int64_t channel_stride, int threads) {
+    Work work = {(void *)values, extremes,    packed, noise, starts,   numel,         parts,
+                 group_size,     bits, is_bfloat16, lows,  spans, channels, channel_stride};
     in_threads(&work, quantize_some, threads);
 }
 
 void dequantize(const uint8_t *packed, const void *extremes, int is_bfloat16, int64_t numel,
                 const int64_t *starts, int64_t parts, int64_t group_size, int bits, void *values,
+                const float *lows, const float *spans, int64_t channels, int64_t channel_stride,
                 int threads) {
-    Work work = {values, (void *)extremes, (uint8_t *)packed, NULL, starts,
-                 numel,  parts,            group_size,        bits, is_bfloat16};
+    Work work = {values, (void *)extremes, (uint8_t *)packed, NULL, starts, numel,    parts,
+                 group_size, bits, is_bfloat16, lows, spans, channels, channel_stride};
     in_threads(&work, dequantize_some, threads);
 }

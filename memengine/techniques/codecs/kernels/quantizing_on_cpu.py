@@ -6,6 +6,7 @@ Bit for bit the same, noise included, in a quarter of the time or less.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import sys
 from functools import cache, lru_cache
 from pathlib import Path
@@ -18,12 +19,15 @@ from memengine._torch_private.fake import is_fake
 from memengine.techniques.codecs import quantized
 from memengine.techniques.codecs.grids import noise_bits
 from memengine.techniques.codecs.kernels.compile_c import compiled
+from memengine.techniques.codecs.memory_order import Channels
+from memengine.techniques.codecs.quantized import Case
 from memengine.techniques.modules.private_random import private_generator
 
 __all__ = ['compare_with_eager', 'dequantize', 'quantize']
 
 _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 _PARTS = ctypes.POINTER(_LONG), _LONG
+_CHANNELS = _POINTER, _POINTER, _LONG, _LONG
 
 
 @cache
@@ -31,25 +35,31 @@ def _library() -> ctypes.CDLL:
     library = compiled(Path(__file__).with_suffix('.c'))
     library.quantize.argtypes = [
         *(_POINTER, _INT, _LONG, *_PARTS, _LONG, _INT),
-        *(_POINTER, _POINTER, _POINTER, _INT),
+        *(_POINTER, _POINTER, _POINTER, *_CHANNELS, _INT),
     ]
     library.dequantize.argtypes = [
-        *(_POINTER, _POINTER, _INT, _LONG, *_PARTS, _LONG, _INT, _POINTER, _INT)
+        *(_POINTER, _POINTER, _INT, _LONG, *_PARTS, _LONG, _INT, _POINTER, *_CHANNELS, _INT)
     ]
     library.quantize.restype = library.dequantize.restype = None
     return library
 
 
 def quantize(
-    flat: Tensor, bits: int, group_size: int, stochastic: bool, part_numel: int
+    flat: Tensor,
+    bits: int,
+    group_size: int,
+    stochastic: bool,
+    part_numel: int,
+    channels: Channels | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What :func:`memengine.techniques.codecs.quantized.quantize` gives, of float32 or bfloat16.
 
     Cost: reads the tensor once, in as many threads as torch may use.
     """
     numel = flat.numel()
-    packed, extremes = quantized.empty_code(flat, bits, group_size)
+    packed, extremes = quantized.empty_code(flat, bits, group_size, channels is not None)
     starts, parts = _starts(numel, bits, group_size, part_numel)
+    ranges = None if channels is None else channels.low_and_span()
     noise = None
     if stochastic:  # as many as the parts would draw for their groups and places, one after another
         number = extremes.shape[1] + parts * group_size
@@ -68,16 +78,25 @@ def quantize(
         None if noise is None else noise.data_ptr(),
         packed.data_ptr(),
         extremes.data_ptr(),
+        *_addresses(ranges),
+        *_numbers(channels),
         torch.get_num_threads(),
     )
     return packed, extremes
 
 
 def dequantize(
-    packed: Tensor, extremes: Tensor, numel: int, bits: int, group_size: int, part_numel: int
+    packed: Tensor,
+    extremes: Tensor,
+    numel: int,
+    bits: int,
+    group_size: int,
+    part_numel: int,
+    channels: Channels | None = None,
 ) -> Tensor:
     """What :func:`memengine.techniques.codecs.quantized.dequantize` gives."""
-    flat = extremes.new_empty(numel)
+    flat = (extremes if channels is None else channels.extremes).new_empty(numel)
+    ranges = None if channels is None else channels.low_and_span()
     if is_fake(flat):
         return flat.zero_()  # the pass over it
     _library().dequantize(
@@ -89,9 +108,22 @@ def dequantize(
         group_size,
         bits,
         flat.data_ptr(),
+        *_addresses(ranges),
+        *_numbers(channels),
         torch.get_num_threads(),
     )
     return flat
+
+
+def _addresses(ranges: tuple[Tensor, Tensor] | None) -> tuple[int | None, int | None]:
+    if ranges is None:
+        return None, None
+    low, span = ranges
+    return low.data_ptr(), span.data_ptr()
+
+
+def _numbers(channels: Channels | None) -> tuple[int, int]:
+    return (0, 0) if channels is None else (channels.extremes.shape[1], channels.stride)
 
 
 @lru_cache(maxsize=1024)  # steps code the same shapes again
@@ -101,28 +133,25 @@ def _starts(*how: int) -> tuple[ctypes.Array[ctypes.c_int64], int]:
     return (_LONG * len(parts))(*(part.elements.start for part in parts)), len(parts)
 
 
-def compare_with_eager(like: Tensor, bits: int, group_size: int) -> None:
+def compare_with_eager(like: Tensor, bits: int, group_size: int, by_channel: bool) -> None:
     """Compare with torch's operations on a few groups, in the dtype of `like`.
 
     Raises:
         ArithmeticError: When one bit differs.
     """
-    numel = 9 * group_size + 11
-    flat = torch.arange(numel, device=like.device).mul(0.37).sin().to(like.dtype)
-    flat[group_size : 2 * group_size] = 0.3
-    flat[2 * group_size + 5], flat[3 * group_size + 1] = float('nan'), float('inf')
-    flat[4 * group_size], flat[4 * group_size + 2] = (torch.finfo(like.dtype).max, -100)
-    generator = private_generator(flat.device)
+    cases = quantized.cases_to_compare(like, group_size, by_channel)
+    generator = private_generator(like.device)
     state = generator.get_state()
 
-    def extremes_and_values(by: Any, stochastic: bool) -> tuple[Tensor, Tensor]:
-        how = bits, group_size
-        packed, extremes = by.quantize(flat, *how, stochastic, 4 * group_size)
+    def extremes_and_values(by: Any, case: Case, stochastic: bool) -> tuple[Tensor, Tensor]:
+        how, at_once = (bits, group_size), (4 * group_size, case.channels)
+        packed, extremes = by.quantize(case.flat, *how, stochastic, *at_once)
         generator.set_state(state)
-        return extremes, by.dequantize(packed, extremes, numel, *how, 4 * group_size)
+        return extremes, by.dequantize(packed, extremes, case.flat.numel(), *how, *at_once)
 
-    for stochastic in (False, True):
-        both = (extremes_and_values(by, stochastic) for by in (quantized, sys.modules[__name__]))
+    for case, stochastic in itertools.product(cases, (False, True)):
+        ways = quantized, sys.modules[__name__]
+        both = (extremes_and_values(by, case, stochastic) for by in ways)
         for expected, found in zip(*both, strict=True):
             finite = expected.isfinite()
             if not (

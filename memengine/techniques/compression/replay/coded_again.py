@@ -161,7 +161,7 @@ class CodedAgain:
         how = self.how
         if how.rule is not None:
             self._counted_bytes = nbytes
-            how.rule.kept.add(how.name, how.need.value, self.content.nbytes, nbytes)
+            how.rule.kept.add(how.name, how.need.kind, self.content.nbytes, nbytes)
         self._read, self._kept = read, None
 
     def revert_to(self, memory: Tensor) -> None:
@@ -171,7 +171,7 @@ class CodedAgain:
         self._read, self.is_metered = self._kept.tensor, False
         if how.rule is not None:
             before = self.content.nbytes
-            how.rule.kept.add(how.name, how.need.value, -before, -self._counted_bytes)
+            how.rule.kept.add(how.name, how.need.kind, -before, -self._counted_bytes)
 
     def keep_or_offload(self) -> None:
         """Stay as it is, and here: beside an offload nothing is coded by plan."""

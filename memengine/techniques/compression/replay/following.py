@@ -176,7 +176,7 @@ class Replay:
             memory = ComputedMemory(found, None if how.first is None else tensor)
         if not how.rule.still_serves(how.place, tensor, memory.recomputation):
             return None
-        how.rule.kept.add(how.place.name, how.place.need.value, tensor.nbytes, 0)
+        how.rule.kept.add(how.place.name, how.place.need.kind, tensor.nbytes, 0)
         return ComputedAgain(memory, tensor, module)
 
     def _find_again(self, tensor: Tensor, how: HowComputed) -> Recomputation | None:

@@ -232,7 +232,7 @@ class SavedTensor:
         """Let go of the tensor, for a coded part that it can be read from."""
         if self.rule is not None and self.need is not None:
             self._counted_bytes = self.content.nbytes, 0 if part.is_counted else part.nbytes
-            self.rule.kept.add(self.name, self.need.value, *self._counted_bytes)
+            self.rule.kept.add(self.name, self.need.kind, *self._counted_bytes)
             part.is_counted = True
         self._layout, self._dtype = layout_of(self.content), self.content.dtype
         self.part, self._kept = part, None
@@ -244,7 +244,7 @@ class SavedTensor:
         if part.has(self._layout, self._dtype):
             assert self.need is not None
             before, after = self._counted_bytes
-            self.rule.kept.add(self.name, self.need.value, 0, -after)
+            self.rule.kept.add(self.name, self.need.kind, 0, -after)
             self.part, self._counted_bytes = part, (before, 0)
             self.saved_as = None  # it has been coded twice, which no plan says
 
@@ -255,5 +255,5 @@ class SavedTensor:
             self.part, self._offloaded, self._is_metered = None, None, False
             if self.rule is not None and self.need is not None and any(self._counted_bytes):
                 before, after = self._counted_bytes
-                self.rule.kept.add(self.name, self.need.value, -before, -after)
+                self.rule.kept.add(self.name, self.need.kind, -before, -after)
         self.rule = self.codec = None
