@@ -118,8 +118,8 @@ class CheckpointedForward(WrappedForward):
         options: dict[str, Any] = dict(context_fn=lambda: (ExitStack(), again))
         policy = KeepCalls(keeping, self.name)
         with ExitStack() as stack:
-            # Stopped when all is saved again, RReLU has yet to fill its noise; and TorchScript makes
-            # another error of the exception by which torch stops.
+            # Stopped when all is saved again, RReLU has yet to fill its noise; and of the exception
+            # by which torch stops TorchScript makes an error.
             if self._runs_to_its_end:
                 stack.enter_context(set_checkpoint_early_stop(False))
             if keeping.kept:

@@ -229,7 +229,7 @@ class SmallBuffers:
 
 
 def _entry(table: dict[str, Tensor | None], name: str) -> Tensor | None:
-    return table[name] if name in table else None  # TorchScript's tables have no get()
+    return dict(table.items()).get(name)  # TorchScript's tables have no get()
 
 
 def _may_be_statistics(buffer: Tensor) -> bool:

@@ -160,13 +160,15 @@ class ScriptedTable(Table):
     """Of a module of TorchScript: its parameters, buffers and attributes, the mode among them."""
 
     def now(self) -> dict[Any, Any]:
+        """The entries at present."""
         return {name: getattr(self.table, name) for name in scripted_attributes(self.table)}
 
     def put(self, name: Any, value: Any) -> None:
+        """Set an entry; none can be removed."""
         setattr(self.table, name, value)
 
     def same(self, one: Any, other: Any) -> bool:
-        # What is no tensor is made anew each time that it is asked for.
+        """Whether two values are the same; what is no tensor is made anew when it is asked for."""
         pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=False)
         return pytree.tree_structure(one) == pytree.tree_structure(other) and all(
             super(ScriptedTable, self).same(x, y) or (isinstance(x, (int, float, str)) and x == y)
