@@ -583,6 +583,15 @@ def test_tables_of_modules():
     assert len(modules.forward_hooks_of(norm)) == len(modules.forward_pre_hooks_of(norm)) == 1
 
 
+@relies_on('says what a module of TorchScript holds')
+@pytest.mark.filterwarnings('ignore:.*torch.jit')
+def test_attributes_of_scripted_modules():
+    scripted = torch.jit.script(nn.BatchNorm1d(2))
+    held = {'weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked', 'training'}
+    assert held <= {*modules.scripted_attributes(scripted)}
+    assert not isinstance(modules.own_buffers(scripted), dict)
+
+
 @relies_on('has these bases of its layers')
 def test_bases_of_layers():
     for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):

@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.batchnorm import _NormBase as BatchOrInstanceNorm
 from torch.nn.modules.conv import _ConvNd as Convolution
@@ -27,6 +28,7 @@ __all__ = [
     'own_buffers',
     'own_modules',
     'own_parameters',
+    'scripted_attributes',
     'without_compilation',
     'without_step_hooks',
 ]
@@ -45,6 +47,15 @@ forward_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter('_forward_h
 
 forward_pre_hooks_of: Callable[[nn.Module], dict[int, Any]] = attrgetter('_forward_pre_hooks')
 """A module's forward pre-hooks, which see its input."""
+
+
+def scripted_attributes(module: ScriptModule) -> list[str]:
+    """Names of what a module of TorchScript holds: parameters, buffers, numbers, its mode.
+
+    It holds them in C++, where ``vars()`` does not see them, and whatever stands for its tables in
+    Python is no dict.
+    """
+    return list(module._concrete_type.get_attributes())
 
 
 def is_compiled(module: nn.Module) -> bool:

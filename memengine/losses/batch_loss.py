@@ -333,7 +333,8 @@ def log_partition(
     first = own_rows(contrasts, group).start
     everything = contrasts if group is None else Gather(contrasts, group)
     if products.is_plain:
-        logits = (contrasts[:anchors] / temperature) @ everything.T  # [M, N]
+        scaled = (contrasts[:anchors] / temperature).to(contrasts.dtype)  # it may be [1], and wider
+        logits = scaled @ everything.T  # [M, N]
     else:
         logits = scaled_product(contrasts[:anchors], everything.T, 1 / temperature, products)
     logits.diagonal(first).fill_(torch.finfo(logits.dtype).min)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from memengine._torch_private.autograd import storage_key
 from memengine._torch_private.modules import own_buffers, own_modules, own_parameters
@@ -114,7 +115,10 @@ def owned_by(owners: Iterable[nn.Module | Tensor]) -> dict[int, Any]:
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers, without their names, which take longer than they do."""
+    """Parameters and buffers, without their names, which take longer than they do.
+
+    Those of lazy modules have no storage before their first forward.
+    """
     tensors: list[Tensor | None] = []
     seen = {module}
     pending = [module]
@@ -126,7 +130,7 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
             if child is not None and child not in seen:
                 seen.add(child)
                 pending.append(child)
-    return [tensor for tensor in tensors if tensor is not None]
+    return [tensor for tensor in tensors if tensor is not None and not is_lazy(tensor)]
 
 
 class Ledger:

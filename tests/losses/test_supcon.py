@@ -81,6 +81,13 @@ def test_formula(views, mode, kind, temperature):
     assert abs(loss.item() - expected) <= 1e-12 * max(1, abs(expected))
 
 
+@pytest.mark.parametrize('tile_size', [None, 2])
+def test_a_temperature_of_one_element_may_be_wider(tile_size):
+    features = F.normalize(torch.randn(5, 2, 8), dim=-1)
+    loss = SupConLoss(torch.tensor([0.1], dtype=torch.float64), tile_size=tile_size)(features)
+    torch.testing.assert_close(loss.item(), SupConLoss(0.1)(features).item(), rtol=1e-5, atol=0)
+
+
 def test_base_temperature_scales_the_loss():
     features = embeddings(5, 2, 4)
     loss = SupConLoss(0.2, base_temperature=0.05)(features)

@@ -2,8 +2,8 @@
 
 All are edits that autograd does not count (``.data``, ``F.batch_norm``), or things that no
 technique can see: what code reads beside its module, or keeps in objects of it, generators of its
-own, samples that meet inside an encoder. In each the error is beyond the tolerance of
-``verify_exactness``.
+own, samples that meet inside an encoder, what hooks of parameters do with a slice's gradient. In
+each the error is beyond the tolerance of ``verify_exactness``.
 """
 
 import copy
@@ -16,11 +16,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from memengine.techniques import (
+    additive_step,
+    cached_step,
     checkpoint_activations,
     efficient_conv_bn_eval,
     offload_activations,
     recompute_activations,
 )
+from memengine.techniques.slices.tower import Tower
 from memengine.testing import relative_error
 from tests.techniques.toy import cached, plain, try_slices
 
@@ -323,6 +326,44 @@ def cached_error(encoder, chunk):
 )
 def test_the_gradient_cache_does_not_know_that_samples_meet_in_an_encoder():
     assert cached_error(Centring, None) > TOLERANCE
+
+
+@pytest.mark.edge('accumulation', 'unnoticed', 'Hooks of parameters: as for the gradient cache')
+@pytest.mark.edge(
+    'grad_cache',
+    'unnoticed',
+    'Hooks of parameters that change a gradient in another way than by a factor (`clamp` in '
+    '`register_hook`, anything in `register_post_accumulate_grad_hook`): they run once per slice',
+)
+@pytest.mark.parametrize('is_additive', [False, True])
+@pytest.mark.parametrize('kind', ['clamp', 'accumulated'])
+def test_hooks_of_parameters_run_once_per_slice(kind, is_additive):
+    def encoder():
+        layer = nn.Linear(12, 6)
+        if kind == 'clamp':
+            layer.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        else:
+            layer.weight.register_post_accumulate_grad_hook(halve)
+        return layer
+
+    def halve(weight):
+        weight.grad.mul_(0.5)
+
+    def gradient_of(step):
+        torch.manual_seed(0)
+        model = encoder().double()
+        step(model, rows(8, 12))
+        return model.weight.grad
+
+    def in_slices(model, x):
+        loss = lambda z: z.square().sum()  # noqa: E731
+        if is_additive:
+            additive_step(x.split(4), lambda part: loss(model(part)))
+        else:
+            cached_step(Tower(model, x.split(4)), loss)
+
+    expected = gradient_of(lambda model, x: model(x).square().sum().backward())
+    assert relative_error(gradient_of(in_slices), expected) > TOLERANCE
 
 
 @pytest.mark.edge(

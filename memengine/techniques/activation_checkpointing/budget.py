@@ -127,6 +127,7 @@ class _Tracer(TorchDispatchMode):
         self._saved: set[int] = set()
         self._counts: Counter[str] = Counter()
         self._ops_at_last_save = 0
+        self._is_finished = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -168,7 +169,23 @@ class _Tracer(TorchDispatchMode):
             elif block.key in self._inputs:
                 self.trace.saved_input_bytes += block.nbytes
 
+    def refuse_backward(self, _: Any) -> Tensor:
+        """Autograd's, which asks for what it has saved."""
+        if not self._is_finished:
+            raise ValueError(
+                'activation_checkpointing: keep and budget measure a forward in which nothing is '
+                'kept, and a backward runs inside of it (torch.autograd.grad in a module); leave '
+                'the module out, or leave keep and budget out'
+            )
+        raise ValueError(
+            'activation_checkpointing: keep and budget measure a forward first, and what it '
+            'computed was used by the next one; if the model keeps a cache, switch it off '
+            "(transformers' use_cache=False), or leave keep and budget out"
+        )
+
     def finish(self) -> Trace:
+        """What was written down."""
+        self._is_finished = True
         del self.trace.ops[self._ops_at_last_save :]
         return self.trace
 
@@ -203,17 +220,10 @@ def measure(module: nn.Module, run: Callable[[], Any], inputs: Iterable[Tensor])
     owned = owned_by([module])
     given = {key: size for key, size in _storages(list(inputs)).items() if key not in owned}
     tracer = _Tracer(owned, given)
-    with without_autocast_cache(), saved_tensors_hooks(tracer.pack, _no_backward), tracer:
+    hooks = saved_tensors_hooks(tracer.pack, tracer.refuse_backward)
+    with without_autocast_cache(), hooks, tracer:
         run()
     return tracer.finish()
-
-
-def _no_backward(_: Any) -> Tensor:
-    raise ValueError(
-        'activation_checkpointing: keep and budget measure a forward first, and what it computed '
-        'was used by the next one; if the model keeps a cache, switch it off '
-        "(transformers' use_cache=False), or leave keep and budget out"
-    )
 
 
 def plan_by_ops(trace: Trace, ops: frozenset[str]) -> Kept:

@@ -70,7 +70,8 @@ class CheckpointedForward(WrappedForward):
         self.planner = planner
         self.calls = self.checkpointed = 0
         self.has_buffers = any(True for _ in module.buffers())
-        self._has_rrelu = any(isinstance(part, nn.RReLU) for part in module.modules())
+        to_their_end = (nn.RReLU, torch.jit.ScriptModule)
+        self._runs_to_its_end = any(isinstance(part, to_their_end) for part in module.modules())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; what it computes is computed again in backward."""
@@ -117,7 +118,9 @@ class CheckpointedForward(WrappedForward):
         options: dict[str, Any] = dict(context_fn=lambda: (ExitStack(), again))
         policy = KeepCalls(keeping, self.name)
         with ExitStack() as stack:
-            if self._has_rrelu:  # stopped when all is saved again, it has yet to fill its noise
+            # Stopped when all is saved again, RReLU has yet to fill its noise; and of the exception
+            # by which torch stops TorchScript makes an error.
+            if self._runs_to_its_end:
                 stack.enter_context(set_checkpoint_early_stop(False))
             if keeping.kept:
                 forward, repeated = create_selective_checkpoint_contexts(policy)

@@ -26,6 +26,7 @@ from memengine.techniques.modules.private_random import generators
 from memengine.techniques.modules.saved_tensors import is_plain
 from memengine.techniques.modules.tables import (
     CONTAINERS,
+    ScriptedTable,
     Table,
     holds_tensor,
     tables_of,
@@ -97,6 +98,9 @@ class ModuleState:
         seen: set[int] = set()
         for path, inner in module.named_modules():
             if isinstance(inner, DistributedDataParallel):
+                continue
+            if isinstance(inner, torch.jit.ScriptModule):
+                self._tables.append(ScriptedTable(path, inner))
                 continue
             self._tables.append(Table(path, own_parameters(inner)))
             self._attributes.append(Table(path, vars(inner)))
@@ -210,7 +214,7 @@ class SmallBuffers:
             for (key, buffer), part in zip(found.items(), parts, strict=True):
                 copies[key] = part.view(buffer.shape).data  # with a version of its own
         now = [
-            (table, name, table.get(name), copies[id(buffer)])
+            (table, name, _entry(table, name), copies[id(buffer)])
             for table, name, buffer, version in self._entries
             if version_of(buffer) == version
         ]
@@ -220,8 +224,12 @@ class SmallBuffers:
             yield
         finally:
             for table, name, present, copy in now:
-                if table.get(name) is copy:
+                if _entry(table, name) is copy:
                     table[name] = present
+
+
+def _entry(table: dict[str, Tensor | None], name: str) -> Tensor | None:
+    return dict(table.items()).get(name)  # TorchScript's tables have no get()
 
 
 def _may_be_statistics(buffer: Tensor) -> bool:

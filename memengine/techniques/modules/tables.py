@@ -11,6 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from memengine._torch_private.modules import scripted_attributes
+from memengine._torch_private.ops import pytree
+
 CONTAINERS = (dict, list, deque, set)  # that a forward may keep something in
 _MOST_NESTED = 3  # objects within each other: a cache, its layers, what these hold
 _NO_PLAIN_OBJECTS = (Tensor, nn.Module, type, ModuleType, FunctionType, MethodType)
@@ -151,6 +154,26 @@ def _slots_of(kind: Any) -> tuple[str, ...]:
         for name, member in members.items()
         if isinstance(member, MemberDescriptorType) and not name.startswith('__')
     )
+
+
+class ScriptedTable(Table):
+    """Of a module of TorchScript: its parameters, buffers and attributes, the mode among them."""
+
+    def now(self) -> dict[Any, Any]:
+        """The entries at present."""
+        return {name: getattr(self.table, name) for name in scripted_attributes(self.table)}
+
+    def put(self, name: Any, value: Any) -> None:
+        """Set an entry; none can be removed."""
+        setattr(self.table, name, value)
+
+    def same(self, one: Any, other: Any) -> bool:
+        """Whether two values are the same; what is no tensor is made anew when it is asked for."""
+        pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=False)
+        return pytree.tree_structure(one) == pytree.tree_structure(other) and all(
+            super(ScriptedTable, self).same(x, y) or (isinstance(x, (int, float, str)) and x == y)
+            for x, y in pairs
+        )
 
 
 def tables_of(path: str, value: Any, attribute: str, seen: set[int]) -> Iterator[Table]:

@@ -8,6 +8,7 @@ from types import CodeType
 from typing import Any, ClassVar, TypeVar
 
 from torch import nn
+from torch.jit import ScriptModule
 
 THE_MODEL = 'the model'  # what errors call the outermost module, which has no name
 
@@ -25,7 +26,9 @@ class WrappedForward:
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.module = name or THE_MODEL, module
-        self._replaced = vars(module).get('forward')  # None for the class's own
+        # None for the class's own, which a traced module finds when it is asked for it only.
+        is_scripted = isinstance(module, ScriptModule)
+        self._replaced = module.forward if is_scripted else vars(module).get('forward')
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""

@@ -175,7 +175,10 @@ class TowerRun:
         versions = [version_of(tensor) for tensor in given]
         with self._first_forwards.next(len(group) if self.trained else 0) as state:
             with self._frozen.first_pass() if self._frozen else nullcontext():
-                self._chunks.append(self._coupled_tensors(self.encode(piece), piece))
+                tensors = self._coupled_tensors(self.encode(piece), piece)
+        # A view of a parameter requires a gradient without a graph, too, and its parts put together
+        # would be no leaf.
+        self._chunks.append([tensor.detach() for tensor in tensors])
         torch.clear_autocast_cache()  # else weights cast without graph reach the second pass
         if not self.trained:
             return
@@ -234,7 +237,7 @@ class TowerRun:
         """Embeddings of the whole batch; those without graph are leaves, which get gradients."""
         self._first_forwards.finish()
         for chunks in zip(*self._chunks, strict=True):
-            leaf = torch.cat(chunks) if len(chunks) > 1 else chunks[0].detach()
+            leaf = torch.cat(chunks) if len(chunks) > 1 else chunks[0]
             differentiable = leaf.is_floating_point() or leaf.is_complex()
             self._leaves.append(leaf.requires_grad_(self.trained and differentiable))
         leaves = [_AsComputed.apply(leaf) if leaf.requires_grad else leaf for leaf in self._leaves]

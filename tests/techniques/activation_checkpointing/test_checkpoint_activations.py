@@ -476,6 +476,42 @@ def test_a_cache_that_a_measured_forward_would_fill_is_named(options):
         model(torch.ones(2, 4), cache).sum().backward()
 
 
+@pytest.mark.parametrize('options', [dict(keep='matmuls'), dict(budget=0.5)])
+def test_a_backward_inside_of_a_measured_forward_is_named(options):
+    class Forces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.energy = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+        def forward(self, x):
+            return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+    model, x = Forces(), torch.ones(2, 4, requires_grad=True)
+    handle = checkpoint_activations(model, '', **options)
+    with pytest.raises(ValueError, match='a backward runs inside'):
+        model(x)
+    handle.undo()
+    checkpoint_activations(model, '')  # which can repeat it
+    model(x).square().sum().backward()
+    assert model.energy[0].weight.grad is not None
+
+
+@pytest.mark.edge(
+    'activation_checkpointing',
+    'refused',
+    'An input that is written to after the module has run (`x += block(x)`), also where the plain '
+    'step’s backward does not need it any more: torch’s own error',
+)
+@pytest.mark.parametrize('options', [{}, dict(keep='matmuls'), dict(budget=0.5)])
+def test_an_input_that_is_written_to_afterwards_is_an_error(options):
+    model = nn.Sequential(nn.ReLU(), nn.Linear(4, 4), nn.Tanh())  # ReLU keeps what it gives
+    checkpoint_activations(model, '', **options)
+    x = torch.ones(2, 4, requires_grad=True) * 2
+    x += model(x)
+    with pytest.raises(RuntimeError, match='modified by an inplace operation'):
+        x.sum().backward()
+
+
 @pytest.mark.parametrize(
     ('options', 'message'),
     [

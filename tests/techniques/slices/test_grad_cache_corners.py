@@ -499,3 +499,26 @@ def test_complex_embeddings_get_their_gradient():
     loss(expected(x)).backward()
     cached_step(Tower(model, split_batch(x, 3)), loss)
     assert_same_step(gradients(model), gradients(expected))
+
+
+@pytest.mark.parametrize('keep_graph', [0, 1, 3])
+def test_an_output_that_is_a_view_of_a_parameter_gets_its_gradient(keep_graph):
+    # Made without a graph, such a view says all the same that it requires a gradient.
+    class Scaled(nn.Linear):
+        def __init__(self):
+            super().__init__(12, 4)
+            self.scale = nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x):
+            return super().forward(x), self.scale.expand(len(x))
+
+    def loss(outputs):
+        z, scale = outputs
+        return NTXentLoss(scale.mean())(z, z.roll(1, 0)) + z.square().mean()
+
+    torch.manual_seed(0)
+    model, x = Scaled().double(), torch.randn(7, 12, dtype=torch.float64)
+    expected = copy.deepcopy(model)
+    loss(expected(x)).backward()
+    cached_step(Tower(model, split_batch(x, 3)), loss, keep_graph=keep_graph)
+    assert_same_step(gradients(model), gradients(expected))
