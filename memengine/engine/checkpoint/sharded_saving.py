@@ -20,6 +20,7 @@ from memengine.engine.checkpoint.files import backup_path, sync
 from memengine.engine.checkpoint.saving import SaveError, explain_save_error, save_errors
 from memengine.engine.checkpoint.sharded import RUN_FILE, KeyPath, split_tensors, torch_errors
 from memengine.engine.distributed.processes import cpu_group, do_on_all_ranks
+from memengine.techniques.optimizer_memory.adamw_low_bit import in_full_precision
 
 
 def sharded_write(
@@ -37,7 +38,8 @@ def sharded_write(
         folder: Where; what is there already is replaced once all is written. It has to be a place
             that all ranks share.
         checkpoint: Nested dicts. Tensors that all ranks hold whole are written by one of them, of
-            DTensors each rank writes its shard.
+            DTensors each rank writes its shard. Averages of few bits are written as the numbers
+            that they stand for.
         asynchronous: Whether the tensors may change before it is called: they are copied to host
             memory.
         on_complete: Called on rank 0 once the checkpoint is whole.
@@ -54,7 +56,7 @@ def sharded_write(
     run_file = io.BytesIO()
     if get_rank() == 0:
         torch.save({**rest, 'tensors': {_joined(path): path for path in tensors}}, run_file)
-    named = {_joined(path): tensor for path, tensor in tensors.items()}
+    named = {_joined(path): in_full_precision(tensor) for path, tensor in tensors.items()}
     if asynchronous:
         # torch's own staging leaves CPU tensors uncopied in some versions, in training's hands.
         on_cpu = {name: t.detach().clone() for name, t in named.items() if t.device.type == 'cpu'}

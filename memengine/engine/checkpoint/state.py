@@ -31,6 +31,7 @@ from memengine.engine.checkpoint.sharded import (
 )
 from memengine.engine.checkpoint.weights import read_file
 from memengine.engine.step import unwrap
+from memengine.techniques.optimizer_memory.adamw_low_bit import in_full_precision
 
 
 def is_sharded_model(model: nn.Module) -> bool:
@@ -156,7 +157,8 @@ def gather_state(tree: Any, copies: bool = False) -> Any:
     if isinstance(tree, (list, tuple)):
         return type(tree)(gather_state(value, copies) for value in tree)
     if isinstance(tree, DTensor):
-        full = tree.full_tensor()
+        whole: Any = in_full_precision(tree)
+        full = whole.full_tensor()
         return full.cpu() if get_rank() == 0 else None
     return tree.detach().to('cpu', copy=copies) if isinstance(tree, Tensor) else tree
 
@@ -261,7 +263,8 @@ class ShardLayout:
         if not isinstance(shard, DTensor):
             return tensor
         device = shard.to_local().device
-        return distribute_tensor(tensor.to(device), shard.device_mesh, shard.placements)
+        whole = in_full_precision(tensor).to(device)
+        return distribute_tensor(whole, shard.device_mesh, shard.placements)
 
 
 def read_checkpoint(

@@ -48,12 +48,18 @@ from memengine.engine.runner.changed_settings import changed_settings
 from memengine.engine.runner.evaluated_classes import follow_training_classes, keep_trained_classes
 from memengine.engine.runner.loading import load, load_or_resume, roll_back
 from memengine.engine.runner.saving import collect
-from memengine.engine.runner.wrapping import initialize_weights, refuse_lone_samples, wrap
+from memengine.engine.runner.wrapping import (
+    initialize_weights,
+    refuse_lone_samples,
+    refuse_unequal_batches,
+    wrap,
+)
 from memengine.engine.step import unwrap
 from memengine.engine.techniques_of_config import apply_to_model, hooks_of_keys, refuse
 from memengine.engine.wrappers.fsdp import FullyShardedDataParallel
 from memengine.registry import LOOPS, MODELS, RUNNERS
 from memengine.techniques.compiling import compile_method
+from memengine.techniques.modules.running_statistics import take_statistics_of_rank_0
 from memengine.techniques.sharding.materializing import on_meta
 
 # What a rank is doing from a method of its hooks on.
@@ -161,6 +167,18 @@ class Runner(_Runner):
         if on_gpu and isinstance(self._train_dataloader, dict):
             self._train_dataloader = {'pin_memory': True, **self._train_dataloader}
         return super().build_train_loop(loop)
+
+    def build_val_loop(self, loop: Any) -> Any:
+        """Build the validation loop; ranks that hold shards need as many batches each."""
+        built = super().build_val_loop(loop)
+        refuse_unequal_batches(self.model, built, 'val_dataloader')
+        return built
+
+    def build_test_loop(self, loop: Any) -> Any:
+        """Build the test loop, as the validation loop."""
+        built = super().build_test_loop(loop)
+        refuse_unequal_batches(self.model, built, 'test_dataloader')
+        return built
 
     def build_model(self, model: nn.Module | dict[str, Any]) -> nn.Module:
         """Build the model, without values (on the meta device) if its wrapper will give them."""
@@ -274,6 +292,8 @@ class Runner(_Runner):
         if self._watch is not None and fn_name in _STAGE_OF_CALL:
             self._watch.at(f'{_STAGE_OF_CALL[fn_name]}, iteration {self.iter}')
         super().call_hook(fn_name, **kwargs)
+        if fn_name in ('before_val_epoch', 'before_test_epoch'):  # by now EMAHook's model is there
+            take_statistics_of_rank_0(self.model)
 
     @contextmanager
     def _faults_named(self) -> Iterator[None]:

@@ -7,10 +7,15 @@ from typing import Any, Protocol, runtime_checkable
 
 from mmengine.device import get_device
 from mmengine.model import BaseModule
+from mmengine.runner import BaseLoop
 from torch import nn
 
 from memengine.engine.checkpoint.files import safe_loading
-from memengine.engine.distributed.processes import local_device_ids
+from memengine.engine.distributed.processes import (
+    cpu_group,
+    do_on_all_ranks,
+    local_device_ids,
+)
 from memengine.engine.step import SlicedModel, unwrap
 from memengine.engine.techniques_of_config import apply_before_wrapping
 from memengine.engine.wrappers.disco import DisCoDistributedDataParallel, losses_with_a_group
@@ -136,6 +141,22 @@ def initialize_weights(runner: Any, initialize: Any) -> None:
     """Initialise, and hold MMEngine's ``Pretrained`` to reading as safely as all else."""
     with safe_loading('A checkpoint of init_cfg', runner.cfg.get('trusted_globals', ())):
         initialize()
+
+
+def refuse_unequal_batches(model: nn.Module, loop: Any, setting: str) -> None:
+    """Refuse an evaluation in which ranks that hold shards would wait for each other for ever.
+
+    Every rank must call it.
+    """
+    if not isinstance(model, FullyShardedDataParallel) or not isinstance(loop, BaseLoop):
+        return
+    numbers = do_on_all_ranks(lambda: len(loop.dataloader), cpu_group('checkpoint'))
+    if len(set(numbers)) > 1:
+        raise ValueError(
+            f'{setting}: the ranks would get {", ".join(map(str, numbers))} batches, but where a '
+            'model is in shards all of them gather it for each batch. Set sampler.round_up=True, '
+            'by which they get as many, and what is given twice counts once'
+        )
 
 
 def refuse_lone_samples(model: nn.Module, samples_per_step: int | None, world_size: int) -> None:

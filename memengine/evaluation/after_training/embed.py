@@ -162,7 +162,9 @@ class EmbedLoop:
                     'another folder with --work-dir'
                 )
         elif self.runner.rank == 0:
-            path.write_text(json.dumps(manifest, indent=2) + '\n')
+            partial = path.with_name(f'.{path.name}.partial')  # other ranks may be about to read it
+            partial.write_text(json.dumps(manifest, indent=2) + '\n')
+            partial.replace(path)
 
     def _path(self, folder: Path, shard: int) -> Path:
         return folder / f'features_{shard:05}.{self.format}'

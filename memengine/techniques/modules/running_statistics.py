@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
+import torch.distributed as dist
 from torch import nn
 
 from memengine._torch_private.autograd import version_of
@@ -23,6 +24,19 @@ def layers_with_batch_statistics(module: nn.Module) -> list[str]:
         for name, layer in module.named_modules()
         if isinstance(layer, BatchNorm) and (layer.training or layer.running_mean is None)
     ]
+
+
+def take_statistics_of_rank_0(module: nn.Module) -> None:
+    """Give all ranks the statistics that norm layers of rank 0 have gathered, as checkpoints do.
+
+    Ranks gather each their own, and would evaluate models that differ in them. All ranks call it.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    for layer in module.modules():
+        if isinstance(layer, BatchOrInstanceNorm):
+            for buffer in layer.buffers(recurse=False):
+                dist.broadcast(buffer, 0)
 
 
 @contextmanager

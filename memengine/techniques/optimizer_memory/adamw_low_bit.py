@@ -14,12 +14,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from memengine.suggest import import_optional
 from memengine.technique import Settings, Technique, setting
+from memengine.techniques.sharding.clipping import local_part
 
 _SIGNED_STATES = {'exp_avg': True, 'exp_avg_sq': False, 'max_exp_avg_sq': False}
+
+
+def in_full_precision(tensor: Tensor) -> Tensor:
+    """An average of few bits as the numbers that it stands for; any other tensor as it is.
+
+    Its codes lie in blocks of the part that a rank holds, and nothing but torchao reads them: ranks
+    can neither put them together nor cut them anew.
+    """
+    local = local_part(tensor)
+    if not type(local).__module__.startswith('torchao.optim'):
+        return tensor
+    coded: Any = local
+    numbers: Tensor = coded.dequantize()
+    if not isinstance(tensor, DTensor):
+        return numbers
+    mesh, placements = tensor.device_mesh, tensor.placements
+    whole = DTensor.from_local(
+        numbers, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    return whole.to(tensor.device)  # offloaded shards are not on the mesh's device
 
 
 @functools.cache
@@ -54,7 +76,7 @@ def _low_bit(name: str) -> Any:
             super().load_state_dict(state_dict)
             for parameter, state in self.state.items():
                 for key in _SIGNED_STATES.keys() & state.keys():
-                    if type(state[key]) is Tensor:
+                    if type(local_part(state[key])) is Tensor:
                         buffer = self._new_buffer(parameter, _SIGNED_STATES[key])
                         state[key] = buffer.copy_(state[key])
 

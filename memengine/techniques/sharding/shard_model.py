@@ -12,6 +12,7 @@ Rajbhandari et al., ZeRO (2020).
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +32,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from memengine._torch_private.autograd import after_backward
-from memengine._torch_private.distributed import CAN_SHARD_ON_CPU, mark_as_root
+from memengine._torch_private.distributed import (
+    CAN_SHARD_ON_CPU,
+    are_ranks_pretended,
+    mark_as_root,
+)
 from memengine._torch_private.modules import own_parameters
 from memengine._torch_private.ops import pytree
 from memengine.technique import Settings, Technique, setting
@@ -166,7 +171,8 @@ def shard_model(
     forward and per backward a rank receives P (N - 1) / N, and as much to reduce gradients. With
     ``free_after='step'`` P is gathered once in a step and stays; with ``reduce_once`` whole
     gradients, P, are held between slices. Scalars are held by every rank. Gradients are means over
-    the ranks, as DDP's. At the start one unit at a time is on the device whole.
+    the ranks, as DDP's; that all ranks have used the same parameters is compared in 16
+    bytes a step. At the start one unit at a time is on the device whole.
 
     BatchNorm normalises by the rank's samples and its buffers are the rank's own. Hooks on the
     model's parameters see shards.
@@ -238,19 +244,26 @@ class ShardedModel:
         self.model, self.device = model, device
         self.units = tuple(units)
         self._scalars = list(scalars)  # frozen ones may be trained later
+        self._held = list(model.named_parameters())
         self._free_after = free_after
         self._reduce_once = reduce_once
         self._is_last = True  # whether the next backward is the step's last
-        self._is_reduction_queued = False
+        self._is_end_queued = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; its backward reduces gradients unless in :meth:`no_sync`."""
-        self._is_reduction_queued = False  # by a backward that was broken off
+        """The model's forward; its backward reduces gradients unless in :meth:`no_sync`.
+
+        Raises:
+            ValueError: In backward, on all ranks, when some of them have not used a parameter that
+                others have: ``fully_shard`` puts gradients one behind the other to reduce them, and
+                would add up those of different parameters.
+        """
+        self._is_end_queued = False  # by a backward that was broken off
         outputs = self.model(*args, **kwargs)
-        if torch.is_grad_enabled() and any(scalar.requires_grad for scalar in self._scalars):
+        if torch.is_grad_enabled():
             for output in pytree.tree_leaves(outputs):
                 if isinstance(output, Tensor) and output.requires_grad:
-                    output.register_hook(self._queue_scalar_reduction)
+                    output.register_hook(self._queue_end_of_backward)
         return outputs
 
     @contextmanager
@@ -287,20 +300,47 @@ class ShardedModel:
             root.set_requires_gradient_sync(is_last)
         root.set_reshard_after_backward(is_last, recurse=self._free_after == 'step')
 
-    def _queue_scalar_reduction(self, gradient: Tensor) -> None:
+    def _queue_end_of_backward(self, gradient: Tensor) -> None:
         """Backward has begun: scalars are reduced at its end, as all their gradients are there."""
-        if not self._is_reduction_queued:
-            self._is_reduction_queued = True
-            after_backward(self._reduce_scalars)
+        if not self._is_end_queued:
+            self._is_end_queued = True
+            after_backward(self._end_backward)
 
-    def _reduce_scalars(self) -> None:
-        self._is_reduction_queued = False
+    def _end_backward(self) -> None:
+        self._is_end_queued = False
         if not self._is_last:
             return
+        self._refuse_parameters_of_some_ranks()
         for parameter in self._scalars:
             if parameter.grad is not None:  # the mean of equal numbers is the number itself
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= dist.get_world_size()
+
+    def _refuse_parameters_of_some_ranks(self) -> None:
+        ranks = dist.get_world_size()
+        if ranks == 1 or are_ranks_pretended():
+            return
+        used = [name for name, parameter in self._held if parameter.grad is not None]
+        mark = zlib.crc32(repr(used).encode()) >> 12  # 20 bits, whose squares add up in 64
+        on_cpu = 'gloo' in dist.get_backend_config()  # where nobody waits for a GPU
+        device = torch.device('cpu') if on_cpu else self.device
+        sums = torch.tensor([mark, mark**2], device=device)
+        dist.all_reduce(sums)
+        total, of_squares = sums.tolist()
+        if total**2 == ranks * of_squares:
+            return
+        of_ranks: list[list[str]] = [[] for _ in range(ranks)]
+        dist.all_gather_object(of_ranks, used)
+        some = {n for names in of_ranks for n in names if any(n not in of for of in of_ranks)}
+        name = min(some)
+        without = [str(rank) for rank, names in enumerate(of_ranks) if name not in names]
+        raise ValueError(
+            f'sharding: {name} ({len(some)} parameters in all) has no gradient on rank(s) '
+            f'{", ".join(without)}, but has one on others, so that gradients of different '
+            'parameters would be added up. Let every rank use it in each step (times 0, say), or '
+            "use model_wrapper_cfg.type='MMDistributedDataParallel' with "
+            'find_unused_parameters=True'
+        )
 
 
 @dataclass(frozen=True)

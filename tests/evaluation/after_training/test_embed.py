@@ -1,5 +1,6 @@
 """What `memengine embed` writes of models and data of any kind."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -74,3 +75,15 @@ def test_embed_holds_all_outputs_as_they_are(tmp_path, name):
     outputs[name][0, 0] = float('nan')
     with pytest.raises(ValueError, match=f'the {name} of some images are NaN'):
         embedded(tmp_path / 'nan', outputs)
+
+
+def test_the_list_of_settings_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
+    """Another rank read what had been written of it, and ended in JSON's error."""
+    seen, replace = [], Path.replace
+    monkeypatch.setattr(
+        Path,
+        'replace',
+        lambda path, to: (seen.append((to.name, to.exists())), replace(path, to))[1],
+    )
+    embedded(tmp_path / 'run', dict(feature=torch.ones(2, 4)))
+    assert seen == [('embed.json', False), ('features_00000.npz', False)]

@@ -219,7 +219,7 @@ def test_slices_on_ranks_give_the_gradient_of_one_process(world_size, expected):
     assert reduces['reduced by each slice'] > 3 * 3 and reduces['offloaded'] > 3 * 6
     assert gathers['one unit'] == reduces['one unit'] == 1
     for way in ('forward', 'backward', 'step'):
-        assert calls[way]['allreduce'] == 1  # of the scalar
+        assert calls[way]['allreduce'] == 2  # of the scalar; which parameters were used
 
 
 # ------------------------------------------------------------------ what a rank holds
@@ -461,3 +461,39 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match='needs a process group.*torchrun'):
         shard_model(build())
     run_ranks(2, _refused)
+
+
+class Branches(nn.Module):
+    """What is positive goes through the one, the rest through the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.above, self.below = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        branch = self.above if x.sum() > 0 else self.below
+        return branch(x)
+
+
+def _branches(rank, world_size):
+    sharded = shard_model(Branches())
+    with sharded.gathered():
+        sharded(torch.ones(2, 4)).sum().backward()  # the same on all ranks
+        with sharded.no_sync():
+            sharded(torch.full((2, 4), rank - 0.5)).sum().backward()
+        sharded(torch.full((2, 4), 0.5 - rank)).sum().backward()  # both by now, on both
+        sharded.model.zero_grad()
+        loss = sharded(torch.full((2, 4), rank - 0.5)).sum()
+        with pytest.raises(
+            ValueError, match=r'above.bias \(4 parameters.* rank\(s\) 0, but has one'
+        ):
+            loss.backward()
+
+
+@NEEDS_SHARDING
+@pytest.mark.edge(
+    'sharding', 'refused', 'A parameter that some of the ranks have not used in a step'
+)
+def test_a_parameter_that_some_ranks_have_not_used_is_refused():
+    """``fully_shard`` would add the gradient of one branch to that of the other."""
+    run_ranks(2, _branches, timeout_s=120)

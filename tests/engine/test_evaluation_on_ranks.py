@@ -1,0 +1,90 @@
+"""Ranks evaluate one model, the one that a checkpoint holds, and do not wait for each other."""
+
+import os
+from pathlib import Path
+
+import pytest
+from mmengine.evaluator import BaseMetric
+
+from memengine.testing import run_ranks
+from tests.engine.test_fsdp import Images, runner_of
+from tests.engine.toy import ToyData, toy_runner
+from tests.marks import NEEDS_SHARDING
+
+
+class MeanOutput(BaseMetric):
+    default_prefix = 'mean'
+
+    def process(self, data_batch, data_samples):
+        self.results += [output.item() for output in data_samples]
+
+    def compute_metrics(self, results):
+        return dict(output=sum(results) / len(results))
+
+
+def evaluating_runner(work_dir, world_size, **kwargs):
+    loader = dict(dataset=ToyData(10), batch_size=2, num_workers=0)
+    loader['sampler'] = dict(type='DefaultSampler', shuffle=False)
+    loader['collate_fn'] = dict(type='default_collate')
+    return toy_runner(
+        work_dir,
+        loader=dict(batch_size=4 // world_size),
+        launcher='pytorch' if world_size > 1 else 'none',
+        val_dataloader=loader,
+        val_cfg=dict(),
+        val_evaluator=[MeanOutput()],
+        **kwargs,
+    )
+
+
+def _evaluated(rank, world_size, folder):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    figures = []
+    for work_dir, stops in (('whole', [None]), ('parts', [7, None])):
+        for stop in stops:  # in the middle of the second epoch
+            train_cfg = dict(by_epoch=True, max_epochs=3, stop_at_iter=stop)
+            runner = evaluating_runner(
+                f'{folder}/{work_dir}', world_size, train_cfg=train_cfg, resume=True
+            )
+            runner.train()
+        figures.append(runner.message_hub.get_scalar('val/mean/output').data[0].tolist())
+    return figures
+
+
+def test_ranks_evaluate_what_the_checkpoint_holds(tmp_path):
+    """Each rank's BatchNorm has statistics of its own; a checkpoint has those of rank 0."""
+    for whole, resumed in run_ranks(2, _evaluated, str(tmp_path)):
+        assert resumed == whole
+        for epoch, figure in enumerate(whole, start=1):
+            one = evaluating_runner(tmp_path / 'one', 1)
+            one.load_checkpoint(str(Path(tmp_path, 'whole', f'epoch_{epoch}.pth')))
+            assert one.val()['mean/output'] == pytest.approx(figure, rel=1e-6)
+
+
+def _unequal(rank, world_size, work_dir):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    sampler = dict(type='DefaultSampler', shuffle=False, round_up=False)
+    collate = dict(type='default_collate')
+    loader = dict(dataset=FiveImages(), batch_size=1, num_workers=0, sampler=sampler)
+    wrapper = dict(type='FullyShardedDataParallel')
+    runner, _ = runner_of(
+        work_dir, world_size, wrapper, val_dataloader={**loader, 'collate_fn': collate}
+    )
+    with pytest.raises(ValueError, match=r'val_dataloader: .* 3, 2 batches.*round_up=True'):
+        runner.train()
+    runner, _ = runner_of(f'{work_dir}/ddp', world_size, None, custom_hooks=[])
+    runner._val_dataloader = {**loader, 'collate_fn': collate}
+    runner.val()  # where ranks hold all of the model, they need not have as many
+
+
+class FiveImages(Images):
+    def __len__(self):
+        return 5
+
+
+@NEEDS_SHARDING
+@pytest.mark.edge(
+    'sharding', 'refused', 'An evaluation in which ranks have different numbers of batches'
+)
+def test_shards_want_as_many_batches_on_each_rank(tmp_path):
+    run_ranks(2, _unequal, str(tmp_path), timeout_s=120)
