@@ -236,6 +236,13 @@ SHARDED = dict(launcher='pytorch', model_wrapper_cfg=dict(type='MMFullyShardedDa
         (dict(compile=True, **SHARDED), 'compile and .*FullySharded.* .compile_blocks=True'),
         (dict(sync_bn='mmcv', **SHARDED), 'FullySharded.* and sync_bn.kind=mmcv'),
         (dict(custom_hooks=[dict(type='EMAHook')], **SHARDED), 'EMAHook copies the model'),
+        *(
+            (
+                dict(optim_wrapper=dict(optimizer=dict(type=name)), **SHARDED),
+                f'FullySharded.* and .*{name} .* no checkpoint of shards in few bits',
+            )
+            for name in ('AdamW8bit', 'AdamW4bit')
+        ),
     ],
 )
 def test_pairs_that_are_refused(config, said):

@@ -337,6 +337,11 @@ TECHNIQUE = Technique(
         'verify_exactness': 'no rank holds the whole model, which the plain step needs; '
         f'{_DDP} for the time of the check',
         'sync_bn.kind=mmcv': 'it does not know of sharding; set sync_bn=torch',
+        **dict.fromkeys(
+            ('adamw_8bit', 'adamw_4bit'),
+            'no checkpoint of shards in few bits could be read, so that all would be lost with the '
+            f"run; {_DDP}, or optim_wrapper.optimizer.type='AdamWBf16'",
+        ),
     },
     use_when="parameters, gradients or the optimiser's state do not fit",
     saves="of parameters, gradients and optimiser's state all but 1/N on each rank; with "
