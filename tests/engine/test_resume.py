@@ -110,6 +110,26 @@ def test_resume_within_a_schedule_that_holds_a_function_is_bit_exact(tmp_path, s
     assert parts == whole
 
 
+@pytest.mark.parametrize('sharded', [False, True])
+@pytest.mark.parametrize(
+    'settings', [dict(ranges='running'), dict(average_bits=4), dict(average_bits=4, allot_every=3)]
+)
+def test_resume_is_bit_exact_where_a_technique_follows_what_it_has_seen(
+    tmp_path, settings, sharded
+):
+    options = dict(
+        cfg=dict(quantized_activations=dict(settings, min_numel=1)),
+        default_hooks=dict(checkpoint=dict(sharded=sharded)),
+    )
+    whole, _ = uninterrupted(tmp_path, **options)
+    parts = []
+    for stop in (7, None):
+        losses, train_cfg = Losses(), dict(by_epoch=True, max_epochs=3, stop_at_iter=stop)
+        toy_runner(tmp_path / 'parts', losses, train_cfg, resume=bool(parts), **options).train()
+        parts += losses.seen
+    assert parts == whole
+
+
 class DrawsGlobally(Sampler):
     """As torch's RandomSampler: its order comes from the global generator."""
 
