@@ -56,6 +56,13 @@ class Handle:
         """What has been done; None while that is not known. Asked after each step until it is."""
         return None
 
+    def run_state(self) -> dict[str, Any]:
+        """What later steps follow from beside settings and weights, for checkpoints."""
+        return {}
+
+    def load_run_state(self, state: dict[str, Any]) -> None:
+        """Go on from what :meth:`run_state` gave; of several ranks it is the first one's."""
+
     def undo(self) -> None:
         """Leave the model as it was."""
         raise NotImplementedError

@@ -92,6 +92,44 @@ def test_resume_within_an_infinite_sampler_is_bit_exact(tmp_path):
     assert first.seen + second.seen == whole
 
 
+@pytest.mark.parametrize('strategy', ['cos', 'linear'])
+def test_resume_within_a_schedule_that_holds_a_function_is_bit_exact(tmp_path, strategy):
+    schedule = dict(type='OneCycleLR', eta_max=0.1, anneal_strategy=strategy, by_epoch=False)
+    whole, _ = uninterrupted(tmp_path, param_scheduler=[dict(schedule, total_steps=15)])
+    parts = []
+    for stop in (7, None):
+        losses = Losses()
+        toy_runner(
+            tmp_path / 'parts',
+            losses,
+            dict(by_epoch=True, max_epochs=3, stop_at_iter=stop),
+            param_scheduler=[dict(schedule, total_steps=15)],
+            resume=bool(parts),
+        ).train()
+        parts += losses.seen
+    assert parts == whole
+
+
+@pytest.mark.parametrize('sharded', [False, True])
+@pytest.mark.parametrize(
+    'settings', [dict(ranges='running'), dict(average_bits=4), dict(average_bits=4, allot_every=3)]
+)
+def test_resume_is_bit_exact_where_a_technique_follows_what_it_has_seen(
+    tmp_path, settings, sharded
+):
+    options = dict(
+        cfg=dict(quantized_activations=dict(settings, min_numel=1)),
+        default_hooks=dict(checkpoint=dict(sharded=sharded)),
+    )
+    whole, _ = uninterrupted(tmp_path, **options)
+    parts = []
+    for stop in (7, None):
+        losses, train_cfg = Losses(), dict(by_epoch=True, max_epochs=3, stop_at_iter=stop)
+        toy_runner(tmp_path / 'parts', losses, train_cfg, resume=bool(parts), **options).train()
+        parts += losses.seen
+    assert parts == whole
+
+
 class DrawsGlobally(Sampler):
     """As torch's RandomSampler: its order comes from the global generator."""
 

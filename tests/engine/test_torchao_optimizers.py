@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from memengine.engine.checkpoint.sharded import read_sharded
 from memengine.engine.optim import OptimWrapper
 from memengine.memory.ledger import blocks_of
 from memengine.registry import OPTIMIZERS
 from memengine.techniques.optimizer_memory.in_backward import step_in_backward
 from memengine.testing import assert_same_step, relative_error
-from tests.engine.toy import Losses, toy_runner
+from tests.engine.toy import Losses, ToyModel, toy_runner
 
 NAMES = ['AdamW8bit', 'AdamW4bit', 'CPUOffloadOptimizer']
 
@@ -141,6 +142,42 @@ def test_a_run_with_schedules_resumes_exactly(tmp_path):
     runner.train()
     assert first.seen + second.seen == whole.seen
     assert isinstance(runner.optim_wrapper.get_lr()['lr'][0], float)
+
+
+class Wide(ToyModel):
+    """A model with a weight that is large enough for a state in few bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 64), nn.GELU(), nn.Linear(64, 64), nn.Linear(64, 1))
+
+
+@pytest.mark.parametrize('name', NAMES[:2])
+@pytest.mark.parametrize('asynchronous', [False, True])
+def test_a_run_with_a_state_in_few_bits_resumes_exactly_from_shards(tmp_path, name, asynchronous):
+    def train(folder, seen, stop=None, **resume):
+        return toy_runner(
+            tmp_path / folder,
+            seen,
+            dict(by_epoch=True, max_epochs=3, stop_at_iter=stop),
+            model=seeded(Wide),
+            optim_wrapper=dict(optimizer=dict(type=name, lr=0.05)),
+            default_hooks=dict(checkpoint=dict(sharded=True, asynchronous=asynchronous)),
+            **resume,
+        ).train()
+
+    whole, first, second = Losses(), Losses(), Losses()
+    train('whole', whole)
+    train('parts', first, 7)
+    train('parts', second, resume=True)
+    assert first.seen + second.seen == whole.seen
+    saved = read_sharded(tmp_path / 'parts/iter_7.dcp')['optimizer']['state']
+    assert type(saved['net.2.weight']['exp_avg']) is not torch.Tensor
+
+
+def seeded(kind):
+    torch.manual_seed(0)
+    return kind()
 
 
 # ------------------------------------------------------------------ host memory

@@ -14,11 +14,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from mmengine.dist import get_rank
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from memengine._torch_private.ops import is_traceable_wrapper_subclass
 from memengine.engine.checkpoint.checksums import checksum, write_checksums
 from memengine.engine.checkpoint.files import backup_path, sync
 from memengine.engine.checkpoint.saving import SaveError, explain_save_error, save_errors
-from memengine.engine.checkpoint.sharded import RUN_FILE, KeyPath, split_tensors, torch_errors
+from memengine.engine.checkpoint.sharded import (
+    RUN_FILE,
+    KeyPath,
+    merge_tensors,
+    split_tensors,
+    torch_errors,
+)
 from memengine.engine.distributed.processes import cpu_group, do_on_all_ranks
 from memengine.techniques.optimizer_memory.adamw_low_bit import in_full_precision
 
@@ -38,8 +46,7 @@ def sharded_write(
         folder: Where; what is there already is replaced once all is written. It has to be a place
             that all ranks share.
         checkpoint: Nested dicts. Tensors that all ranks hold whole are written by one of them, of
-            DTensors each rank writes its shard. Averages of few bits are written as the numbers
-            that they stand for.
+            DTensors each rank writes its shard, of few bits as the numbers that they stand for.
         asynchronous: Whether the tensors may change before it is called: they are copied to host
             memory.
         on_complete: Called on rank 0 once the checkpoint is whole.
@@ -51,6 +58,9 @@ def sharded_write(
     reads what it has written once more, for the checksums.
     """
     rest, tensors = split_tensors(checkpoint)
+    coded = {path: tensor for path, tensor in tensors.items() if _is_coded(tensor)}
+    rest = merge_tensors(rest, coded)
+    tensors = {path: tensor for path, tensor in tensors.items() if path not in coded}
     partial = folder.with_name(f'.{folder.name}.partial')
     writer = dcp.FileSystemWriter(partial)
     run_file = io.BytesIO()
@@ -82,6 +92,14 @@ def sharded_write(
             raise
 
     return write
+
+
+def _is_coded(tensor: Tensor) -> bool:
+    """Whether it is of a class with codes of its own, as an optimiser's state in few bits.
+
+    The list of tensors would call it the plain tensor that it stands for.
+    """
+    return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor)
 
 
 def _joined(path: KeyPath) -> str:

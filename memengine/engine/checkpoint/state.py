@@ -137,7 +137,11 @@ def _without_own(tree: Any, parameters: Collection[str]) -> Any:
 
 
 def _scheduler_states(schedulers: Any) -> list[dict[str, Any]]:
-    return [scheduler.state_dict() for scheduler in schedulers]
+    """Without what they call (OneCycleLR's curve): it is built anew, and is refused as code."""
+    return [
+        {key: value for key, value in scheduler.state_dict().items() if not callable(value)}
+        for scheduler in schedulers
+    ]
 
 
 def gather_state(tree: Any, copies: bool = False) -> Any:

@@ -48,6 +48,21 @@ class _Lines(logging.Formatter):
         return super().formatMessage(record)
 
 
+class _WriteErrors:
+    """Says once that a log file cannot be written, where logging shows the stack for each line."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.count = 0
+
+    def __call__(self, record: logging.LogRecord) -> None:
+        """In the place of a handler's ``handleError``."""
+        self.count += 1
+        if self.count == 1:
+            text = f'the log file {self._path} lacks what follows: {sys.exc_info()[1]}'
+            print(f'memengine: warning: {text}', file=sys.stderr, flush=True)
+
+
 def writes_to_terminal(handler: logging.Handler) -> bool:
     """Whether a handler writes to a stream that is no file of its own."""
     return isinstance(handler, logging.StreamHandler) and not isinstance(
@@ -63,6 +78,9 @@ def set_up_console(logger: logging.Logger, console: str) -> None:
         console: ``'normal'``; ``'quiet'`` for warnings and errors only; ``'verbose'`` for all that
             goes to the log file.
     """
+    for file in logger.handlers:
+        if isinstance(file, logging.FileHandler):
+            file.handleError = _WriteErrors(file.baseFilename)  # type: ignore[method-assign]
     for handler in filter(writes_to_terminal, logger.handlers):
         stream = getattr(handler, 'stream', sys.stdout)
         handler.setFormatter(_Lines(colour=stream.isatty()))
@@ -73,11 +91,14 @@ def set_up_console(logger: logging.Logger, console: str) -> None:
 
 
 def to_log_file(logger: logging.Logger, text: str, level: int = logging.INFO) -> Path | None:
-    """Write a text to the logger's file, not to the console; returns the file, if there is one."""
+    """Write a text to the logger's file, not to the console; returns the file that has it."""
     for handler in logger.handlers:
         if isinstance(handler, logging.FileHandler):
+            errors = handler.handleError
+            before = errors.count if isinstance(errors, _WriteErrors) else 0
             handler.handle(logger.makeRecord(logger.name, level, '', 0, text, (), None))
-            return Path(handler.baseFilename)
+            failed = isinstance(errors, _WriteErrors) and errors.count > before
+            return None if failed else Path(handler.baseFilename)
     return None
 
 

@@ -141,9 +141,11 @@ def _started_at(process: int) -> str | None:
 
 def _parsed(content: bytes) -> dict[str, Any] | None:
     try:
-        return json.loads(content)
+        found = json.loads(content)
     except ValueError:  # nobody is in it: its holder died before it had written
         return None
+    is_ours = isinstance(found, dict) and {'host', 'place', 'process', 'started'} <= found.keys()
+    return found if is_ours else None
 
 
 def _named(holder: dict[str, Any]) -> str:

@@ -21,6 +21,8 @@ from memengine.technique import (
     techniques,
 )
 
+_ENTRY = 'techniques'  # of checkpoints
+
 
 class TechniqueHook(Hook):
     """Applies a technique to the model for the time of training.
@@ -85,6 +87,18 @@ class TechniqueHook(Hook):
             raise ValueError(f'{report.left}; or set strict=False to go on')
         if report.left:
             runner.logger.warning(report.left)
+
+    def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """Save what later steps follow from."""
+        state = {} if self._handle is None else self._handle.run_state()
+        if state:
+            checkpoint.setdefault(_ENTRY, {})[self.technique.key] = state
+
+    def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """Go on from it, where a run is resumed."""
+        state = checkpoint.get(_ENTRY, {}).get(self.technique.key)
+        if state and self._handle is not None and runner._resume:
+            self._handle.load_run_state(state)
 
     def after_train(self, runner: Any) -> None:
         """Leave the model as it was."""

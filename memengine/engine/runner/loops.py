@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from mmengine.dataset import InfiniteSampler
 from mmengine.dist import get_world_size
+from mmengine.hooks import EMAHook
 from mmengine.optim import OptimWrapper
 from mmengine.runner import EpochBasedTrainLoop as _EpochBasedTrainLoop
 from mmengine.runner import IterBasedTrainLoop as _IterBasedTrainLoop
@@ -58,6 +59,9 @@ def _evaluate(loop: _Loop) -> None:
     try:
         loop.runner.val_loop.run()
     except EvaluationStopped:
+        for hook in loop.runner.hooks:
+            if isinstance(hook, EMAHook):  # the model has the average in place of its weights
+                hook.after_val_epoch(loop.runner)
         _save_and_stop(loop, evaluation_due=True)
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,7 @@ _LEVELS: dict[str, tuple[Bits, float | None]] = {  # GACT's names: bits, and the
     'L2.2': (8, 2.0),
 }
 _NeedAt = tuple[str, str]  # a module's name, and what is needed there
+_Kind = tuple[str, str, tuple[int, ...]]  # the same, and a sample's shape
 
 
 def quantize_activations(
@@ -149,7 +150,7 @@ class QuantizedActivations(RuleHandle):
         self._bits, self._min_numel = bits, min_numel
         self._group_size = Quantizer(group_size=group_size).group_size  # which it may refuse
         self._stated: dict[_NeedAt, int] = {}
-        self._running: dict[tuple[object, ...], RunningRangeQuantizer] = {}
+        self._running: dict[_Kind, RunningRangeQuantizer] = {}
         self.codes_each_view = has_running_ranges
         self.bits_of: dict[_NeedAt, int] = {}
         self.average_bits: float | None = None
@@ -176,13 +177,27 @@ class QuantizedActivations(RuleHandle):
         if self.codes_each_view:
             if tensor.ndim == 0:  # which has no channels
                 return None
-            kind = (*place, tuple(tensor.shape[1:]))
-            dim = 1 if tensor.ndim > 3 else -1  # heads or channels, which stand second or last
-            return self._running.setdefault(kind, RunningRangeQuantizer(dim))
+            return self._ranges_of((*place, tuple(tensor.shape[1:])))
         size = self._group_size
         if need is Need.NORM and tensor.ndim > 0 and tensor.stride(-1) == 1:
             size = _within_rows(size, tensor.shape[-1])
         return Quantizer(width, size, by_channel=need is Need.BATCH_NORM)
+
+    def _ranges_of(self, kind: _Kind) -> RunningRangeQuantizer:
+        dim = 1 if len(kind[-1]) > 2 else -1  # heads or channels, which stand second or last
+        return self._running.setdefault(kind, RunningRangeQuantizer(dim))
+
+    def run_state(self) -> dict[str, Any]:
+        """Bits as allotted, and running ranges."""
+        ranges = {kind: each.bounds for kind, each in self._running.items()}
+        state = {'bits': dict(self.bits_of), 'ranges': ranges}
+        return {name: entries for name, entries in state.items() if entries}
+
+    def load_run_state(self, state: dict[str, Any]) -> None:
+        """Go on with these."""
+        self.bits_of = dict(state.get('bits', {}))
+        for kind, bounds in state.get('ranges', {}).items():
+            self._ranges_of(kind).bounds = bounds
 
     def _width_at(self, place: _NeedAt) -> int:
         stated = self._stated.get(place)

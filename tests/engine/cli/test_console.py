@@ -1,5 +1,6 @@
 """What a run says on the console, and what it keeps for the log file."""
 
+import errno
 import logging
 import sys
 from io import StringIO
@@ -7,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from memengine.engine.cli.console import describe_run, set_up_console
+from memengine.engine.cli.console import describe_run, set_up_console, to_log_file
 from memengine.engine.hooks import progress
 from tests.engine.cli.test_main import cli, folder, run_main  # noqa: F401 (fixtures)
 from tests.engine.hooks.images import image_runner
@@ -124,3 +125,33 @@ def test_a_notebook_shows_a_bar_where_it_can(monkeypatch, has_widgets):
     monkeypatch.setattr(progress, 'Console', lambda: notebook)
     monkeypatch.setattr(progress.importlib.util, 'find_spec', lambda name: has_widgets or None)
     assert (progress._terminal() is notebook) is has_widgets
+
+
+class Full(StringIO):
+    """A file on a disk without room."""
+
+    def write(self, text):
+        raise OSError(errno.ENOSPC, 'No space left on device')
+
+
+@pytest.mark.fault('The disk is full when the log is written', 'said once; training goes on')
+def test_a_log_file_on_a_full_disk_is_said_once(tmp_path, capsys):
+    logger = logging.Logger('run', logging.INFO)
+    file = logging.FileHandler(tmp_path / 'run.log')
+    file.setStream(Full())
+    logger.addHandler(file)
+    set_up_console(logger, 'normal')
+    for _ in range(3):
+        logger.info('a line')
+    assert to_log_file(logger, 'a traceback') is None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith('memengine: warning: the log file ')
+    assert line.endswith('run.log lacks what follows: [Errno 28] No space left on device')
+
+
+def test_a_log_file_that_has_a_text_is_named(tmp_path):
+    logger = logging.Logger('run', logging.INFO)
+    logger.addHandler(logging.FileHandler(tmp_path / 'run.log'))
+    set_up_console(logger, 'normal')
+    assert to_log_file(logger, 'a traceback') == tmp_path / 'run.log'
+    assert 'a traceback' in (tmp_path / 'run.log').read_text()

@@ -49,13 +49,13 @@ class Signal(Hook):
             os.kill(os.getpid(), self.number)
 
 
-def run(folder, loop, signal_hook=None, rank=0, **options):
+def run(folder, loop, signal_hook=None, rank=0, hooks=(), **options):
     """Losses, figures of evaluations and parameters of a run, and the signal that ended it."""
     losses, metric, ended_by = Losses(), Mean(), None
     runner = toy_runner(
         folder,
         train_cfg=LOOPS[loop],
-        custom_hooks=[losses, *([signal_hook] if signal_hook else [])],
+        custom_hooks=[losses, *hooks, *([signal_hook] if signal_hook else [])],
         default_hooks=dict(checkpoint=dict(type='CheckpointHook', interval=1, by_epoch=True)),
         val_dataloader=dict(
             dataset=ToyData(),
@@ -142,6 +142,14 @@ def test_a_signal_in_an_evaluation_ends_it_and_resuming_does_it_again(tmp_path, 
     hook = InSecondBatch(signal.SIGTERM, 'before_val_iter', 5)
     assert assert_resumes_exactly(tmp_path, loop, hook) == list(range(5))
     assert batches == [0, 1]
+
+
+@pytest.mark.parametrize('kind', ['EMAHook', 'mmengine.EMAHook'])
+@pytest.mark.parametrize('loop', LOOPS)
+def test_a_signal_in_an_evaluation_of_the_average_saves_the_weights_as_such(tmp_path, loop, kind):
+    hook = Signal(signal.SIGTERM, 'after_val_iter', 5)
+    average = dict(type=kind, momentum=0.25, update_buffers=True)
+    assert_resumes_exactly(tmp_path, loop, hook, hooks=[average])
 
 
 @pytest.mark.parametrize('loop', LOOPS)

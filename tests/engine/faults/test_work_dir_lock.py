@@ -91,7 +91,7 @@ def test_a_process_that_has_got_the_number_of_the_dead_one_does_not_hold(tmp_pat
 
 
 def test_what_is_no_lock_holds_nothing(tmp_path):
-    for content in ('', 'half a lo'):
+    for content in ('', 'half a lo', '{}', '[]', '5', '{"place": 3}'):
         (tmp_path / LOCK_FILE).write_text(content)
         with work_dir_lock(tmp_path, print):
             pass
