@@ -195,6 +195,8 @@ def _report(
             f'figures of {rates.name}, not measured'
         )
         yield from _others(planner, found)
+    if planner.caution:
+        yield planner.caution
     yield from _left_out(planner)
 
 

@@ -48,12 +48,14 @@ class _Planned:
         room_bytes: What the step may take.
         needed_bytes: What it needs of that, with what stays free.
         options: What is set.
+        caution: What makes a batch take more than was planned for; empty where nothing does.
     """
 
     key: str
     room_bytes: int
     needed_bytes: int
     options: dict[str, Any]
+    caution: str = ''
 
 
 def open_auto_sizes(cfg: Config) -> str:
@@ -157,7 +159,8 @@ def keep_budget(cfg: Config) -> str:
         cfg.optim_wrapper = asked.optim_wrapper
     merge_options(cfg, chosen.options)
     said = ' '.join(f'{key}={value}' for key, value in chosen.options.items())
-    return f'{name}: {said or "the step fits as it is"}'
+    sentences = [f'{name}: {said or "the step fits as it is"}', chosen.caution]
+    return '; '.join(filter(None, sentences))
 
 
 def _outcome(act: Callable[[], T]) -> Callable[[], T]:
@@ -218,7 +221,8 @@ def _planned(cfg: Config, asked: Config, setting: str) -> _Planned:
         )
     of_slices = [knob.name for knob in planner.knobs if setting and knob.name in _ONE_SLICE]
     plan = {name: _ONE_SLICE[name] for name in of_slices} | dict(found.chosen.plan)
-    return _Planned(key, room, budget_for(found.chosen.cost.peak_bytes), planner.options(plan))
+    needed = budget_for(found.chosen.cost.peak_bytes)
+    return _Planned(key, room, needed, planner.options(plan), planner.caution)
 
 
 def _leave_to_slices(planner: Planner, setting: str, only: bool) -> None:

@@ -121,10 +121,13 @@ def loader_of(cfg: Config) -> DataLoader:
 class FewSamples:
     """A config's batch of any size from a few samples, each many times.
 
-    So it can be predicted without its memory, and without loading it.
+    So it can be predicted without its memory, and without loading it. Samples of different sizes
+    (sentences of other lengths) are as many as the config's batch has, as a few would not tell how
+    large a batch is. They are from all over the data set, which may be in the order of their sizes.
 
     Attributes:
         most: Samples that there are; None where that is not known before.
+        differ: Whether they are of different sizes.
     """
 
     def __init__(self, cfg: Config) -> None:
@@ -132,14 +135,27 @@ class FewSamples:
         assert loader.collate_fn is not None
         self._collate = loader.collate_fn
         dataset: Any = loader.dataset
-        is_stream = isinstance(dataset, IterableDataset)
-        self.most = None if is_stream else len(dataset)
-        several = iter(dataset) if is_stream else map(dataset.__getitem__, range(len(dataset)))
-        self._samples = list(islice(several, min(_SAMPLES_LOADED, cfg.train_dataloader.batch_size)))
+        self.most = None if isinstance(dataset, IterableDataset) else len(dataset)
+        batch_size = cfg.train_dataloader.batch_size
+        self._samples = self._loaded(dataset, min(_SAMPLES_LOADED, batch_size))
+        self.differ = any(_sizes(one) != _sizes(self._samples[0]) for one in self._samples)
+        if self.differ:
+            self._samples = self._loaded(dataset, batch_size)
 
     def __call__(self, cfg: Config) -> Any:
         """A batch as large as this config's, which differs in nothing else of the data."""
         return self._collate(list(islice(cycle(self._samples), cfg.train_dataloader.batch_size)))
+
+    def _loaded(self, dataset: Any, number: int) -> list[Any]:
+        """So many samples at the same distance from each other; of a stream the first."""
+        if self.most is None:
+            return list(islice(dataset, number))
+        number = min(number, self.most)
+        return [dataset[index * (self.most - 1) // max(number - 1, 1)] for index in range(number)]
+
+
+def _sizes(sample: Any) -> list[torch.Size]:
+    return [leaf.shape for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor)]
 
 
 def step_of(

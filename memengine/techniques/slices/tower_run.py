@@ -39,11 +39,6 @@ Replay: TypeAlias = Callable[[], AbstractContextManager[None]]
 class FirstForwards:
     """States before the graph-free forwards of a module, in their order.
 
-    Attributes:
-        replays: For each forward, in their order, the context of its second run: what modules kept
-            before the first one, and its random numbers. Afterwards all is as the first forwards
-            have left it, but for tensors with a graph, which are as in the plain step.
-
     Cost: a random state, and some 25 microseconds for each module inside, by forward. What each
     forward leaves on its modules is held until the end of the step.
     """
@@ -54,7 +49,19 @@ class FirstForwards:
         self._before: list[ModuleState] = []
         self._after: ModuleState | None = None
         self._kept_results: dict[tuple[int, Any], Change] = {}
-        self.replays: list[Replay] = []
+        self._draws: list[tuple[RandomState, SmallBuffers]] = []
+
+    @property
+    def replays(self) -> Iterator[Replay]:
+        """For each forward, in their order, the context of its second run: what modules kept before
+        the first one, and its random numbers. Afterwards all is as the first forwards have left it,
+        but for tensors with a graph, which are as in the plain step.
+
+        Made as they are asked for: held here, they would hold this, and a step's states would stay
+        until Python's collector comes.
+        """
+        for number, (random_state, buffers) in enumerate(self._draws):
+            yield partial(self._replay, number, random_state, buffers)
 
     @contextmanager
     def next(self, slices: int) -> Iterator[RandomState]:
@@ -71,7 +78,7 @@ class FirstForwards:
         if written is not None:
             raise unrepeatable(self._module, written)
         for _ in range(slices):
-            self.replays.append(partial(self._replay, len(self._before), random_state, buffers))
+            self._draws.append((random_state, buffers))
             self._before.append(modules)
 
     def keep_others(self) -> None:

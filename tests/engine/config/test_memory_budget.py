@@ -6,12 +6,17 @@ from operator import getitem
 
 import pytest
 import torch
+from mmengine.config import Config
+from mmengine.model import BaseModel
+from torch import nn
+from torch.utils.data import Dataset
 
 from memengine.engine.cli.main import main
 from memengine.engine.config.check import ConfigError, check_config
 from memengine.engine.config.file import load_config
 from memengine.engine.config.memory_budget import PLAN_FILE, keep_budget
-from memengine.engine.config.planning import budget_for
+from memengine.engine.config.planning import Planner, budget_for
+from memengine.registry import DATASETS, MODELS
 from tests.engine.config.test_planning import DINO, OPTIONS, planner
 
 
@@ -73,3 +78,62 @@ def test_what_cannot_be_kept_is_refused(tmp_path):
     assert (
         keep_budget(config(tmp_path, memory='fastest')) == 'memory=fastest: the step fits as it is'
     )
+
+
+@DATASETS.register_module()
+class SentencesByLength(Dataset):
+    """Sentences [L, 16], the shortest first, as many sets of texts are sorted."""
+
+    def __init__(self, longest=64):
+        self.longest = longest
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.randn(min(index + 1, self.longest), 16)
+
+
+def padded(sentences):
+    return dict(inputs=nn.utils.rnn.pad_sequence(sentences, batch_first=True))  # [B, L, 16]
+
+
+@MODELS.register_module()
+class OfSentences(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 256))
+
+    def forward(self, inputs, mode='tensor'):
+        outputs = self.layers(inputs)
+        return dict(loss=outputs.square().mean()) if mode == 'loss' else outputs
+
+
+def of_sentences(folder, longest, **options):
+    loader = dict(batch_size=32, num_workers=0, collate_fn=padded)
+    sampler = dict(type='DefaultSampler', shuffle=True)
+    return Config(
+        dict(
+            default_scope='memengine',
+            work_dir=str(folder),
+            model=dict(type='OfSentences'),
+            train_cfg=dict(by_epoch=True, max_epochs=1),
+            train_dataloader=dict(
+                dataset=dict(type='SentencesByLength', longest=longest), sampler=sampler, **loader
+            ),
+            optim_wrapper=dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1)),
+            **options,
+        )
+    )
+
+
+def test_sentences_of_other_lengths_are_planned_for(tmp_path):
+    """Only the first four were, which are short in a sorted set: a tenth of what a step took."""
+    cfg = of_sentences(tmp_path, 64, memory_budget='1GiB')
+    plain = Planner(cfg).plain()
+    assert plain.by_category['batch'] == 32 * 64 * 16 * 4  # the longest is among them
+    planned = 'memory_budget=1GiB: the step fits as it is'
+    said = keep_budget(cfg)
+    assert said.startswith(f'{planned}; samples are of different sizes')
+    assert keep_budget(cfg) == said  # as it is remembered
+    assert keep_budget(of_sentences(tmp_path, 1, memory_budget='1GiB')) == planned

@@ -186,6 +186,16 @@ class Planner:
         return planners.get(size, self)
 
     @property
+    def caution(self) -> str:
+        """Of what a plan's step is one of many: a sentence, empty where all batches are alike."""
+        if not self._steps.samples.differ:
+            return ''
+        return (
+            "samples are of different sizes: planned for a batch's worth of them from all over the "
+            'data set; a batch of larger ones takes more'
+        )
+
+    @property
     def _usual_knobs(self) -> list[Knob]:
         return [knob for knob in self.knobs if not knob.is_last_resort]
 
