@@ -249,14 +249,16 @@ class ShardedModel:
         self._reduce_once = reduce_once
         self._is_last = True  # whether the next backward is the step's last
         self._is_end_queued = False
+        self._told: tuple[Tensor, list[str]] | None = None  # of the step before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; its backward reduces gradients unless in :meth:`no_sync`.
 
         Raises:
-            ValueError: In backward, on all ranks, when some of them have not used a parameter that
-                others have: ``fully_shard`` puts gradients one behind the other to reduce them, and
-                would add up those of different parameters.
+            ValueError: In backward (on a GPU without gloo in that of the next step), on all ranks,
+                when some of them have not used a parameter that others have: ``fully_shard`` puts
+                gradients one behind the other to reduce them, and would add up those of different
+                parameters.
         """
         self._is_end_queued = False  # by a backward that was broken off
         outputs = self.model(*args, **kwargs)
@@ -310,37 +312,48 @@ class ShardedModel:
         self._is_end_queued = False
         if not self._is_last:
             return
-        self._refuse_parameters_of_some_ranks()
+        self._compare_used_parameters()
         for parameter in self._scalars:
             if parameter.grad is not None:  # the mean of equal numbers is the number itself
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= dist.get_world_size()
 
-    def _refuse_parameters_of_some_ranks(self) -> None:
-        ranks = dist.get_world_size()
-        if ranks == 1 or are_ranks_pretended():
+    def _compare_used_parameters(self) -> None:
+        """Ranks tell each other; on a GPU without gloo it is read a step later, not waited for."""
+        if dist.get_world_size() == 1 or are_ranks_pretended():
             return
         used = [name for name, parameter in self._held if parameter.grad is not None]
         mark = zlib.crc32(repr(used).encode()) >> 12  # 20 bits, whose squares add up in 64
-        on_cpu = 'gloo' in dist.get_backend_config()  # where nobody waits for a GPU
-        device = torch.device('cpu') if on_cpu else self.device
-        sums = torch.tensor([mark, mark**2], device=device)
+        is_on_host = 'gloo' in dist.get_backend_config()
+        sums = torch.empty(2, dtype=torch.int64, device='cpu' if is_on_host else self.device)
+        sums[0].fill_(mark)
+        sums[1].fill_(mark**2)
         dist.all_reduce(sums)
-        total, of_squares = sums.tolist()
-        if total**2 == ranks * of_squares:
+        if is_on_host:
+            _refuse_parameters_of_some_ranks(sums, used)
             return
-        of_ranks: list[list[str]] = [[] for _ in range(ranks)]
-        dist.all_gather_object(of_ranks, used)
-        some = {n for names in of_ranks for n in names if any(n not in of for of in of_ranks)}
-        name = min(some)
-        without = [str(rank) for rank, names in enumerate(of_ranks) if name not in names]
-        raise ValueError(
-            f'sharding: {name} ({len(some)} parameters in all) has no gradient on rank(s) '
-            f'{", ".join(without)}, but has one on others, so that gradients of different '
-            'parameters would be added up. Let every rank use it in each step (times 0, say), or '
-            "use model_wrapper_cfg.type='MMDistributedDataParallel' with "
-            'find_unused_parameters=True'
-        )
+        earlier, self._told = self._told, (sums, used)
+        if earlier is not None:
+            _refuse_parameters_of_some_ranks(*earlier)
+
+
+def _refuse_parameters_of_some_ranks(sums: Tensor, used: list[str]) -> None:
+    ranks = dist.get_world_size()
+    total, of_squares = sums.tolist()
+    if total**2 == ranks * of_squares:
+        return
+    of_ranks: list[list[str]] = [[] for _ in range(ranks)]
+    dist.all_gather_object(of_ranks, used)
+    some = {n for names in of_ranks for n in names if any(n not in of for of in of_ranks)}
+    name = min(some)
+    without = [str(rank) for rank, names in enumerate(of_ranks) if name not in names]
+    raise ValueError(
+        f'sharding: {name} ({len(some)} parameters in all) has no gradient on rank(s) '
+        f'{", ".join(without)}, but has one on others, so that gradients of different '
+        'parameters would be added up. Let every rank use it in each step (times 0, say), or '
+        "use model_wrapper_cfg.type='MMDistributedDataParallel' with "
+        'find_unused_parameters=True'
+    )
 
 
 @dataclass(frozen=True)

@@ -497,3 +497,22 @@ def _branches(rank, world_size):
 def test_a_parameter_that_some_ranks_have_not_used_is_refused():
     """``fully_shard`` would add the gradient of one branch to that of the other."""
     run_ranks(2, _branches, timeout_s=120)
+
+
+def _branches_without_gloo(rank, world_size):
+    dist.get_backend_config = lambda: 'nccl'
+    sharded = shard_model(Branches())
+
+    def step(sign):
+        sharded.model.zero_grad()
+        sharded(torch.full((2, 4), sign)).sum().backward()
+
+    step(1.0)
+    step(rank - 0.5)
+    with pytest.raises(ValueError, match=r'above.bias \(4 parameters.* rank\(s\) 0, but has one'):
+        step(1.0)
+
+
+@NEEDS_SHARDING
+def test_where_it_would_be_waited_for_it_is_refused_a_step_later():
+    run_ranks(2, _branches_without_gloo, timeout_s=120)
