@@ -82,10 +82,14 @@ def kernels_to_compile(dtype, bits):
     from memengine.techniques.codecs.kernels import largest_values, quantizing, selection
 
     flat = dict(flat=f'*{dtype}', packed='*u8', numel='i32')
-    groups = {**flat, 'extremes': f'*{dtype}', 'seed': 'i64'}
-    tile = quantizing._tile(bits, 256)
-    yield quantizing._quantize, groups, dict(stochastic=True, **tile)
-    yield quantizing._dequantize, groups, tile
+    of_channels = dict(of_channels=f'*{dtype}', number='i32', stride='i32', count='i32')
+    groups = {**flat, **of_channels, 'extremes': f'*{dtype}', 'seed': 'i64'}
+    yield quantizing._extremes_of_channels, groups, dict(at_once=4096)
+    for by_channel in (False, True):
+        tile = dict(by_channel=by_channel, **quantizing._tile(bits, 256))
+        yield quantizing._quantize, groups, dict(stochastic=True, **tile)
+        yield quantizing._dequantize, groups, tile
+        groups['extremes'] = '*fp32'
     bounds = dict(low='fp32', high='fp32')
     yield of_bits._pack_within, {**flat, **bounds}, dict(bounded=True, nan=True, block=256)
     values = dict(packed='*u8', chosen='*i16', numel='i64', off='i32', on='i32')
@@ -132,6 +136,11 @@ def test_on_a_gpu_they_agree_and_are_used(dtype):
         with warnings.catch_warnings():
             warnings.simplefilter('error')  # that none is used
             code = Quantizer(bits)(values)
+            image = values[:99_000].view(10, 99, 100)
+            for tensor in (image, image.transpose(1, 2)):
+                of_channels = Quantizer(bits, by_channel=True)(tensor)
+                assert of_channels.part_numel == of_channels.group_size
+                assert (of_channels.decode() - tensor).abs().amax() < 12 / (2**bits - 1)
             mask = positive_mask(values).decode()
             kept = [
                 Sparsifier(strategy, gamma)(values).decode()
