@@ -4,11 +4,12 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from mmengine.evaluator import BaseMetric
 
 from memengine.testing import run_ranks
 from tests.engine.test_fsdp import Images, runner_of
-from tests.engine.toy import ToyData, toy_runner
+from tests.engine.toy import ToyData, ToyModel, params, toy_runner
 from tests.marks import NEEDS_SHARDING
 
 
@@ -59,6 +60,38 @@ def test_ranks_evaluate_what_the_checkpoint_holds(tmp_path):
             one = evaluating_runner(tmp_path / 'one', 1)
             one.load_checkpoint(str(Path(tmp_path, 'whole', f'epoch_{epoch}.pth')))
             assert one.val()['mean/output'] == pytest.approx(figure, rel=1e-6)
+
+
+class ReadsStatistics(ToyModel):
+    """Its loss reads what BatchNorm has gathered, as one with a teacher in eval mode does."""
+
+    def forward(self, x, y, mode='loss'):
+        found = super().forward(x, y, mode)
+        if mode == 'loss':
+            weight = sum(parameter.sum() for parameter in self.parameters())
+            found['loss'] = found['loss'] + weight * self.net[1].running_mean.sum()
+        return found
+
+
+def _trained(rank, world_size, folder):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    found = []
+    for interval in (1, 3):
+        torch.manual_seed(0)
+        runner = evaluating_runner(
+            f'{folder}/{interval}',
+            world_size,
+            model=ReadsStatistics(),
+            train_cfg=dict(by_epoch=True, max_epochs=3, val_interval=interval),
+        )
+        runner.train()
+        found.append(params(runner))
+    return found
+
+
+def test_what_is_learned_does_not_hang_on_evaluations(tmp_path):
+    for often, once in run_ranks(2, _trained, str(tmp_path)):
+        assert all(torch.equal(often[name], once[name]) for name in once)
 
 
 def _unequal(rank, world_size, work_dir):

@@ -8,6 +8,7 @@ from itertools import cycle, islice
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from mmengine.config import Config
@@ -154,8 +155,11 @@ class FewSamples:
         return [dataset[index * (self.most - 1) // max(number - 1, 1)] for index in range(number)]
 
 
-def _sizes(sample: Any) -> list[torch.Size]:
-    return [leaf.shape for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor)]
+def _sizes(sample: Any) -> tuple[Any, list[tuple[int, ...]]]:
+    """Lengths of lists, and shapes of what lies in them."""
+    leaves, structure = pytree.tree_flatten(sample)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, (Tensor, np.ndarray))]
+    return structure, [tuple(array.shape) for array in arrays]
 
 
 def step_of(

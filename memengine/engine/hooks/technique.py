@@ -42,6 +42,7 @@ class TechniqueHook(Hook):
         given = inspect.signature(self.technique.settings).bind_partial(*values).arguments
         self.settings: Settings = self.technique.set_to({**given, **named})
         self._handle: Handle | None = None
+        self._resumed: dict[str, Any] | None = None  # until it is applied, as MMEngine loads first
         self._is_reported = False
 
     def before_train(self, runner: Any) -> None:
@@ -59,6 +60,7 @@ class TechniqueHook(Hook):
         assert self.technique.apply is not None, 'hooks are made of such techniques only'
         self._handle = self.technique.apply(model, self.settings)
         self._is_reported = False
+        self._go_on()
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Let the technique follow its schedule."""
@@ -96,9 +98,14 @@ class TechniqueHook(Hook):
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Go on from it, where a run is resumed."""
-        state = checkpoint.get(_ENTRY, {}).get(self.technique.key)
-        if state and self._handle is not None and runner._resume:
-            self._handle.load_run_state(state)
+        if runner._resume:
+            self._resumed = checkpoint.get(_ENTRY, {}).get(self.technique.key)
+            self._go_on()
+
+    def _go_on(self) -> None:
+        if self._resumed and self._handle is not None:
+            self._handle.load_run_state(self._resumed)
+            self._resumed = None
 
     def after_train(self, runner: Any) -> None:
         """Leave the model as it was."""

@@ -59,6 +59,7 @@ def _evaluate(loop: _Loop) -> None:
     try:
         loop.runner.val_loop.run()
     except EvaluationStopped:
+        loop.runner.end_evaluation()
         for hook in loop.runner.hooks:
             if isinstance(hook, EMAHook):  # the model has the average in place of its weights
                 hook.after_val_epoch(loop.runner)

@@ -59,7 +59,7 @@ from memengine.engine.techniques_of_config import apply_to_model, hooks_of_keys,
 from memengine.engine.wrappers.fsdp import FullyShardedDataParallel
 from memengine.registry import LOOPS, MODELS, RUNNERS
 from memengine.techniques.compiling import compile_method
-from memengine.techniques.modules.running_statistics import take_statistics_of_rank_0
+from memengine.techniques.modules.running_statistics import StatisticsOfRank0
 from memengine.techniques.sharding.materializing import on_meta
 
 # What a rank is doing from a method of its hooks on.
@@ -102,6 +102,7 @@ class Runner(_Runner):
     def __init__(self, *args: Any, default_scope: str = 'memengine', **kwargs: Any) -> None:
         self._writer = CheckpointWriter()
         self._watch: RankWatch | None = None  # of one rank among several
+        self._statistics: StatisticsOfRank0 | None = None  # in an evaluation
         self._loaded_meta: dict[str, Any] = {}  # of the checkpoint
         super().__init__(*args, default_scope=default_scope, **kwargs)
 
@@ -291,9 +292,16 @@ class Runner(_Runner):
         """Call a method of all hooks, as MMEngine does, and note where this rank is."""
         if self._watch is not None and fn_name in _STAGE_OF_CALL:
             self._watch.at(f'{_STAGE_OF_CALL[fn_name]}, iteration {self.iter}')
+        if fn_name in ('after_val_epoch', 'after_test_epoch'):  # before EMAHook's model goes
+            self.end_evaluation()
         super().call_hook(fn_name, **kwargs)
-        if fn_name in ('before_val_epoch', 'before_test_epoch'):  # by now EMAHook's model is there
-            take_statistics_of_rank_0(self.model)
+        if fn_name in ('before_val_epoch', 'before_test_epoch'):  # by now it is there
+            self._statistics = StatisticsOfRank0(self.model)
+
+    def end_evaluation(self) -> None:
+        """Go on with the statistics that this rank's norm layers have gathered."""
+        if self._statistics is not None:
+            self._statistics.give_back()
 
     @contextmanager
     def _faults_named(self) -> Iterator[None]:

@@ -99,7 +99,8 @@ class Channels(NamedTuple):
             start: The place of their first.
         """
         low, span = self.low_and_span_of(some, start)
-        per_unit = span.reciprocal().masked_fill_(span == 0, 0)
+        # What is below normal numbers has no reciprocal, and is nothing beside a norm's epsilon.
+        per_unit = span.reciprocal().masked_fill_(span < torch.finfo(span.dtype).tiny, 0)
         return per_unit.mul_(torch.sub(some, low, out=low))
 
     def put_back_(self, shares: Tensor, start: int) -> Tensor:

@@ -305,7 +305,8 @@ class Quantizer:
     besides, by at most half a unit in the last place, and not at random. A group's minimum and a
     group of equal values come back exactly, so the zeros of a ReLU do. A group that holds a NaN or
     an infinity comes back as NaN and infinities throughout: an attention mask of ``-inf`` has to be
-    kept as it is.
+    kept as it is. By channel, so does a group with any element of a channel that holds one, or
+    whose range overflows; a range below normal numbers comes back as its lowest value.
 
     Shape, dtype, device and strides come back (see ``in_memory_order``). float64 is computed in
     float64, every other dtype in float32.

@@ -164,8 +164,8 @@ class QuantizedActivations(RuleHandle):
         return tuple(self.bits_of.items()), None if trial is None else tuple(trial.items())
 
     def fidelity_of(self, codec: Codec) -> float:
-        """The bits of each element."""
-        return codec.bits if isinstance(codec, Quantizer) else self.fidelity
+        """The bits of each element; by channel, as BatchNorm wants them, they serve all others."""
+        return codec.bits + codec.by_channel / 2 if isinstance(codec, Quantizer) else self.fidelity
 
     def codec(self, name: str, need: Need, tensor: Tensor, find: FindRecomputation) -> Codec | None:
         """As many bits as this place has."""
@@ -188,14 +188,16 @@ class QuantizedActivations(RuleHandle):
         return self._running.setdefault(kind, RunningRangeQuantizer(dim))
 
     def run_state(self) -> dict[str, Any]:
-        """Bits as allotted, and running ranges."""
+        """Bits as allotted, with the mean that was wanted, and running ranges."""
         ranges = {kind: each.bounds for kind, each in self._running.items()}
         state = {'bits': dict(self.bits_of), 'ranges': ranges}
-        return {name: entries for name, entries in state.items() if entries}
+        found: dict[str, Any] = {name: entries for name, entries in state.items() if entries}
+        return {**found, 'average_bits': self.average_bits} if found else {}
 
     def load_run_state(self, state: dict[str, Any]) -> None:
-        """Go on with these."""
-        self.bits_of = dict(state.get('bits', {}))
+        """Go on with these; bits of another mean are not what this run was set to."""
+        if state['average_bits'] == self.average_bits:
+            self.bits_of = dict(state.get('bits', {}))
         for kind, bounds in state.get('ranges', {}).items():
             self._ranges_of(kind).bounds = bounds
 

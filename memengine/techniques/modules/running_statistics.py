@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from memengine._torch_private.autograd import version_of
 from memengine._torch_private.modules import (
@@ -26,17 +26,27 @@ def layers_with_batch_statistics(module: nn.Module) -> list[str]:
     ]
 
 
-def take_statistics_of_rank_0(module: nn.Module) -> None:
+class StatisticsOfRank0:
     """Give all ranks the statistics that norm layers of rank 0 have gathered, as checkpoints do.
 
-    Ranks gather each their own, and would evaluate models that differ in them. All ranks call it.
+    Ranks gather each their own, and would evaluate models that differ in them. All ranks make one.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    for layer in module.modules():
-        if isinstance(layer, BatchOrInstanceNorm):
-            for buffer in layer.buffers(recurse=False):
-                dist.broadcast(buffer, 0)
+
+    def __init__(self, module: nn.Module) -> None:
+        self._own: list[tuple[Tensor, Tensor]] = []
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        for layer in module.modules():
+            if isinstance(layer, BatchOrInstanceNorm):
+                for buffer in layer.buffers(recurse=False):
+                    self._own.append((buffer, buffer.clone()))
+                    dist.broadcast(buffer, 0)
+
+    def give_back(self) -> None:
+        """Go on with a rank's own: a loss may read them, which must not hang on evaluations."""
+        for buffer, own in self._own:
+            buffer.copy_(own)
+        self._own = []
 
 
 @contextmanager

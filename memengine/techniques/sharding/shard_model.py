@@ -40,6 +40,7 @@ from memengine._torch_private.distributed import (
 from memengine._torch_private.modules import own_parameters
 from memengine._torch_private.ops import pytree
 from memengine.technique import Settings, Technique, setting
+from memengine.techniques.modules.fetched_later import FetchedLater
 from memengine.techniques.sharding.materializing import materialize
 from memengine.techniques.sharding.units import Units, check_tied_weights, choose_units
 from memengine.techniques.sharding.without_overlap import one_unit_at_a_time
@@ -249,7 +250,7 @@ class ShardedModel:
         self._reduce_once = reduce_once
         self._is_last = True  # whether the next backward is the step's last
         self._is_end_queued = False
-        self._told: tuple[Tensor, list[str]] | None = None  # of the step before
+        self._told: tuple[FetchedLater, list[str]] | None = None  # of the step before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; its backward reduces gradients unless in :meth:`no_sync`.
@@ -329,15 +330,16 @@ class ShardedModel:
         sums[0].fill_(mark)
         sums[1].fill_(mark**2)
         dist.all_reduce(sums)
+        told = FetchedLater(sums), used
         if is_on_host:
-            _refuse_parameters_of_some_ranks(sums, used)
+            _refuse_parameters_of_some_ranks(*told)
             return
-        earlier, self._told = self._told, (sums, used)
+        earlier, self._told = self._told, told
         if earlier is not None:
             _refuse_parameters_of_some_ranks(*earlier)
 
 
-def _refuse_parameters_of_some_ranks(sums: Tensor, used: list[str]) -> None:
+def _refuse_parameters_of_some_ranks(sums: FetchedLater, used: list[str]) -> None:
     ranks = dist.get_world_size()
     total, of_squares = sums.tolist()
     if total**2 == ranks * of_squares:

@@ -84,17 +84,20 @@ def test_what_cannot_be_kept_is_refused(tmp_path):
 class SentencesByLength(Dataset):
     """Sentences [L, 16], the shortest first, as many sets of texts are sorted."""
 
-    def __init__(self, longest=64):
-        self.longest = longest
+    def __init__(self, longest=64, form='tensor'):
+        self.longest, self.form = longest, form
 
     def __len__(self):
         return 64
 
     def __getitem__(self, index):
-        return torch.randn(min(index + 1, self.longest), 16)
+        sentence = torch.randn(min(index + 1, self.longest), 16)
+        forms = dict(tensor=sentence, array=sentence.numpy(), list=sentence.tolist())
+        return forms[self.form]
 
 
 def padded(sentences):
+    sentences = [torch.as_tensor(sentence) for sentence in sentences]
     return dict(inputs=nn.utils.rnn.pad_sequence(sentences, batch_first=True))  # [B, L, 16]
 
 
@@ -109,7 +112,7 @@ class OfSentences(BaseModel):
         return dict(loss=outputs.square().mean()) if mode == 'loss' else outputs
 
 
-def of_sentences(folder, longest, **options):
+def of_sentences(folder, longest, form, **options):
     loader = dict(batch_size=32, num_workers=0, collate_fn=padded)
     sampler = dict(type='DefaultSampler', shuffle=True)
     return Config(
@@ -119,7 +122,9 @@ def of_sentences(folder, longest, **options):
             model=dict(type='OfSentences'),
             train_cfg=dict(by_epoch=True, max_epochs=1),
             train_dataloader=dict(
-                dataset=dict(type='SentencesByLength', longest=longest), sampler=sampler, **loader
+                dataset=dict(type='SentencesByLength', longest=longest, form=form),
+                sampler=sampler,
+                **loader,
             ),
             optim_wrapper=dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1)),
             **options,
@@ -127,13 +132,14 @@ def of_sentences(folder, longest, **options):
     )
 
 
-def test_sentences_of_other_lengths_are_planned_for(tmp_path):
+@pytest.mark.parametrize('form', ['tensor', 'array', 'list'])
+def test_sentences_of_other_lengths_are_planned_for(tmp_path, form):
     """Only the first four were, which are short in a sorted set: a tenth of what a step took."""
-    cfg = of_sentences(tmp_path, 64, memory_budget='1GiB')
+    cfg = of_sentences(tmp_path, 64, form, memory_budget='1GiB')
     plain = Planner(cfg).plain()
     assert plain.by_category['batch'] == 32 * 64 * 16 * 4  # the longest is among them
     planned = 'memory_budget=1GiB: the step fits as it is'
     said = keep_budget(cfg)
     assert said.startswith(f'{planned}; samples are of different sizes')
     assert keep_budget(cfg) == said  # as it is remembered
-    assert keep_budget(of_sentences(tmp_path, 1, memory_budget='1GiB')) == planned
+    assert keep_budget(of_sentences(tmp_path, 1, form, memory_budget='1GiB')) == planned

@@ -1,5 +1,7 @@
 """Recomputed, dropped, quantised activations from a config: keys, hooks, bases, schedules."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from mmengine.runner import Runner as PlainRunner
@@ -132,6 +134,22 @@ def test_bits_are_allotted_before_the_first_iteration_and_again(tmp_path):
 def test_what_does_nothing_or_cannot_be_is_an_error(settings, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         train(tmp_path, **settings)
+
+
+@pytest.mark.parametrize('by_mmengine', [True, False])
+@pytest.mark.parametrize(('average', 'is_kept'), [(4, True), (2, False), (None, False)])
+def test_a_resumed_run_goes_on_from_its_bits_unless_others_are_asked_for(
+    average, is_kept, by_mmengine
+):
+    bits = {('blocks.0.one', 'linear'): 2}
+    checkpoint = {'techniques': {'quantized_activations': {'bits': bits, 'average_bits': 4}}}
+    hook = QuantizedActivationsHook(average_bits=average, min_numel=1)
+    run = SimpleNamespace(model=Network(), hooks=[hook], _resume=True)
+    if not by_mmengine:  # whose runner loads before the hook has begun
+        hook.before_train(run)
+    hook.after_load_checkpoint(run, checkpoint)
+    hook.before_train(run)
+    assert hook.handle.bits_of == (bits if is_kept else {})
 
 
 def test_plain_runner_of_mmengine_takes_the_hooks(tmp_path):

@@ -310,6 +310,14 @@ def by_maps(tensor):
     return Quantizer(8, by_channel=True)(tensor.view(10, 50, 10))
 
 
+def test_a_range_without_a_reciprocal_leaves_its_neighbours_alone():
+    values = torch.randn(40, 6)
+    values[:, 2] *= 2.0**-140
+    decoded = Quantizer(8, by_channel=True)(values).decode()
+    assert (decoded[:, 2] - values[:, 2]).abs().max() < 2.0**-120
+    assert (decoded - values).abs().max() < 0.05
+
+
 @pytest.mark.parametrize(
     ('codec', 'dtype', 'coding', 'decoding'),
     [

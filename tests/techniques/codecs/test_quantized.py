@@ -106,6 +106,18 @@ def test_error_by_channel_is_below_a_step_of_its_range(bits, stochastic, in_last
     assert torch.equal(decoded[:, 7], values[:, 7])
 
 
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize('in_last_place', [False, True])
+def test_a_range_without_a_reciprocal_leaves_its_neighbours_alone(dtype, in_last_place):
+    values = torch.randn(4, 6, 3, 5, dtype=dtype)
+    values[:, 2] *= torch.finfo(dtype).tiny / 64  # as weight decay leaves channels that are dead
+    if in_last_place:
+        values = values.to(memory_format=torch.channels_last)
+    decoded = Quantizer(8, by_channel=True)(values).decode()
+    assert (decoded[:, 2] - values[:, 2]).abs().max() < torch.finfo(dtype).tiny
+    assert (decoded - values).abs().max() < 0.05
+
+
 @pytest.mark.parametrize('bits', BITS)
 def test_rounding_by_channel_is_unbiased(bits):
     values = torch.randn(8, 256) * torch.logspace(-3, 3, 256)

@@ -200,6 +200,40 @@ def test_a_channel_of_little_spread_beside_others_has_an_error_of_its_own(shape,
     assert (lossy - exact).norm() < exact.norm()  # 9,000 times as much with its neighbours' range
 
 
+SHARED = {
+    'after a layer': lambda norm, layer, x: layer(x).sum() + norm(x.mT).cos().sum(),
+    'before a layer': lambda norm, layer, x: norm(x.mT).cos().sum() + layer(x).sum(),
+    'most of the samples': lambda norm, layer, x: norm(x.mT[1:]).cos().sum(),
+    'most of the places': lambda norm, layer, x: norm(x.mT[:, :, 1:]).cos().sum(),
+    'one sample for all': lambda norm, layer, x: norm(x.mT[:1].expand(16, -1, -1)).cos().sum(),
+}
+
+
+@pytest.mark.parametrize('how', SHARED)
+def test_channels_count_whatever_else_is_of_the_memory(how):
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.layer = nn.BatchNorm1d(24, eps=1e-12), nn.Linear(24, 8)
+
+        def forward(self, x):
+            return SHARED[how](self.norm, self.layer, x)
+
+    spread = torch.ones(24)
+    spread[::3] = 1e-5
+    x, plain = torch.randn(16, 20, 24).mul_(spread), Shared()
+    lossy = copy.deepcopy(plain)
+    rule = quantize_activations(lossy, 8, min_numel=1)
+    for _ in range(2):  # the second one by the plan of the first
+        gradients, before = [], rule.kept.after
+        for model in (plain, lossy):
+            inputs = x.clone().requires_grad_()
+            model(inputs).backward()
+            gradients.append(inputs.grad[..., ::3])
+        assert relative_error(gradients[1], gradients[0]) < 0.1
+        assert rule.kept.after - before < x.nbytes / 3
+
+
 @pytest.mark.parametrize('shape', [(7, 24), (1, 24, 4)])
 def test_few_elements_of_a_channel_are_not_outweighed_by_its_range(shape):
     model, x = nn.BatchNorm1d(24), torch.randn(shape, requires_grad=True)

@@ -21,6 +21,7 @@ __all__ = ['channels_of', 'compare_with_eager', 'dequantize', 'quantize']
 
 _TILE_NUMEL = 2048
 _COLUMNS_AT_ONCE = 4096  # of a channel
+_LEAST_NORMAL = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 def channels_of(flat: Tensor, number: int, stride: int) -> Channels:
@@ -272,7 +273,7 @@ def _quantize(
     if by_channel:
         low, span = _low_and_span(of_channels, number, stride, groups, elements, group_size)
         per_unit = tl.div_rn(tl.full(span.shape, 1.0, tl.float32), span)
-        values = (values - low) * tl.where(span == 0, 0.0, per_unit)
+        values = (values - low) * tl.where(span < _LEAST_NORMAL, 0.0, per_unit)
     low = tl.min(tl.min(tl.where(is_element, values, float('inf')), axis=2), axis=1)
     high = tl.max(tl.max(tl.where(is_element, values, float('-inf')), axis=2), axis=1)
     nans = tl.sum(tl.sum((values != values).to(tl.int32), axis=2), axis=1)

@@ -144,7 +144,7 @@ static void unpack(Part part, int64_t first, int64_t n, int bits, uint8_t *restr
 }
 
 static inline float share_of(float value, float low, float span) {
-    return (value - low) * (span == 0 ? 0 : 1 / span);
+    return (value - low) * (span < FLT_MIN ? 0 : 1 / span);
 }
 
 static void to_shares(const Work *work, int64_t at, int64_t n, const float *values, float *shares) {

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from memengine._torch_private.autograd import storage_key, version_of
 from memengine.techniques.codecs.memory_order import is_dense
+from memengine.techniques.codecs.quantized import Quantizer
 from memengine.techniques.compression.saved.coded_part import CodedPart, Layout, layout_of
 from memengine.techniques.compression.saved.saved_tensor import SavedTensor
 from memengine.techniques.modules.saved_tensors import KeptAsIs
@@ -109,12 +110,13 @@ class SavedStorage:
         if not of_values:
             return
         best = max(of_values, key=lambda one: one.fidelity)
+        step = _step_of_channels(best)
         for one in of_values:
-            if (part := self._part_for(one, of_values, best)) is not None:
+            if (part := self._part_for(one, of_values, best, step)) is not None:
                 one.replace_by(part)
 
     def _part_for(
-        self, one: SavedTensor, others: list[SavedTensor], best: SavedTensor
+        self, one: SavedTensor, others: list[SavedTensor], best: SavedTensor, step: int | None
     ) -> CodedPart | None:
         """A part that serves: one that is there and as near, or a new one by the best's codec."""
         content = one.content
@@ -128,7 +130,7 @@ class SavedStorage:
         codec = one.codec if by_view and one.rule is best.rule else best.codec
         assert codec is not None
         views = [other.content for other in others if other.is_here]
-        base = content if by_view else _base_for(content, views)
+        base = content if by_view else _base_for(content, views, step)
         part = CodedPart(codec, base, fidelity)
         whole = content.untyped_storage().nbytes()
         if part.nbytes >= whole:
@@ -159,13 +161,26 @@ def to_be_decided(undecided: Iterable[weakref.ref[Any]], alive: Container[int] |
     return [] if False in [one.is_examined for one in saved] else saved
 
 
-def _base_for(view: Tensor, views: list[Tensor]) -> Tensor:
-    """What to code for a view: all of its storage, if views of that are most of it, or itself."""
+def _step_of_channels(saved: SavedTensor) -> int | None:
+    """Elements from one channel to the next, where the codec looks at channels."""
+    codec = saved.codec
+    is_by_channel = isinstance(codec, Quantizer) and codec.by_channel and saved.content.ndim > 1
+    return saved.content.stride(1) if is_by_channel else None
+
+
+def _base_for(view: Tensor, views: list[Tensor], step: int | None) -> Tensor:
+    """What to code for a view: all of its storage, if views of that are most of it, or itself.
+
+    All of it in a shape with channels that are as many elements apart, if these matter.
+    """
     storage = view.untyped_storage()
     views = [other for other in views if other.dtype == view.dtype]
     for other in views:
-        if other.nbytes == storage.nbytes() and is_dense(other):
+        has_channels = step is None or (other.ndim > 1 and other.stride(1) == step)
+        if has_channels and other.nbytes == storage.nbytes() and is_dense(other):
             return other
+    if step is not None:
+        return view
     parts = {layout_of(other): other.nbytes for other in views}
     if (
         sum(parts.values()) >= _SHARE_CODED_WHOLE * storage.nbytes()
