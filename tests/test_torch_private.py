@@ -403,6 +403,8 @@ def test_schemas():
     assert ops.argument_names(in_place) == ['self', 'other', 'alpha']
     assert [t is x for t in ops.written_arguments(in_place, args, kwargs)] == [True]
     assert ops.written_arguments(plain, args, kwargs) == []
+    assert ops.written_arguments(torch.ops.c10d.allreduce_.default, ([x], None), {}) == [[x]]
+    assert ops.written_arguments(torch.ops.c10d.send.default, ([x], None), {}) == []
 
 
 @relies_on('has norms, products, averages and copies of many tensors')
@@ -982,3 +984,20 @@ def test_forget_half_made_state():
     grad_scaler.forget_half_made_state(scaler)
     assert scaler.scale(loss) == 2
     assert scaler._growth_tracker == 0
+
+
+@relies_on("unscales the gradients of an optimizer's groups in a scaler's _unscale_grads_")
+def test_grad_scaler():
+    weights = [torch.ones(2, requires_grad=True) for _ in range(3)]  # the last has no gradient
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+    scaler = grad_scaler.GradScaler('cpu', init_scale=4.0)
+    for factor in (1.0, torch.inf):
+        optimizer.zero_grad()
+        scaler.scale(weights[0].sum() + factor * weights[1].sum()).backward()
+        scaler.unscale_(optimizer)
+        assert weights[0].grad.tolist() == [1.0, 1.0]
+        assert weights[1].grad.tolist() == [factor, factor]
+        scaler.step(optimizer)
+        scaler.update()
+        assert weights[0].tolist() == weights[1].tolist() == [0.0, 0.0]
+    assert scaler.get_scale() == 2

@@ -116,6 +116,8 @@ def argument_names(op: OpOverload) -> list[str]:
 
 def written_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """What of its arguments the operator writes into."""
+    if op.namespace == 'c10d':  # whose schemas do not say it: collectives write into their first
+        return list(args[:1]) if op._schema.name.endswith('_') else []
     if not op._schema.is_mutable:
         return []
     return [

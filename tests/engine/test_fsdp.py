@@ -176,6 +176,32 @@ def test_frozen_towers_stay_and_half_precision_is_gathered():
     run_ranks(2, _frozen_and_half)
 
 
+def _overflows_on_one_rank(rank, world_size):
+    """Steps of a CLIP, whose first parameter is a scalar that all ranks hold, in fp16."""
+    wrapped = FullyShardedDataParallel(build(CLIP).float())
+    wrapper = optimizer_of(wrapped.module, precision='fp16', loss_scale=dict(init_scale=128.0))
+    scales, have_changed = [], []
+    for seed in range(3):
+        data = share(big_batch(CLIP, seed), rank, world_size)
+        data['inputs'] = data['inputs'].float()
+        shard = next(p for p in wrapped.parameters() if isinstance(p, DTensor))
+        is_spoilt = seed == 1 and rank == 1
+        wrapper.on_gradient = lambda p=shard, s=is_spoilt: s and p.grad.to_local().fill_(torch.inf)
+        before = whole(wrapped.state_dict())
+        wrapped.train_step(data, wrapper)
+        after = whole(wrapped.state_dict())
+        scales.append(wrapper.precision.scaler.get_scale())
+        have_changed.append([not torch.equal(after[name], before[name]) for name in after])
+        assert all(tensor.isfinite().all() for tensor in after.values())
+    return scales, [all(have_changed[0]), any(have_changed[1]), all(have_changed[2])]
+
+
+def test_an_overflow_on_one_rank_is_one_on_all_beside_a_scalar():
+    for scales, have_changed in run_ranks(2, _overflows_on_one_rank):
+        assert scales == [128.0, 64.0, 64.0]
+        assert have_changed == [True, False, True]
+
+
 def _thawed(rank, world_size):
     """Steps of a CLIP whose scale and a tower are trained from the second on only."""
     model = build(CLIP)

@@ -11,7 +11,7 @@ from mmengine.optim import OptimWrapper as _OptimWrapper
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memengine._torch_private.grad_scaler import forget_half_made_state
+from memengine._torch_private.grad_scaler import GradScaler, forget_half_made_state
 from memengine._torch_private.ops import do_not_compile
 from memengine.engine.faults.guard import OnNonFinite, StepGuard
 from memengine.engine.step import SlicedModel, plain_step, unwrap
@@ -73,7 +73,7 @@ class Precision:
             options = loss_scale if isinstance(loss_scale, dict) else {}
             if self.fixed_scale is not None:
                 options = dict(init_scale=self.fixed_scale)
-            self.scaler = torch.amp.GradScaler(_device_type(optimizer), **options)
+            self.scaler = GradScaler(_device_type(optimizer), **options)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context in which the model and the loss run."""

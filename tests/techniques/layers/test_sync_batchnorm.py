@@ -8,12 +8,13 @@ import torch
 from timm.layers import BatchNormAct2d
 from torch import nn
 
+from memengine.techniques import checkpoint_activations
 from memengine.techniques.layers.sync_batchnorm import (
     SyncBatchNorm,
     SyncedBatchNorm,
     convert_sync_batchnorm,
 )
-from memengine.testing import relative_error, run_ranks
+from memengine.testing import assert_same_step, relative_error, run_ranks
 
 CUTS = {2: [0, 3, 8], 4: [0, 1, 3, 6, 8]}  # uneven on purpose
 
@@ -32,6 +33,27 @@ def _rank(rank, world_size, momentum):
         out = layer(x)
     (out.pow(3).sum()).backward()
     return out.detach(), x.grad, layer.weight.grad, layer.bias.grad, dict(layer.named_buffers())
+
+
+def _gradients(rank, world_size, keep):
+    """Of a block that is checkpointed but for what some ops compute."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh()).double()
+    convert_sync_batchnorm(block)
+    if keep:
+        checkpoint_activations(block, '', keep=keep)
+    x = data()[:, :, 0, 0].chunk(world_size)[rank]
+    for _ in range(2):
+        block.zero_grad()
+        block(x).pow(3).sum().backward()
+    return {name: parameter.grad for name, parameter in block.named_parameters()}
+
+
+@pytest.mark.parametrize('keep', [['clone'], ['clone', 'sum', 'cat', 'addmm']])
+def test_what_ranks_add_up_in_place_is_not_kept_by_checkpointing(keep):
+    plain = run_ranks(2, _gradients, [])
+    for actual, expected in zip(run_ranks(2, _gradients, keep), plain, strict=True):
+        assert_same_step(actual, expected)
 
 
 @pytest.mark.edge(
