@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from memengine.engine.checkpoint.latest import find_latest
 from memengine.engine.checkpoint.sharded import read_sharded
@@ -46,8 +47,10 @@ class LaunchData(Dataset):
 
 @MODELS.register_module()
 class LaunchModel(BaseModel):
-    def __init__(self):
+    def __init__(self, fails_on=None):
         super().__init__()
+        if fails_on is not None and fails_on == os.environ.get('RANK'):
+            raise ValueError('this rank has no model')
         self.net = nn.Linear(1, 1)
 
     def train_step(self, data, optim_wrapper):
@@ -72,6 +75,8 @@ class Trouble(Hook):
         attempt = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', '0'))
         if runner.rank != 1 or attempt >= self.attempts:
             return
+        if self.what == 'fails':
+            raise ValueError('this rank does not begin')
         if self.what == 'dies in a save':
             real = dcp.FileSystemWriter.write_data
 
@@ -176,6 +181,38 @@ def test_a_killed_rank_ends_the_job_and_leaves_the_last_checkpoint_whole(folder,
     checkpoint = read_sharded(last)
     assert checkpoint['meta']['iter'] == 6
     assert checkpoint['optimizer']['state'].keys() == {'net.weight', 'net.bias'}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('setting', ['custom_hooks.0.what=fails', "model.fails_on='1'"])
+@pytest.mark.fault('a rank fails before its first step', 'the others name it at once')
+def test_a_rank_that_fails_before_its_first_step_is_named(folder, setting):
+    """As under torchrun, whose store outlives the rank, but nobody signals the other one."""
+    store = dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, ROOT / 'tools/train.py', 'config.py', '--launcher', 'pytorch']
+            + ['--cfg-options', 'env_cfg.dist_cfg.timeout=60', setting],
+            cwd=folder,
+            env=environment(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE='2',
+                LOCAL_WORLD_SIZE='2',
+                MASTER_ADDR='127.0.0.1',
+                MASTER_PORT=str(store.port),
+                TORCHELASTIC_USE_AGENT_STORE='True',
+                TORCHELASTIC_RESTART_COUNT='0',
+            ),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    waited, failed = (rank.communicate(timeout=TIMEOUT_S)[1] for rank in ranks)
+    assert 'this rank ' in failed
+    assert 'memengine [rank 0]: error: the connection to another rank was lost: rank 1 (' in waited
+    assert 'ended by ValueError in start-up; its own error says why' in waited
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ class Settings(Hook):
 def run(work_dir, schedule='cosine', optimizer=ADAMW, hook=None, stop=None, **kwargs):
     """A toy's run whose config is whole."""
     wrapper = dict(optimizer=optimizer, paramwise_cfg=kwargs.pop('paramwise', None))
+    wrapper['accumulative_counts'] = kwargs.pop('counts', 1)
     schedule = SCHEDULES.get(schedule, schedule) if isinstance(schedule, str) else schedule
     runner = toy_runner(
         work_dir,
@@ -72,6 +73,27 @@ def test_a_changed_setting_holds_and_schedules_go_on(tmp_path, capfd, schedule, 
         'eps from its default to 1e-06',
     ):
         assert f'optim_wrapper.optimizer.{change}' in said
+
+
+@pytest.mark.parametrize('last', [11, -1])
+def test_an_update_is_the_mean_of_the_iterations_that_it_has(last):
+    parameter = torch.nn.Parameter(torch.zeros(()))
+    wrapper = OptimWrapper(torch.optim.SGD([parameter], lr=1.0), accumulative_counts=3)
+    wrapper.initialize_count_status(torch.nn.Identity(), 4, last)
+    updates = []
+    for _ in range(4, 11):
+        before = parameter.item()
+        wrapper.update_params(parameter)  # its gradient is 1, and so is the mean of any
+        if before != parameter.item():
+            updates.append(before - parameter.item())
+    assert updates == pytest.approx([1.0] * (3 if last > 0 else 2))
+
+
+def test_another_number_of_iterations_to_an_update_is_said(tmp_path, capfd):
+    measured = [dict(type='ReduceOnPlateauLR', monitor='loss')]  # no reason to refuse this change
+    run(tmp_path, measured, counts=2, stop=4)
+    run(tmp_path, measured, counts=3, resume=True)
+    assert 'holds: optim_wrapper.accumulative_counts from 2 to 3' in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ _OUT_OF_MEMORY = re.compile(
     re.IGNORECASE,
 )
 _WORKER_ERROR = re.compile(r'Caught (\w+) in DataLoader worker process \d+\.\s+Original Traceback')
+_WORKERS_LOADER = re.compile(r'(\w+_dataloader): a worker \(pid')
 _CLASS_PREFIXES = re.compile(
     r'(?:class `(\w+)` in [\w./\\-]+: )+'
 )  # of MMEngine's older registries
@@ -81,7 +82,9 @@ def _out_of_memory(text: str, cfg: Mapping[str, Any] | None) -> str:
     size = loader.get('batch_size') if isinstance(loader, Mapping) else None
     now = f' (now {size})' if size else ''
     if 'shared memory' in text or 'Bus error' in text or 'killed by signal' in text:
-        return f'a data-loader worker ran out of memory: lower train_dataloader.num_workers; {text}'
+        named = _WORKERS_LOADER.search(text)
+        loader_name = named[1] if named else 'train_dataloader'
+        return f'a data-loader worker ran out of memory: lower {loader_name}.num_workers; {text}'
     first = text.partition('. ')[0] or 'no more memory'
     optim = (cfg or {}).get('optim_wrapper')
     if isinstance(optim, Mapping) and {'chunk_size', 'micro_batch_size'} & optim.keys():

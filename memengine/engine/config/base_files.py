@@ -73,6 +73,12 @@ def similar_files(path: str | Path, patterns: tuple[str, ...] = ('*.py',)) -> st
     return f': did you mean {" or ".join(stems[stem] for stem in like)}?' if like else ''
 
 
+def relative_path(path: str | Path) -> str:
+    """A path as messages say it: from here on, where it lies below."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith('..') else relative
+
+
 def base_file(name: str, by: Path) -> Path:
     """The file that a base's name stands for.
 
@@ -166,16 +172,39 @@ def _parsed(file: Path) -> ast.Module:
     return ast.parse('\n'.join(f'{key} = {value!r}' for key, value in pairs), str(file))
 
 
-def values_in_text(file: Path) -> dict[str, Any] | None:
+def base_fault(file: Path) -> str | None:
+    """Why a config cannot build on what its ``_base_`` names, though that is there, if so."""
+    for path, by in config_files(file):
+        if by is not None and by in (below for below, _ in config_files(path)):
+            return (
+                f'{relative_path(by)}: its base config {relative_path(path)} builds on it in turn'
+            )
+        for node in _parsed(path).body if path.is_file() else ():
+            match node:
+                case ast.Assign(targets=[ast.Name(id='_base_')], value=value):
+                    named = _value(value, {})
+                    each = named if isinstance(named, (list, tuple)) else [named]
+                    if not all(isinstance(base, str) or base is UNKNOWN for base in each):
+                        return (
+                            f'{relative_path(path)}: _base_ must be a path or paths, got {named!r}'
+                        )
+    return None
+
+
+def values_in_text(file: Path, including: tuple[Path, ...] = ()) -> dict[str, Any] | None:
     """The settings of a config and its bases, as far as their text tells; nothing is run.
 
     Args:
         file: The config.
+        including: The files that lead to it, the outermost first.
 
     Returns:
         Values by name, :data:`UNKNOWN` where an expression is more than plain values, ``dict(...)``
-        and names of the same file; None when a file does more than assign.
+        and names of the same file; None when a file does more than assign, or builds on itself.
     """
+    file = file.resolve()
+    if file in including:
+        return None
     own: dict[str, Any] = {}
     for statement in _parsed(file).body:
         match statement:
@@ -193,7 +222,8 @@ def values_in_text(file: Path) -> dict[str, Any] | None:
     values: dict[str, Any] = {}
     for base in named if isinstance(named, (list, tuple)) else [UNKNOWN]:
         below = base_file(base, file) if isinstance(base, str) else None
-        read = values_in_text(below) if below is not None and below.is_file() else None
+        is_there = below is not None and below.is_file()
+        read = values_in_text(below, (*including, file)) if below is not None and is_there else None
         if read is None:
             return None
         values |= read

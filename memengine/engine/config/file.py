@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,11 +13,13 @@ from mmengine.config.utils import ConfigParsingError
 
 from memengine.engine.config.base_files import (
     SHIPPED,
+    base_fault,
     base_file,
     config_files,
     existing_config,
     find_config,
     misplaced,
+    relative_path,
     similar_files,
 )
 from memengine.engine.config.check import import_custom_modules, known_keys
@@ -76,17 +77,23 @@ def _explain_error(error: Exception, path: str) -> str:
     try:
         files.update(config_files(Path(path)))
     except SyntaxError as fault:
-        return f'{_relative(fault.filename or path)}, line {fault.lineno}: {fault.msg}'
+        return f'{relative_path(fault.filename or path)}, line {fault.lineno}: {fault.msg}'
     except ValueError as fault:  # bytes that are no text
-        return f'{_relative(path)}: {fault}'
+        return f'{relative_path(path)}: {fault}'
     if isinstance(error, (FileNotFoundError, ConfigParsingError)):
         for file, by in files.items():
             if by is not None and not file.exists():
-                base, near = _relative(file), similar_files(_relative(file))
-                return f'{_relative(by)}: its base config {base} does not exist{near}'
+                base, near = relative_path(file), similar_files(relative_path(file))
+                return f'{relative_path(by)}: its base config {base} does not exist{near}'
+    if fault_of_base := base_fault(Path(path)):
+        return fault_of_base
     steps = [(f.f_code, line) for f, line in traceback.walk_tb(error.__traceback__)]
     own = [step for step in steps if Path(step[0].co_filename).resolve() in files]
-    location = f'{_relative(own[-1][0].co_filename)}, line {own[-1][1]}' if own else _relative(path)
+    location = (
+        f'{relative_path(own[-1][0].co_filename)}, line {own[-1][1]}'
+        if own
+        else relative_path(path)
+    )
     innermost = steps[-1][0]
     if innermost.co_name == '__call__' and innermost.co_filename.endswith('lazy.py'):
         return (
@@ -94,11 +101,6 @@ def _explain_error(error: Exception, path: str) -> str:
             'called here; name it in a type, or compute the value yourself'
         )
     return f'{location}: {type(error).__name__}: {_message(error)}'
-
-
-def _relative(path: str | Path) -> str:
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith('..') else relative
 
 
 def _message(error: Exception) -> str:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from mmengine.device import get_device
-from mmengine.dist import init_dist, is_distributed
+from mmengine.dist import get_comm_device, init_dist, is_distributed
 from torch.distributed.rendezvous import rendezvous
 
 from memengine._torch_private.distributed import are_ranks_pretended
@@ -111,6 +111,7 @@ def cpu_group(purpose: str) -> dist.ProcessGroup | None:
     assert world is not None
     known = _groups.get(purpose)
     if known is None or known[0] is not world:
+        _meet()
         group = cast(dist.ProcessGroup, dist.new_group(backend='gloo', timeout=_timeout))
         known = _groups[purpose] = world, group
     return known[1]
@@ -121,7 +122,19 @@ def group_of_one() -> dist.ProcessGroup | None:
 
     All ranks must ask for it at the same place. None in one process.
     """
-    return dist.new_subgroups(1, timeout=_timeout, backend='gloo')[0] if is_distributed() else None
+    if not is_distributed():
+        return None
+    _meet()
+    return dist.new_subgroups(1, timeout=_timeout, backend='gloo')[0]
+
+
+def _meet() -> None:
+    """Wait for all ranks over their connections, which break as soon as one of them ends.
+
+    Those that make a group wait in the store, which a launcher holds: nothing there tells of a rank
+    that has ended, and no signal is heard.
+    """
+    dist.all_reduce(torch.zeros(1, device=get_comm_device()))
 
 
 def local_device_ids() -> list[int] | None:

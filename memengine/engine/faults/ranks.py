@@ -1,7 +1,7 @@
 """Where each rank of a job is, so that those that wait for one in vain can say which, and where.
 
-While a job trains, a thread of each rank notes in the store of torch.distributed where the rank is.
-A rank whose connection breaks, or that waits in vain, reads what the others have noted.
+From a job's start to its end, a thread of each rank notes in the store of torch.distributed where
+the rank is. One whose connection breaks, or that waits in vain, reads what the others have noted.
 """
 
 from __future__ import annotations

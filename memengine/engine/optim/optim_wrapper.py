@@ -176,6 +176,7 @@ class OptimWrapper(_OptimWrapper):
         self._counts_steps = True
         self._loss: Tensor | None = None
         self._is_spoilt = False  # by an iteration of those whose gradients are accumulated
+        self._first_count = 0  # iterations done when this run began, or went on
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -233,6 +234,24 @@ class OptimWrapper(_OptimWrapper):
         """Backward of the loss, and the update if it is time."""
         self.backward(self.scale_loss(loss))
         self._end_iteration(loss, step_kwargs, zero_kwargs)
+
+    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+        """Begin, or go on, after so many iterations of so many in all (-1: that is not known)."""
+        super().initialize_count_status(model, init_counts, max_counts)
+        self._first_count = init_counts
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss's share of the mean over those iterations that make the next update.
+
+        A run that goes on within them (``accumulative_counts`` may have changed) has the later ones
+        only, for which MMEngine divides by the number of all.
+        """
+        counts, first = self._accumulative_counts, self._first_count
+        end = first - first % counts + counts
+        if first % counts == 0 or self._inner_count >= end:
+            return super().scale_loss(loss)
+        last = end if self._max_counts == -1 else min(end, self._max_counts)
+        return loss / (last - first)
 
     def finish_step(self, loss: Tensor) -> None:
         """Count the iteration whose gradient has been added, and update if it is time."""

@@ -17,6 +17,7 @@ _TAKES_STATE_OF = {  # by their `load_state_dict`
     'AdamW4bit': 'AdamW',
 }
 _GROUPING: dict[str, Any] = {'constructor': 'DefaultOptimWrapperConstructor', 'paramwise_cfg': {}}
+_COUNTS = 'accumulative_counts'
 # An optimiser keeps more, or keeps it elsewhere, where these are switched on.
 _SHAPES_STATE = ('amsgrad', 'capturable', 'centered', 'fused', 'momentum')
 
@@ -63,26 +64,28 @@ def changed_settings(
         else f'{name} from {before.get(name, "its default")} to {now.get(name, "its default")}'
         for name in changed
     )
-    if reason := _why_not(runner, checkpoint['optimizer'], changed, before, now):
+    of_state = [name for name in changed if _key(name) != _COUNTS]
+    if reason := _why_not(runner, checkpoint['optimizer'], of_state, before, now):
         raise ValueError(
             f'{filename} was written with other settings ({changes}), but {reason}: set this back '
             'to go on, or load_from without resume to begin another training from its weights'
         )
+    said = f'{filename} was written with other settings; from here on the config holds: {changes}'
+    if not of_state:
+        return lambda: runner.logger.warning(said)
     _follow_schedules(runner, meta['iter'], meta['epoch'])
     held = settings_of_groups(runner)
     states = [dict(schedule.state_dict()) for schedule in _schedules(runner)]
 
     def hold() -> None:
         for group, values in zip(param_groups(runner), held, strict=True):
-            for key in {*_held(changed), *_scheduled(group), *_scheduled(values)}:
+            for key in {*_held(of_state), *_scheduled(group), *_scheduled(values)}:
                 for entry in (key, f'initial_{key}'):
                     group.pop(entry, None)
                     group.update({entry: values[entry]} if entry in values else {})
         for schedule, state in zip(_schedules(runner), states, strict=True):
             schedule.load_state_dict(state)
-        runner.logger.warning(
-            f'{filename} was written with other settings; from here on the config holds: {changes}'
-        )
+        runner.logger.warning(said)
 
     return hold
 
@@ -102,6 +105,7 @@ def _of_optimizers(config: Any, path: str) -> Iterator[tuple[str, Any]]:
             is_class = key in _CLASSES and isinstance(value, str)
             yield f'{path}.optimizer.{key}', value.rpartition('.')[2] if is_class else value
         yield from ((f'{path}.{key}', config.get(key) or none) for key, none in _GROUPING.items())
+        yield f'{path}.{_COUNTS}', config.get(_COUNTS, 1)
     else:  # several, by their names
         for name, below in config.items():
             yield from _of_optimizers(below, f'{path}.{name}')
@@ -136,7 +140,7 @@ def _why_not(
             continue  # the other class may not know it, and each is built with its own
         if is_of_groups and not any(key in group for group in groups):
             return f'{name} cannot be changed once an optimiser has a state'
-    for schedule in _schedules(runner):
+    for schedule in _schedules(runner) if changed else ():
         if getattr(schedule, 'need_val_args', False):
             return (
                 f'{type(schedule).__name__} in param_scheduler follows what was measured, so it '

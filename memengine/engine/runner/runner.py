@@ -104,7 +104,8 @@ class Runner(_Runner):
         self._watch: RankWatch | None = None  # of one rank among several
         self._statistics: StatisticsOfRank0 | None = None  # in an evaluation
         self._loaded_meta: dict[str, Any] = {}  # of the checkpoint
-        super().__init__(*args, default_scope=default_scope, **kwargs)
+        with ExitStack() as self._built:
+            super().__init__(*args, default_scope=default_scope, **kwargs)
 
     @classmethod
     def from_cfg(cls, cfg: Any) -> Runner:
@@ -129,6 +130,7 @@ class Runner(_Runner):
         if dist.is_initialized() and dist.get_world_size() > 1:
             timeout_s = env_cfg.get('dist_cfg', {}).get('timeout', DEFAULT_TIMEOUT_S)
             self._watch = RankWatch(timeout_s)
+            self._built.enter_context(ranks_named(self._watch))
 
     def set_randomness(self, seed: int | None = None, *args: Any, **kwargs: Any) -> None:
         """Seed the run; a seed that is drawn goes into the config that the run writes out."""
@@ -230,7 +232,7 @@ class Runner(_Runner):
             raise ValueError(
                 'train() needs train_dataloader, train_cfg and optim_wrapper in the config'
             )
-        with ExitStack() as held:
+        with ranks_named(self._watch), ExitStack() as held:
             lock = work_dir_lock(Path(self.work_dir), self.logger.warning)
             hold = partial(held.enter_context, lock) if self.rank == 0 else lambda: None
             do_on_all_ranks(hold, cpu_group('checkpoint'))
@@ -257,7 +259,7 @@ class Runner(_Runner):
         )
         self._maybe_compile('train_step')
         try:
-            with self._faults_named():
+            with self._samples_named():
                 model = self._run_train_loop()
             self.wait_for_checkpoint()
             return model
@@ -280,12 +282,12 @@ class Runner(_Runner):
 
     def val(self) -> dict[str, float]:
         """Validate, as MMEngine does."""
-        with self._faults_named():
+        with ranks_named(self._watch), self._samples_named():
             return super().val()
 
     def test(self) -> dict[str, float]:
         """Test, as MMEngine does."""
-        with self._faults_named():
+        with ranks_named(self._watch), self._samples_named():
             return super().test()
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
@@ -304,13 +306,13 @@ class Runner(_Runner):
             self._statistics.give_back()
 
     @contextmanager
-    def _faults_named(self) -> Iterator[None]:
-        """Have errors name the sample or rank that is at fault; at the end count what was skipped.
+    def _samples_named(self) -> Iterator[None]:
+        """Have errors name the sample that is at fault; at the end count what was skipped.
 
         The processes that have loaded data end with it.
         """
         try:
-            with ranks_named(self._watch), samples_named(self._loaders):
+            with samples_named(self._loaders):
                 yield
         finally:
             for loader in self._loaders().values():

@@ -214,6 +214,8 @@ def test_a_worker_that_was_killed():
     assert said.startswith(
         'a data-loader worker ran out of memory: lower train_dataloader.num_workers'
     )
+    named = explain(RuntimeError('val_dataloader: a worker (pid 12) was killed by signal: Killed'))
+    assert 'lower val_dataloader.num_workers;' in named
 
 
 @pytest.mark.fault('another rank went away', 'one sentence that points to the other ranks')

@@ -1,10 +1,12 @@
 """Reading a config file: every way in which that fails is a sentence that says where."""
 
+import json
 from pathlib import Path
 
 import pytest
 from mmengine.config import Config
 
+from memengine.engine.config.before_torch.check import check_text
 from memengine.engine.config.check import ConfigError
 from memengine.engine.config.file import find_config, load_config, merge_options
 
@@ -90,6 +92,27 @@ def test_a_missing_base_names_who_wants_it(folder):
     wanted = 'its base config runtim.py does not exist: did you mean runtime.py?'
     assert said('one.py') == said('two.py') == f'one.py: {wanted}'
     assert said('new.py') == f'new.py: {wanted}'
+
+
+@pytest.mark.parametrize('suffix', ['py', 'json'])
+def test_a_config_that_builds_on_itself_is_named(folder, suffix):
+    bases = dict(one='two', two='three', three='two', alone='alone')
+    for name, base in bases.items():
+        base = f'{base}.{suffix}'
+        text = f'_base_ = {base!r}\n' if suffix == 'py' else json.dumps({'_base_': base})
+        Path(f'{name}.{suffix}').write_text(text)
+    turns = f'two.{suffix}: its base config three.{suffix} builds on it in turn'
+    assert said(f'one.{suffix}') == said(f'two.{suffix}') == turns
+    itself = f'alone.{suffix}: its base config alone.{suffix} builds on it in turn'
+    assert said(f'alone.{suffix}') == itself
+    check_text(f'one.{suffix}', {})  # before torch is there its text tells nothing
+
+
+def test_bases_that_are_no_paths_are_named(folder):
+    write(one='_base_ = 3\n', two="_base_ = ['one.py', None]\n", three="_base_ = 'one.py'\n")
+    wanted = 'one.py: _base_ must be a path or paths, got 3'
+    assert said('one.py') == said('three.py') == wanted
+    assert said('two.py') == "two.py: _base_ must be a path or paths, got ['one.py', None]"
 
 
 def config():
