@@ -216,9 +216,11 @@ def _workspace_bytes(func: Any, args: Sequence[Any], out: Any) -> int:
             return 0
         return _convolution(image, weight, out, max(stride), groups)
     if func is aten.convolution_backward.default:
-        gradient, image, weight, _, stride, *_, groups, wanted = args
+        gradient, image, weight, _, stride, _, dilation, *_, groups, wanted = args
         if _is_unpacked(image, weight, max(stride), groups):
             return 0
+        if _is_product_of_dilated(image, weight, max(stride), dilation, groups):
+            return _dilated_backward(gradient, image, weight, groups)
         return _convolution_backward(gradient, image, weight, max(stride), groups, wanted[0])
     if func is aten.mkldnn_rnn_layer_backward.default:
         return _lstm_backward(args[0], args[1:5], gradient=args[10], units=args[15])
@@ -237,11 +239,16 @@ def _kernels(
     if func not in (aten.convolution.default, aten.convolution_backward.default):
         return _some(case, _other_kernels(func, args, kwargs))
     is_backward = func is aten.convolution_backward.default
-    image, weight, _, stride, *_, groups = args[1:-1] if is_backward else args
+    image, weight, _, stride, padding, dilation, *_, groups = args[1:-1] if is_backward else args
     if _is_unpacked(image, weight, max(stride), groups):
         return {}
-    if is_backward and _is_product(weight, groups):
-        return {(name, 'as a product'): _PRODUCT_KERNELS}
+    if is_backward:
+        is_dilated = _is_product_of_dilated(image, weight, max(stride), dilation, groups)
+        is_packed = _is_product(weight, groups) or (is_dilated and _is_packed(weight))
+    else:
+        is_packed = _is_product_in_forward(image, weight, padding)
+    if is_packed:
+        return {'a convolution as a product': _PRODUCT_KERNELS}
     of_layer = name, weight.shape, weight.dtype, max(stride), image.shape[2:]
     of_batch, more = _convolution_kernels(weight, max(stride), groups, is_backward)
     return {**_some(of_layer, more), case: of_batch}
@@ -299,6 +306,38 @@ def _is_product(weight: Tensor, groups: int) -> bool:
     if groups > 1 or weight.dtype != torch.float32 or max(weight.shape[2:]) < _LARGE_SIDE:
         return False
     return not _HAS_WIDE_BLOCKS or weight.shape[0] > 192 or weight[0].numel() % 1024 == 0
+
+
+def _is_product_of_dilated(
+    image: Tensor, weight: Tensor, stride: int, dilation: Sequence[int], groups: int
+) -> bool:
+    """Whether a dilated filter's gradient is a product, too.
+
+    So it is where the filter is larger than the image (in a ResNet without its last strides on
+    small images, DeepLab's widest), where it has strides or goes by single channels, and without
+    AVX-512.
+    """
+    if weight.dtype != torch.float32 or max(dilation) == 1:
+        return False
+    is_depthwise = weight.shape[1] == 1 < groups
+    if not _HAS_WIDE_BLOCKS or stride > 1 or is_depthwise:
+        return True
+    sides = zip(weight.shape[2:], dilation, image.shape[2:], strict=True)
+    return any((side - 1) * apart + 1 > whole for side, apart, whole in sides)
+
+
+def _is_packed(weight: Tensor) -> bool:
+    """Whether the product that gives a dilated filter's gradient packs its factors."""
+    return not _HAS_WIDE_BLOCKS or weight.shape[0] >= 192
+
+
+def _is_product_in_forward(image: Tensor, weight: Tensor, padding: Sequence[int]) -> bool:
+    """Whether a convolution is a product of packed factors in forward, too.
+
+    So it is where more is filled up at a side than kernels of convolutions compute at once.
+    """
+    sides = zip(padding, image.shape[2:], strict=True)
+    return weight.dtype == torch.float32 and any(more > min(whole, 16) for more, whole in sides)
 
 
 def _packed_bytes(func: Any, args: Sequence[Any]) -> tuple[int, int]:
@@ -385,6 +424,15 @@ def _convolution_backward(
     if not of_image:
         return copied
     return copied + max(x + y - _nbytes(image), x, strided if is_half else 0)
+
+
+def _dilated_backward(gradient: Tensor, image: Tensor, weight: Tensor, groups: int) -> int:
+    """In each thread what the filter sees of an image's channels, each place written out."""
+    seen = weight[0].numel() * gradient[0, 0].numel() * image.element_size()
+    at_once = seen * min(_threads(), image.shape[0] * groups)
+    of_image = max(_in_blocks(image), _in_blocks(gradient)) + _nbytes(weight)
+    copied = 0 if gradient.is_contiguous() else _nbytes(gradient)
+    return copied + max(at_once, of_image)
 
 
 def _by_blocks_of_channels(weight: Tensor, image: Tensor) -> int:

@@ -386,6 +386,27 @@ def test_what_convolutions_copy_is_predicted_as_it_is_measured():
     assert peak == pytest.approx(predicted, rel=0.05)
 
 
+def dilated_beyond_its_images():
+    """A filter of which most lies beside the image, and whose gradient is a product."""
+    model = nn.Sequential(
+        nn.Conv2d(64, 192, 3, padding=4, dilation=4), nn.Conv2d(192, 64, 3, padding=2, dilation=2)
+    )
+    images = torch.randn(256, 64, 2, 2)
+
+    def run():
+        model(images).square().mean().backward()
+
+    return TrainingStep(run, model, torch.optim.SGD(model.parameters()), images)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason='another library computes')
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='asks the kernel')
+def test_dilated_convolutions_are_predicted_as_they_are_measured():
+    """What they keep once for products is more than all else of a small step."""
+    predicted, peak, _ = in_a_process_of_its_own(dilated_beyond_its_images)
+    assert peak == pytest.approx(predicted, rel=0.15)
+
+
 def recurrent(rows=32):
     model, sequences = nn.LSTM(256, 256, 2, batch_first=True), torch.randn(rows, 64, 256)
 
