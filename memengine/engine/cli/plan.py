@@ -201,8 +201,12 @@ def _report(
 
 
 def _left_out(planner: Planner) -> Iterator[str]:
+    names_of: dict[str, list[str]] = {}
     for name, why in planner.left_out.items():
-        yield f'left out: {name}: {why}'
+        names_of.setdefault(why, []).append(name)
+    for why, (name, *others) in names_of.items():
+        more = f' (and {len(others)} other{"s" * (len(others) > 1)})' if others else ''
+        yield f'left out: {name}{more}: {why}'
 
 
 def _command(args: argparse.Namespace, options: Mapping[str, Any]) -> str:

@@ -3,13 +3,14 @@
 import json
 import sys
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
 from memengine._torch_private.distributed import CAN_SHARD_ON_CPU, pretended_ranks
 from memengine._torch_private.fake import is_fake
 from memengine.engine.cli.main import main
-from memengine.engine.cli.plan import _draw
+from memengine.engine.cli.plan import _draw, _left_out
 from memengine.engine.config.check import check_config
 from memengine.engine.config.file import load_config
 from memengine.engine.config.planning import Planner, budget_for
@@ -369,6 +370,15 @@ def test_what_was_not_tried_is_said_where_nothing_fits(capsys):
     said = capsys.readouterr().err
     assert 'nothing fits 1MiB' in said
     assert '\n  left out: activation_checkpointing: it is set by the config' in said
+
+
+def test_a_reason_is_said_once_for_all_that_it_leaves_out():
+    left_out = {'a=1': 'it is shared', 'b=1': 'it is set', 'a=2': 'it is shared', 'c': 'it is set'}
+    assert [*_left_out(SimpleNamespace(left_out={**left_out, 'd': 'unknown'}))] == [
+        'left out: a=1 (and 1 other): it is shared',
+        'left out: b=1 (and 1 other): it is set',
+        'left out: d: unknown',
+    ]
 
 
 def test_a_size_without_unit_is_refused(capsys):
