@@ -500,8 +500,8 @@ def test_a_parameter_that_some_ranks_have_not_used_is_refused():
 
 
 def _branches_without_gloo(rank, world_size):
-    dist.get_backend_config = lambda: 'nccl'
     sharded = shard_model(Branches())
+    dist.get_backend_config = lambda: 'nccl'
 
     def step(sign):
         sharded.model.zero_grad()
