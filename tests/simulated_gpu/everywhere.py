@@ -69,6 +69,10 @@ MEANS_THE_CPU = {
     'loaders make batches on the default device, which workers and pinned memory cannot have': [
         'test_technique.py::test_the_base_config_of_each_is_checked_and_trains',
     ],
+    'TorchScript compiles what it has run often for the GPU itself, which ends the process here': [
+        'modules/test_torchscript.py::test_checkpointing[',
+        'modules/test_torchscript.py::test_the_gradient_cache_repeats_slices_as_they_were',
+    ],
     'compiling takes long, and what it makes here is not what a GPU runs': [
         'activation_checkpointing/test_checkpoint_activations.py::test_a_whole_model_under_compile',
         'conv_bn/test_conv_bn_eval_composed.py::test_compile',
