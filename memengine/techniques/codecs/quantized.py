@@ -173,6 +173,11 @@ def empty_code(flat: Tensor, bits: int, group_size: int, by_channel: bool) -> tu
     return packed, flat.new_empty(2, -(-numel // group_size), dtype=dtype)
 
 
+def empty_values(extremes: Tensor, numel: int, channels: Channels | None) -> Tensor:
+    """Room for what is decoded, in the dtype that had been coded."""
+    return _of_values(extremes, channels).new_empty(numel)
+
+
 def _quantize_part(
     flat: Tensor,
     packed: Tensor,
@@ -204,7 +209,7 @@ def dequantize(
     channels: Channels | None = None,
 ) -> Tensor:
     """What :func:`quantize` gave for ``[n]``, in the dtype of extremes that are values."""
-    flat = _of_values(extremes, channels).new_empty(numel)
+    flat = empty_values(extremes, numel, channels)
     grid = _grid(extremes, bits)
     for part in parts(numel, bits, group_size, part_numel):
         out = flat[part.elements]

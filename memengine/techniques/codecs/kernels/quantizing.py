@@ -84,7 +84,7 @@ def dequantize(
     channels: Channels | None = None,
 ) -> Tensor:
     """What :func:`quantize` packed, ``[n]`` in the dtype that had been coded; one kernel."""
-    flat = (extremes if channels is None else channels.extremes).new_empty(numel)
+    flat = quantized.empty_values(extremes, numel, channels)
     if numel:
         tile = _tile(bits, group_size)
         with torch.cuda.device_of(flat):

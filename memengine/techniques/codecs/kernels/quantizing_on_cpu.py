@@ -95,7 +95,7 @@ def dequantize(
     channels: Channels | None = None,
 ) -> Tensor:
     """What :func:`memengine.techniques.codecs.quantized.dequantize` gives."""
-    flat = (extremes if channels is None else channels.extremes).new_empty(numel)
+    flat = quantized.empty_values(extremes, numel, channels)
     ranges = None if channels is None else channels.low_and_span()
     if is_fake(flat):
         return flat.zero_()  # the pass over it
