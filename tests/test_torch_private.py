@@ -41,6 +41,7 @@ from memengine._torch_private import (
     ops,
 )
 from memengine.techniques.compression.backward_needs import _NEEDS, IN_PLACE_FORMS, operation_name
+from tests.marks import NEEDS_SHARDING
 
 ADD = torch.ops.aten.add.Tensor
 
@@ -736,6 +737,35 @@ def test_sharding(group):
     else:
         with pytest.raises(AttributeError):
             shard()
+
+
+class Watching(ops.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.namespaces = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.namespaces.add(func.namespace)
+        return func(*args, **(kwargs or {}))
+
+
+class Unaware(Watching):
+    """What gathering is hidden from."""
+
+
+@NEEDS_SHARDING
+@relies_on('gathers and frees units by these methods')
+def test_gather_unseen_by(group):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mesh = dist.device_mesh.init_device_mesh('cpu', (2,))
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh)
+    for _ in range(2):
+        distributed.gather_unseen_by((Unaware,), model)
+    with Watching() as aware, Unaware() as unaware:
+        model(leaf(2, 4))
+    assert {'fsdp', 'c10d'} <= aware.namespaces
+    assert unaware.namespaces == {'aten'}
 
 
 @relies_on("names in a sharded checkpoint's .metadata what it named")

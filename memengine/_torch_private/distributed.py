@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, wraps
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode_temporarily
 
 CAN_SHARD_ON_CPU = hasattr(torch.cpu.Stream, 'record_event')
 """Whether ``fully_shard`` runs on CPUs: it records events on streams, as those of 2.6 cannot."""
@@ -91,6 +92,41 @@ def gather_on_compute_stream(model: Any) -> None:
     model._set_unshard_async_op(True)
 
 
+def _states_of(module: nn.Module) -> list[Any]:
+    return [part._get_fsdp_state() for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def _units_of(module: nn.Module) -> list[Any]:
+    """What ``fully_shard`` gathers at a time; of a part without parameters there is none."""
+    units = [state._fsdp_param_group for state in _states_of(module)]
+    return [unit for unit in units if unit is not None]
+
+
+def gather_unseen_by(modes: tuple[type, ...], module: nn.Module) -> None:
+    """Let units of a module be gathered and freed out of sight of dispatch modes.
+
+    That takes operators within the module's forward, more or fewer of them by what is gathered
+    already; and the gathered weights are no outputs of operators, whose memory stays.
+    """
+    of_units = ('pre_forward', 'unshard', 'wait_for_unshard', 'post_forward')
+    calls = [(unit, name) for unit in _units_of(module) for name in of_units]
+    calls += [(state, '_root_pre_forward') for state in _states_of(module)]
+    for held, name in calls:
+        if name not in vars(held):
+            setattr(held, name, _unseen_by(modes, getattr(held, name)))
+
+
+def _unseen_by(modes: tuple[type, ...], method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            while any(isinstance(mode, modes) for mode in _get_current_dispatch_mode_stack()):
+                stack.enter_context(_pop_mode_temporarily())
+            return method(*args, **kwargs)
+
+    return run
+
+
 class _AccumulatedGradient:
     """What torch 2.14 holds beside a parameter, in the type that ranks reduce gradients in."""
 
@@ -113,9 +149,8 @@ def gradient_holders(module: nn.Module) -> list[Any]:
     both the module shows at present, and what is not sharded.
     """
     shards, wholes, others = [], [], []
-    for part in module.modules():
-        group = part._get_fsdp_state()._fsdp_param_group if isinstance(part, FSDPModule) else None
-        for held in group.fsdp_params if group is not None else ():
+    for unit in _units_of(module):
+        for held in unit.fsdp_params:
             shards.append(held.sharded_param)
             if '_unsharded_param' in vars(held):  # since it was first gathered
                 wholes.append(held._unsharded_param)

@@ -13,13 +13,18 @@ from torch import Tensor
 from torch._compile import _disable_dynamo as do_not_compile
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    checkpoint,
+)
 from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     'CHECKPOINT_HEEDS_HOOKS',
     'FLOPS_OF',
     'HAS_FUSED_RMS_NORM',
+    'MODES_OF_SELECTIVE_CHECKPOINTS',
     'OpOverload',
     'OpOverloadPacket',
     'OperatorMode',
@@ -77,6 +82,9 @@ foreach_lerp_ = torch._foreach_lerp_
 CHECKPOINT_HEEDS_HOOKS = 'respect_saved_tensors_hooks' in inspect.signature(checkpoint).parameters
 """Whether what selective checkpointing keeps may pass through the saved-tensor hooks around it, a
 meter's or those of offloading; not in 2.6, where it is kept past them."""
+
+MODES_OF_SELECTIVE_CHECKPOINTS = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+"""What selective checkpointing sees the calls by, of a first forward and of a repeated one."""
 
 
 # `do_not_compile` is `torch.compiler.disable`, but imports dynamo, which takes nearly as long as

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+from memengine._torch_private.distributed import gather_unseen_by
 from memengine._torch_private.ops import (
     FLOPS_OF,
+    MODES_OF_SELECTIVE_CHECKPOINTS,
     TorchDispatchMode,
     argument_names,
     pytree,
@@ -217,6 +219,7 @@ def measure(module: nn.Module, run: Callable[[], Any], inputs: Iterable[Tensor])
 
     Cost: one forward, in the memory of a forward without gradient.
     """
+    gather_unseen_by((_Tracer, *MODES_OF_SELECTIVE_CHECKPOINTS), module)
     owned = owned_by([module])
     given = {key: size for key, size in _storages(list(inputs)).items() if key not in owned}
     tracer = _Tracer(owned, given)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -138,13 +139,17 @@ def _rank(rank, world_size, way, kind, name):
     torch._dynamo.config.suppress_errors = False
     model = network(name)
     part = slice(rank, None, world_size)
-    if kind == 'fsdp':
-        for block in model.blocks:
-            fully_shard(block)
+    if kind in ('fsdp', 'fsdp of layers'):
+        layers = [each for each in model.modules() if list(each.parameters(recurse=False))]
+        for unit in model.blocks if kind == 'fsdp' else layers:
+            fully_shard(unit)
         fully_shard(model)
         WAYS[way](model)
         steps(model, part)
-        return {key: value.full_tensor() for key, value in model.state_dict().items()}
+        return {
+            key: value.full_tensor() if isinstance(value, DTensor) else value
+            for key, value in model.state_dict().items()
+        }
     wrapped = DistributedDataParallel(model, static_graph=kind == 'static')
     WAYS[way](model)
     steps(wrapped, part)
@@ -157,6 +162,16 @@ def test_two_ranks_follow_one(way, kind):
     expected = network('vit')
     steps(expected, slice(None))
     for state_dict in run_ranks(2, _rank, way, kind, 'vit'):
+        assert_same_step(state_dict, expected.state_dict())
+
+
+@NEEDS_SHARDING
+@pytest.mark.parametrize('way', ['selective', 'budget'])
+def test_layers_may_be_gathered_by_themselves_within_what_is_checkpointed(way):
+    """In forward and when it is repeated, each time by other calls of operators."""
+    expected = network('resnet')
+    steps(expected, slice(None))
+    for state_dict in run_ranks(2, _rank, way, 'fsdp of layers', 'resnet'):
         assert_same_step(state_dict, expected.state_dict())
 
 
