@@ -753,13 +753,24 @@ class Unaware(Watching):
     """What gathering is hidden from."""
 
 
+def on_two_meshes():
+    """Biases on a mesh of their own, as experts have."""
+    common = pytest.importorskip('torch.distributed.fsdp._fully_shard._fsdp_common')
+    if not hasattr(common, 'ShardPlacementResult'):
+        pytest.skip('this torch spreads the parameters of a part over one mesh')
+    mesh = dist.device_mesh.DeviceMesh.from_group(dist.new_group([0, 1]), 'cpu')
+    other = common.ShardPlacementResult(None, common.FSDPMeshInfo(mesh, 0))
+    return lambda parameter: other if parameter.ndim == 1 else None
+
+
 @NEEDS_SHARDING
+@pytest.mark.parametrize('place', [lambda: None, on_two_meshes])
 @relies_on('gathers and frees units by these methods')
-def test_gather_unseen_by(group):
+def test_gather_unseen_by(group, place):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    mesh = dist.device_mesh.init_device_mesh('cpu', (2,))
+    mesh, place = dist.device_mesh.init_device_mesh('cpu', (2,)), place()
     for part in (*model, model):
-        fully_shard(part, mesh=mesh)
+        fully_shard(part, mesh=mesh, shard_placement_fn=place)
     for _ in range(2):
         distributed.gather_unseen_by((Unaware,), model)
     with Watching() as aware, Unaware() as unaware:

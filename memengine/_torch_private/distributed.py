@@ -97,8 +97,11 @@ def _states_of(module: nn.Module) -> list[Any]:
 
 
 def _units_of(module: nn.Module) -> list[Any]:
-    """What ``fully_shard`` gathers at a time; of a part without parameters there is none."""
-    units = [state._fsdp_param_group for state in _states_of(module)]
+    """What ``fully_shard`` gathers at a time: of a part none without parameters, several where its
+    parameters are spread over several meshes, as newer versions allow."""
+    units: list[Any] = []
+    for state in _states_of(module):
+        units += getattr(state, '_fsdp_param_groups', None) or [state._fsdp_param_group]
     return [unit for unit in units if unit is not None]
 
 
