@@ -119,6 +119,7 @@ class CheckpointHook(_CheckpointHook):
                 f'got {type(runner).__module__}.{type(runner).__name__}'
             )
         super().before_train(runner)
+        self._look_for_the_best_here()
         if self.export_weights:
             if '://' in self.out_dir:
                 raise ValueError(
@@ -126,6 +127,20 @@ class CheckpointHook(_CheckpointHook):
                 )
             self._alone = group_of_one()
         self._warn_of_gathered_gradients(runner)
+
+    def _look_for_the_best_here(self) -> None:
+        """Take the best checkpoint to lie where this run writes, and not where it was written.
+
+        A run that goes on from another one's checkpoint would remove that one's best, and one whose
+        work dir was moved would keep the best before beside its own.
+        """
+        if not self.save_best:
+            return
+        several = len(self.key_indicators) > 1
+        paths = self.best_ckpt_path_dict if several else self.__dict__
+        for name in self.key_indicators if several else ['best_ckpt_path']:
+            if paths[name] is not None:
+                paths[name] = self.file_backend.join_path(self.out_dir, Path(paths[name]).name)
 
     def _warn_of_gathered_gradients(self, runner: Any) -> None:
         """Say so where checkpoints fall between two updates: each rank gathers for itself."""

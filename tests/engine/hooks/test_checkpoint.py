@@ -41,7 +41,7 @@ class Scores(BaseMetric):
         return dict(score=next(self.scores))
 
 
-def train(folder, scores=None, epochs=5, resume=False, losses=None, **checkpoint):
+def train(folder, scores=None, epochs=5, resume=False, losses=None, load_from=None, **checkpoint):
     evaluated = {}
     if scores:
         evaluated = dict(
@@ -54,6 +54,7 @@ def train(folder, scores=None, epochs=5, resume=False, losses=None, **checkpoint
         folder,
         losses,
         resume=resume,
+        load_from=load_from,
         train_cfg=dict(by_epoch=True, max_epochs=epochs),
         default_hooks=dict(checkpoint={'interval': 1, **checkpoint}),
         **evaluated,
@@ -85,6 +86,25 @@ def test_the_best_is_kept_beside_the_newest(tmp_path, kind):
     assert left(tmp_path) == ['best_score_epoch_4', 'epoch_5']
     for path in tmp_path.glob('*epoch_*'):
         assert verify(path)
+
+
+def test_the_best_of_another_run_stays(tmp_path, kind):
+    """It is gone on from in another folder: a branch, or a work dir that was copied."""
+    options = dict(kind, max_keep_ckpts=1)
+    train(tmp_path / 'a', scores=[1.0, 2.0], epochs=2, **options)
+    of_the_first = left(tmp_path / 'a')
+    newest = next((tmp_path / 'a').glob('epoch_2.*'))
+    train(tmp_path / 'b', scores=[3.0], epochs=3, resume=True, load_from=str(newest), **options)
+    assert left(tmp_path / 'a') == of_the_first == ['best_score_epoch_2', 'epoch_2']
+    assert left(tmp_path / 'b') == ['best_score_epoch_3', 'epoch_3']
+
+
+def test_the_best_before_a_work_dir_was_moved_is_removed(tmp_path, kind):
+    options = dict(kind, max_keep_ckpts=1)
+    train(tmp_path / 'a', scores=[1.0, 2.0], epochs=2, **options)
+    (tmp_path / 'a').rename(tmp_path / 'b')
+    train(tmp_path / 'b', scores=[3.0], epochs=3, resume=True, **options)
+    assert left(tmp_path / 'b') == ['best_score_epoch_3', 'epoch_3']
 
 
 @pytest.mark.fault(
