@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from mmengine.config import Config
 from mmengine.dataset import DefaultSampler, InfiniteSampler
 from mmengine.hooks import Hook
 from torch.utils.data import DataLoader, RandomSampler, Sampler
@@ -279,6 +280,31 @@ def test_checkpoint_hook_by_iterations_resumes_within_an_epoch(tmp_path):
         tmp_path / 'parts', second, resume=True, load_from=str(tmp_path / 'parts' / 'iter_9.pth')
     ).train()
     assert second.seen == whole[9:]
+
+
+def test_a_seed_that_was_drawn_is_gone_on_with(tmp_path):
+    """And so the resumed run sees the rest of the epoch, not samples of another order again."""
+    none, parts = dict(seed=None), []
+    (tmp_path / 'config.py').touch()
+    for stop in (7, None):
+        losses, train_cfg = Losses(), dict(LOOPS['epochs'], stop_at_iter=stop)
+        cfg = Config.fromfile(tmp_path / 'config.py')
+        options = dict(randomness=none, resume=bool(parts), cfg=cfg)
+        runner = toy_runner(tmp_path / 'parts', losses, train_cfg, **options)
+        runner.train()
+        parts += losses.seen
+    seed = torch.load(tmp_path / 'parts/iter_7.pth', weights_only=False)['meta']['seed']
+    whole, _ = uninterrupted(tmp_path, randomness=dict(seed=seed))
+    assert parts == whole
+    assert Config.fromfile(tmp_path / 'parts/config.py').randomness.seed == seed
+
+
+def test_what_a_killed_run_has_left_unfinished_is_removed(tmp_path):
+    (tmp_path / '.iter_3.pth.partial').touch()
+    (tmp_path / '.iter_4.dcp.partial').mkdir()
+    (tmp_path / '.iter_4.dcp.partial/run.pth').touch()
+    toy_runner(tmp_path, train_cfg=dict(by_epoch=False, max_iters=1)).train()
+    assert not list(tmp_path.glob('.*.partial'))
 
 
 def test_another_seed_draws_other_batches(tmp_path):

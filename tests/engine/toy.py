@@ -84,7 +84,7 @@ def toy_runner(work_dir, losses=None, train_cfg=None, loader=None, cfg=None, **k
         default_scope='memengine',
         log_level='WARNING',
         experiment_name=f'toy{next(_COUNT)}',
-        cfg=Config(cfg or {}),
+        cfg=cfg if isinstance(cfg, Config) else Config(cfg or {}),
     )
     return Runner(**{**options, **kwargs})
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import shutil
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -133,6 +134,16 @@ def atomic_write(path: Path) -> Iterator[Path]:
         sync(path.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what processes have left that died while they wrote a checkpoint into a folder."""
+    for suffix in ('.pth', '.safetensors', '.dcp'):
+        for partial in folder.glob(f'.*{suffix}.partial'):
+            if partial.is_dir():
+                shutil.rmtree(partial, ignore_errors=True)
+            else:
+                partial.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

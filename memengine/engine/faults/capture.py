@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from memengine._torch_private.ops import foreach_copy_
 from memengine.engine.checkpoint.files import atomic_write
-from memengine.engine.checkpoint.latest import find_latest
 from memengine.engine.data_order import NamesSamples
 from memengine.engine.faults.guard import BadStep, Guarded
 from memengine.engine.step import progress_of, unwrap
@@ -101,7 +100,6 @@ def _content(
     shared = {name for name, p in model.named_parameters() if not isinstance(p, DTensor)}
     held = model.state_dict()
     scaler = wrapper.precision.scaler
-    latest = find_latest(runner.work_dir) if wrapper.updates_in_backward else None
     return dict(
         format=FORMAT,
         rank=runner.rank,
@@ -116,7 +114,7 @@ def _content(
         accumulative_counts=wrapper.accumulative_counts,
         updated_in_backward=wrapper.updates_in_backward,
         # Weights that have changed by now are found again from the last checkpoint.
-        reference=str(latest) if latest is not None else None,
+        reference=runner.last_checkpoint if wrapper.updates_in_backward else None,
         scaler=None if scaler is None else scaler.state_dict(),
         settings=wrapper.sizes,
         random_state=start.random_state.state_dict(),

@@ -52,6 +52,15 @@ def work_dir_lock(work_dir: Path, say: Callable[[str], None]) -> Iterator[None]:
             path.unlink()
 
 
+def is_locked(work_dir: Path) -> bool:
+    """Whether another process holds a work dir, and may live."""
+    path = work_dir / LOCK_FILE
+    with suppress(FileNotFoundError):  # nobody does, or it has ended meanwhile
+        holder = _parsed(path.read_bytes())
+        return holder is not None and holder != _ourselves() and _may_live(path, holder)
+    return False
+
+
 def _acquire(path: Path, say: Callable[[str], None]) -> None:
     """Write ourselves into the lock, as soon as nobody alive is in it."""
     ourselves, waiting = _ourselves(), False

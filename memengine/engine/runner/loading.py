@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from memengine.engine.checkpoint.checksums import verify
 from memengine.engine.checkpoint.files import CheckpointError, DamagedError
-from memengine.engine.checkpoint.latest import checkpoint_of, find_latest, is_run, newest_first
+from memengine.engine.checkpoint.latest import checkpoint_of, is_run, newest_first
 from memengine.engine.checkpoint.state import ShardLayout, check_resumable, read_checkpoint
 from memengine.engine.checkpoint.weights import (
     advise,
@@ -22,13 +21,16 @@ from memengine.engine.distributed.processes import cpu_group, do_on_all_ranks
 from memengine.engine.runner.changed_settings import param_groups, settings_of_groups
 from memengine.engine.step import unwrap
 
+DDP_PREFIX = (r'^module\.', '')
+"""What torch's DDP puts before names, as ``load_checkpoint`` takes it away."""
+
 
 def load(
     runner: Any,
     filename: str,
     map_location: str | Callable[..., Any],
     strict: bool,
-    revise_keys: list[tuple[str, str]],
+    revise_keys: Sequence[tuple[str, str]],
     part: str,
     into: str | None,
     is_resumed: bool,
@@ -41,7 +43,9 @@ def load(
         is_resumed: Whether it is gone on from: it must match, and be all of a run.
         may_choose: Whether the one part that fits may be taken, where no name fits as it is.
     """
-    named_part = bool(part or into)
+    named_part, model = bool(part or into), unwrap(runner.model)
+    if 'module' in dict(model.named_children()):  # its own, and not what DDP puts before names
+        revise_keys = [pair for pair in revise_keys if tuple(pair) != DDP_PREFIX]
     filename = checkpoint_of(filename)
     into = part if into is None else into
     moved = (rf'^{re.escape(part)}\.' if part else '^', f'{into}.' if into else '')
@@ -55,7 +59,7 @@ def load(
     checkpoint['meta'].pop('config', None)  # MMEngine would run it as a config, which is code
     if is_resumed:
         check_resumable(runner, checkpoint, filename)
-    names, model = list(checkpoint['state_dict']), unwrap(runner.model)
+    names = list(select(checkpoint['state_dict'], revise_keys, '', ''))
     may_choose = may_choose and not (is_resumed or named_part)
     if may_choose and (reading := only_matching_part(model, names)):
         return load(
@@ -129,15 +133,16 @@ def resume_newest(runner: Any, folder: str) -> bool:
     return False
 
 
-def roll_back(runner: Any) -> str | Path | None:
+def roll_back(runner: Any) -> str | None:
     """As ``Runner.roll_back``."""
-    latest = find_latest(runner.work_dir)
+    # Rank 0 writes them. The work dir may hold those of a run before, which are not this one's.
+    latest = do_on_all_ranks(lambda: runner.last_checkpoint, cpu_group('checkpoint'))[0]
     if latest is None:
         return None
-    _verify(runner, str(latest))
+    _verify(runner, latest)
     layout = ShardLayout(runner.model, runner.optim_wrapper, [])
     trusted = runner.cfg.get('trusted_globals', ())
-    checkpoint = read_checkpoint(str(latest), trusted, layout, with_optimizer=True)
+    checkpoint = read_checkpoint(latest, trusted, layout, with_optimizer=True)
     runner.call_hook('before_roll_back', checkpoint=checkpoint)
     unwrap(runner.model).load_state_dict(checkpoint['state_dict'])
     scheduled = settings_of_groups(runner)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,19 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from memengine._torch_private.data_loading import end_workers
-from memengine.engine.checkpoint.files import atomic_write
+from memengine.engine.checkpoint.files import atomic_write, remove_unfinished
 from memengine.engine.checkpoint.saving import CheckpointWriter, SaveError
 from memengine.engine.checkpoint.sharded import SUFFIX
 from memengine.engine.checkpoint.state import samples_per_step
 from memengine.engine.cli.console import describe_run, log_environment, set_up_console
 from memengine.engine.config.memory_budget import keep_budget
 from memengine.engine.config.schema.bounds_of_settings import DEFAULT_HOOK_TYPES
-from memengine.engine.data_order import reproducible
+from memengine.engine.data_order import reproducible, train_loader
 from memengine.engine.distributed.launchers import DEFAULT_TIMEOUT_S
 from memengine.engine.distributed.processes import cpu_group, do_on_all_ranks, init_process_group
 from memengine.engine.faults.ranks import RankWatch, ranks_named
 from memengine.engine.faults.stopping import TrainingStopped
-from memengine.engine.faults.work_dir_lock import work_dir_lock
+from memengine.engine.faults.work_dir_lock import is_locked, work_dir_lock
 from memengine.engine.faults.workers import (
     BATCH_TIMEOUT_S,
     count_skipped,
@@ -46,7 +45,7 @@ from memengine.engine.hooks import (
 )
 from memengine.engine.runner.changed_settings import changed_settings
 from memengine.engine.runner.evaluated_classes import follow_training_classes, keep_trained_classes
-from memengine.engine.runner.loading import load, load_or_resume, roll_back
+from memengine.engine.runner.loading import DDP_PREFIX, load, load_or_resume, roll_back
 from memengine.engine.runner.saving import collect
 from memengine.engine.runner.wrapping import (
     initialize_weights,
@@ -104,6 +103,7 @@ class Runner(_Runner):
         self._watch: RankWatch | None = None  # of one rank among several
         self._statistics: StatisticsOfRank0 | None = None  # in an evaluation
         self._loaded_meta: dict[str, Any] = {}  # of the checkpoint
+        self.last_checkpoint: str | None = None  # written (rank 0 knows), or gone on from
         with ExitStack() as self._built:
             super().__init__(*args, default_scope=default_scope, **kwargs)
 
@@ -146,6 +146,11 @@ class Runner(_Runner):
 
     def _log_env(self, env_cfg: dict[str, Any]) -> None:
         log_environment(self)
+
+    def dump_config(self) -> None:
+        """Write the config into the work dir, unless another run is at work there."""
+        if self.rank == 0 and not is_locked(Path(self.work_dir)):
+            super().dump_config()
 
     @staticmethod
     def build_dataloader(
@@ -234,7 +239,13 @@ class Runner(_Runner):
             )
         with ranks_named(self._watch), ExitStack() as held:
             lock = work_dir_lock(Path(self.work_dir), self.logger.warning)
-            hold = partial(held.enter_context, lock) if self.rank == 0 else lambda: None
+
+            def hold() -> None:
+                if self.rank == 0:
+                    held.enter_context(lock)
+                    remove_unfinished(Path(self.work_dir))
+                    self.dump_config()  # over that of a run that was not told to wait in time
+
             do_on_all_ranks(hold, cpu_group('checkpoint'))
             return self._build_and_train()
 
@@ -360,13 +371,28 @@ class Runner(_Runner):
         What the config has changed of optimisers and schedules since holds.
         """
         self._resume = True  # loading is strict, and reads the optimiser's state too
+        is_seed_drawn = self._randomness_cfg.get('seed') is None
         super().resume(filename, *args, **kwargs)
+        if is_seed_drawn:
+            self._keep_seed()
         self._hold_settings()
+        self.last_checkpoint = filename
 
-    def roll_back(self) -> str | Path | None:
+    def _keep_seed(self) -> None:
+        """Draw the training data by the checkpoint's seed, where the config sets none.
+
+        MMEngine takes the seed, but the data loader was built by one that was drawn before.
+        """
+        if isinstance(self._train_dataloader, dict) and isinstance(self._train_loop, BaseLoop):
+            self._train_loop.dataloader = train_loader(self, self._train_dataloader)
+        self.cfg.randomness = {**self.cfg.get('randomness', {}), 'seed': self.seed}
+        self.dump_config()
+
+    def roll_back(self) -> str | None:
         """Set weights and optimiser back to the last checkpoint's, at the present learning rate.
 
-        All else goes on: iterations, schedules, data. Every rank must call it.
+        That is the last one that this run has written, or has gone on from. All else goes on:
+        iterations, schedules, data. Every rank must call it.
 
         Returns:
             The checkpoint; None, and nothing is changed, if there is none.
@@ -380,7 +406,7 @@ class Runner(_Runner):
         filename: str,
         map_location: str | Callable[..., Any] = 'cpu',
         strict: bool = False,
-        revise_keys: list[tuple[str, str]] = [(r'^module.', '')],  # noqa: B006 (MMEngine's own)
+        revise_keys: Sequence[tuple[str, str]] = (DDP_PREFIX,),
         part: str = '',
         into: str | None = None,
     ) -> dict[str, Any]:
@@ -485,3 +511,4 @@ class Runner(_Runner):
         if self.rank == 0:
             with atomic_write(Path(self.work_dir) / 'last_checkpoint') as unfinished:
                 unfinished.write_text(str(path))
+            self.last_checkpoint = str(path)

@@ -94,6 +94,45 @@ def test_the_only_part_that_fits_is_found(tmp_path, part):
         toy_runner(tmp_path, model=Probe(), load_from=path, **EVALUATE).test()
 
 
+@pytest.mark.parametrize('prefix', ['module.', 'module._orig_mod.', '_orig_mod.'])
+@pytest.mark.parametrize('whole', [True, False])
+def test_what_ddp_and_compiling_put_before_names_is_taken_away(tmp_path, prefix, whole):
+    net = ToyModel().net.state_dict()
+    below = 'net.' if whole else ''
+    state = {f'{prefix}{below}{name}': value for name, value in net.items()}
+    torch.save(state, tmp_path / 'other.pth')
+    runner = load(tmp_path, str(tmp_path / 'other.pth'), model=ToyModel())
+    for name, value in runner.model.net.state_dict().items():
+        assert torch.equal(value, net[name])
+
+
+class Renamed(ToyModel):
+    """The toy model's network under another name.
+
+    Args:
+        name: The name.
+    """
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+        setattr(self, name, self.net)
+        del self.net
+
+    def forward(self, x, y, mode='loss'):
+        out = self.get_submodule(self.name)(x)
+        return {'loss': (out - y).square().mean()} if mode == 'loss' else list(out)
+
+
+@pytest.mark.parametrize('name', ['module', 'modules_of_it'])
+def test_a_module_that_is_called_as_ddps_prefix_is_resumed(tmp_path, name):
+    for stop in (1, 2):
+        train_cfg = dict(by_epoch=True, max_epochs=1, stop_at_iter=stop)
+        resume = stop == 2
+        toy_runner(tmp_path, train_cfg=train_cfg, model=Renamed(name), resume=resume).train()
+    assert (tmp_path / 'iter_2.pth').exists()
+
+
 def test_a_new_head_is_asked_for_by_naming_what_is_not_new(tmp_path):
     path = tmp_path / 'run.pth'
     torch.save({'state_dict': {**Probe().state_dict(), 'head.weight': torch.ones(7, 1)}}, path)

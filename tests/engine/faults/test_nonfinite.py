@@ -235,7 +235,34 @@ def test_a_run_rolls_back_to_the_last_checkpoint_and_goes_on(tmp_path, kind, cus
     assert all(value.isfinite().all() for value in last.values())
 
 
-def test_a_run_without_a_checkpoint_cannot_roll_back(tmp_path):
+def test_a_run_rolls_back_to_what_it_has_gone_on_from(tmp_path):
+    few = dict(by_epoch=True, max_epochs=3, stop_at_iter=BAD_ITERATION - 1)
+    build(tmp_path / 'a', train_cfg=few).train()
+    before = torch.load(tmp_path / f'a/iter_{BAD_ITERATION - 1}.pth', weights_only=False)
+    build(tmp_path / 'b', train_cfg=dict(by_epoch=True, max_epochs=1)).train()  # a run before
+    seen = {}
+
+    class Look(Hook):
+        priority = 'LOWEST'
+
+        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            seen[runner.iter] = held(runner)
+
+    load_from = str(tmp_path / f'a/iter_{BAD_ITERATION - 1}.pth')
+    optim = dict(on_nonfinite='rollback')
+    options = dict(fault='gradient', optim_wrapper=optim, load_from=load_from, resume=True)
+    runner = build(tmp_path / 'b', **options, train_cfg=dict(by_epoch=True, max_epochs=1))
+    runner.register_hook(Look())
+    runner.train()
+    for name, value in before['state_dict'].items():
+        assert torch.equal(seen[BAD_ITERATION][name], value), name
+
+
+@pytest.mark.parametrize('of_a_run_before', [False, True])
+def test_a_run_without_a_checkpoint_cannot_roll_back(tmp_path, of_a_run_before):
+    if of_a_run_before:
+        build(tmp_path, train_cfg=dict(by_epoch=True, max_epochs=1)).train()
+        assert (tmp_path / 'last_checkpoint').exists()
     optim = dict(on_nonfinite='rollback')
     with pytest.raises(NonFiniteError, match='no checkpoint to roll back to'):
         build(tmp_path, fault='gradient', data=dict(every=True), optim_wrapper=optim).train()

@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from mmengine.config import Config
 
 from memengine.engine.faults import work_dir_lock as lock_module
 from memengine.engine.faults.work_dir_lock import LOCK_FILE, WorkDirLockedError, work_dir_lock
@@ -60,6 +61,26 @@ def test_a_second_run_is_refused_while_the_first_lives(tmp_path, holder):
     with pytest.raises(WorkDirLockedError, match=rf'process {holder.pid} on .*--work-dir'):
         runner.train()
     assert holder.is_alive() and (tmp_path / LOCK_FILE).exists()
+
+
+def test_a_refused_run_leaves_the_config_of_the_first(tmp_path, holder):
+    def run_of(lr):
+        given = tmp_path / 'given/config.py'
+        given.parent.mkdir(exist_ok=True)
+        given.write_text(f'lr = {lr}')
+        cfg = Config.fromfile(given)
+        return toy_runner(tmp_path, cfg=cfg, train_cfg=dict(by_epoch=False, max_iters=1))
+
+    written = tmp_path / 'config.py'
+    written.write_text('of_the_first = True')
+    with pytest.raises(WorkDirLockedError):
+        run_of(2.0).train()
+    assert written.read_text() == 'of_the_first = True'
+    late = run_of(3.0)  # before the first has the lock, as it were
+    holder.kill()
+    holder.join()
+    late.train()
+    assert 'lr = 3.0' in written.read_text()
 
 
 def test_of_many_that_start_together_one_gets_it(tmp_path):
