@@ -19,7 +19,12 @@ from mmengine.logging import MMLogger
 from memengine._torch_private.distributed import pretended_ranks
 from memengine.engine.config.step_of_config import first_batch, iterations_of, step_of
 from memengine.engine.distributed.launchers import read_rank
-from memengine.engine.distributed.processes import cpu_group, do_on_all_ranks, init_process_group
+from memengine.engine.distributed.processes import (
+    cpu_group,
+    do_on_all_ranks,
+    init_process_group,
+    use_own_gpu,
+)
 from memengine.memory import Prediction, UnpredictableError, map_blocks_singly, measure, predict
 
 _MIB = 2**20
@@ -35,7 +40,10 @@ def measure_step(cfg: Config, as_json: bool = False) -> str:
     """
     launcher = cfg.get('launcher', 'none')
     is_alone = launcher == 'none'
-    with nullcontext() if is_alone else pretended_ranks(read_rank(launcher).world_size):
+    ranks = None if is_alone else read_rank(launcher)
+    if ranks is not None:
+        use_own_gpu(ranks)
+    with nullcontext() if ranks is None else pretended_ranks(ranks.world_size):
         step = step_of(cfg, _quietly_loaded(cfg))
         if get_device() == 'cpu':
             map_blocks_singly()

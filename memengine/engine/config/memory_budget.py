@@ -26,7 +26,12 @@ from memengine.engine.config.check import ConfigError
 from memengine.engine.config.file import merge_options
 from memengine.engine.config.planning import Planner, budget_for
 from memengine.engine.distributed.launchers import read_rank
-from memengine.engine.distributed.processes import cpu_group, do_on_all_ranks, init_process_group
+from memengine.engine.distributed.processes import (
+    cpu_group,
+    do_on_all_ranks,
+    init_process_group,
+    use_own_gpu,
+)
 from memengine.memory import UnpredictableError, room_bytes
 
 T = TypeVar('T')
@@ -136,7 +141,11 @@ def keep_budget(cfg: Config) -> str:
     # Before ranks know of each other, so that nothing of a prediction is sent; what came of it is
     # told to all, so that none waits for one that cannot plan.
     is_pretended = not is_alone and not dist.is_initialized()
-    ranks = read_rank(cfg.launcher).world_size if is_pretended else 1
+    ranks = 1
+    if is_pretended:
+        own = read_rank(cfg.launcher)
+        use_own_gpu(own)
+        ranks = own.world_size
     with pretended_ranks(ranks) if is_pretended else nullcontext():
         plan = _outcome(lambda: _planned_or_measured(cfg, asked, setting))
     if not is_alone:

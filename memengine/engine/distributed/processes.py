@@ -16,7 +16,14 @@ from torch.distributed.rendezvous import rendezvous
 from memengine._torch_private.distributed import are_ranks_pretended
 from memengine.engine.distributed.launchers import DEFAULT_TIMEOUT_S, ProcessRank, read_rank
 
-__all__ = ['cpu_group', 'group_of_one', 'init_process_group', 'local_device_ids', 'do_on_all_ranks']
+__all__ = [
+    'cpu_group',
+    'do_on_all_ranks',
+    'group_of_one',
+    'init_process_group',
+    'local_device_ids',
+    'use_own_gpu',
+]
 
 T = TypeVar('T')
 
@@ -57,7 +64,7 @@ def init_process_group(launcher: str, dist_cfg: dict[str, Any]) -> None:
     _timeout = options['timeout'] = timedelta(seconds=timeout)
     backend = options.pop('backend', 'nccl')
     if device == 'cuda':
-        torch.cuda.set_device(_device_index(ranks))
+        use_own_gpu(ranks)
         backend = 'cpu:gloo,cuda:nccl' if backend == 'nccl' else backend
     else:
         backend = 'gloo'
@@ -66,6 +73,18 @@ def init_process_group(launcher: str, dist_cfg: dict[str, Any]) -> None:
     elif 'TORCHELASTIC_RESTART_COUNT' in os.environ:
         options.update(_restart_rendezvous(_timeout))
     dist.init_process_group(backend, **options)
+
+
+def use_own_gpu(ranks: ProcessRank) -> None:
+    """Make this rank's GPU, where there are any, the one that is asked when none is named.
+
+    To be called before anything is: a rank that asks the first one takes memory of it for good.
+
+    Raises:
+        ValueError: When there are more ranks than GPUs.
+    """
+    if get_device() == 'cuda':
+        torch.cuda.set_device(_device_index(ranks))
 
 
 def _restart_rendezvous(timeout: timedelta) -> dict[str, Any]:

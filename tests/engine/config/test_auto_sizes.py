@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 from memengine.engine.config import memory_budget
 from memengine.engine.config.check import ConfigError, check_config
@@ -10,6 +11,7 @@ from memengine.engine.config.file import load_config
 from memengine.engine.config.memory_budget import keep_budget
 from memengine.engine.config.planning import Planner, budget_for
 from memengine.engine.config.planning.predictions import Predictions
+from memengine.engine.distributed import processes
 from memengine.memory.planning import Cost
 from memengine.testing import run_ranks
 from tests.engine.config.test_planning import CLASSIFIER, DINO, SIMCLR, SMALL
@@ -134,3 +136,33 @@ def test_ranks_take_the_plan_of_the_one_with_the_least_room(tmp_path):
     for cfg, refused in run_ranks(2, plan_on_rank, tmp_path):
         assert cfg.to_dict() == expected.to_dict(), 'the training is that of the number'
         assert 'nothing fits 1.0 MiB' in refused
+
+
+def test_a_rank_asks_its_own_gpu(tmp_path, room, monkeypatch):
+    """One that asked the first one would take memory of it, and plan for what that has."""
+    ranks = dict(RANK='1', LOCAL_RANK='1', WORLD_SIZE='2', LOCAL_WORLD_SIZE='2')
+    for name, value in {**ranks, 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': '1'}.items():
+        monkeypatch.setenv(name, value)
+    current = []
+    monkeypatch.setattr(processes, 'get_device', lambda: 'cuda')
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    monkeypatch.setattr(torch.cuda, 'set_device', current.append)
+    room(18)
+    there_is = memory_budget.room_bytes
+    asked = []
+
+    def room_bytes(device):
+        asked.append(list(current))
+        return there_is(device)
+
+    class MeetingError(Exception):
+        """All is planned."""
+
+    def meet(*_):
+        raise MeetingError
+
+    monkeypatch.setattr(memory_budget, 'room_bytes', room_bytes)
+    monkeypatch.setattr(memory_budget, 'init_process_group', meet)
+    with pytest.raises(MeetingError):
+        keep_budget(config(tmp_path, launcher='pytorch', **AUTO))
+    assert asked == [[1]]
