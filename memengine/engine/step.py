@@ -121,14 +121,21 @@ class LogVars(dict[str, Tensor]):
     @do_not_compile
     def __init__(self, log_vars: Mapping[str, Tensor]) -> None:
         super().__init__(log_vars)
-        scalars = [value.detach().double() for value in log_vars.values() if not value.is_cpu]
-        self._copied = FetchedLater(torch.stack(scalars)) if scalars else None
+        alike: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+        for name, value in log_vars.items():
+            if not value.is_cpu:
+                alike.setdefault((value.device, value.dtype), {})[name] = value.detach()
+        self._copied = [(list(v), FetchedLater(torch.stack([*v.values()]))) for v in alike.values()]
 
     def on_host(self) -> dict[str, Tensor]:
         """The scalars, on the CPU."""
-        numbers = iter(self._copied.tolist() if self._copied is not None else ())
+        numbers = {
+            name: number
+            for names, copied in self._copied
+            for name, number in zip(names, copied.tolist(), strict=True)
+        }
         return {
-            name: value if value.is_cpu else torch.tensor(next(numbers), dtype=value.dtype)
+            name: torch.tensor(numbers[name], dtype=value.dtype) if name in numbers else value
             for name, value in self.items()
         }
 

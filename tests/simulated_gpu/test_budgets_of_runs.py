@@ -45,6 +45,13 @@ RUNS = {
     'fp16, clipped': ('Classifier', dict(precision='fp16', clip_grad=dict(max_norm=1.0)), {}),
     'slices': ('Classifier', dict(type='AccumulationOptimWrapper', micro_batch_size=2), {}),
     'in backward': ('Classifier', dict(type='OptimizerInBackwardOptimWrapper'), {}),
+    'in backward, clipped': (
+        'Classifier',
+        dict(
+            type='OptimizerInBackwardOptimWrapper', clip_grad=dict(type='each_norm', max_norm=1.0)
+        ),
+        {},
+    ),
     'gradient cache': ('SimCLR', dict(type='GradCacheOptimWrapper', chunk_size=4), {}),
     'graphs kept': (
         'SimCLR',

@@ -103,6 +103,6 @@ class OptimizerInBackwardOptimWrapper(OptimWrapper):
     def _clip_grad(self, norms: Tensor | None = None) -> None:
         """Log the norm of all gradients; nothing is left to clip behind backward."""
         if norms is not None and self._logs_norm:
-            self.message_hub.update_scalar(
-                f'train/{self.grad_name}', torch.linalg.vector_norm(norms)
-            )
+            # The guard has read it; to read it once more is to wait for the device once more.
+            norm = torch.linalg.vector_norm(norms) if self.guard is None else self.guard.grad_norm
+            self.message_hub.update_scalar(f'train/{self.grad_name}', norm)
