@@ -8,6 +8,8 @@ import pytest
 import timm
 import torch
 import torch.distributed as dist
+from mmengine.hooks import Hook
+from torch import nn
 from torch._functorch import config
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -15,6 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from memengine._torch_private.ops import draw_from_known_generators_when_compiled
 from memengine.engine.data_order import seed_generators
 from memengine.engine.hooks.random_state import RandomStateHook
+from memengine.engine.optim import kept_graphs
+from memengine.engine.optim.kept_graphs import KeptGraphs
+from memengine.engine.step import LogVars
 from memengine.engine.wrappers import FullyShardedDataParallel
 from memengine.techniques import shard_model
 from tests.engine.toy import Losses, params, toy_runner
@@ -47,6 +52,77 @@ def test_resume_on_the_gpu_is_the_uninterrupted_run(tmp_path):
     assert first.seen + second.seen == whole.seen
     for name, value in params(runner).items():
         assert torch.equal(value, params(final)[name]), name
+
+
+class Pinned(Hook):
+    """Whether each batch comes in pinned memory."""
+
+    def before_train(self, runner):
+        self.seen = []
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        self.seen.append(data_batch['x'].is_pinned())
+
+
+@pytest.fixture
+def of_one_process(tmp_path):
+    """A group on gloo, which a simulated GPU has, too."""
+    dist.init_process_group('gloo', init_method=f'file://{tmp_path}/rank', rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_run_whose_shards_are_on_the_host_is_one_on_the_gpu(tmp_path, of_one_process):
+    pinned = Pinned()
+    runner = toy_runner(
+        tmp_path,
+        launcher='pytorch',
+        cfg=dict(model_wrapper_cfg=dict(type='FullyShardedDataParallel', offload=True)),
+        default_hooks=dict(memory=dict(type='MemoryHook')),
+        custom_hooks=[pinned],
+    )
+    runner.train()
+    assert not any(parameter.is_cuda for parameter in runner.model.parameters())
+    (path,) = tmp_path.glob('*/vis_data/scalars.json')
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert any(row.get('memory_mib', 0) > 0 for row in rows)
+    assert pinned.seen
+    assert all(pinned.seen)
+
+
+def test_graphs_are_kept_in_the_gpus_memory_where_shards_are_on_the_host(
+    of_one_process, monkeypatch
+):
+    model, asked = nn.Linear(8, 8), []
+    shard_model(model, device='cuda', offload=True)
+
+    def room_bytes(device):
+        asked.append(device.type)
+        return 1000
+
+    monkeypatch.setattr(kept_graphs, 'room_bytes', room_bytes)
+    graphs = KeptGraphs('auto')
+    for _ in range(2):
+        with graphs.measured(model, updated=True):
+            model(torch.ones(2, 8, device='cuda')).exp().sum().backward()
+        model.zero_grad()
+    assert asked == ['cuda']
+    assert graphs.number > 0  # as gradients take none of it
+
+
+def test_figures_of_several_devices_and_types_are_logged():
+    figures = {
+        'loss': torch.tensor(0.1, device='cuda', requires_grad=True) * 3,
+        'count': torch.tensor(2**60 + 1, device='cuda'),
+        'half': torch.tensor(0.1, device='cuda', dtype=torch.bfloat16),
+        'host': torch.tensor(4.0),
+    }
+    found = LogVars(figures).on_host()
+    assert list(found) == list(figures)
+    for name, figure in figures.items():
+        assert found[name].is_cpu
+        assert found[name].dtype == figure.dtype
+        assert torch.equal(found[name], figure.detach().cpu())
 
 
 @pytest.fixture

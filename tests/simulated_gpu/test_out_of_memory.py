@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from memengine._torch_private.distributed import FORGETS_SHARDED_STEPS
 from memengine.engine.optim import AccumulationOptimWrapper, GradCacheOptimWrapper, sliced
 from memengine.engine.step import run_step
 from memengine.losses import NTXentLoss
 from memengine.models import SimCLR
 from memengine.techniques import Tower, additive_step, cached_step, split_batch
+from memengine.techniques.sharding.shard_model import shard_model
 from memengine.techniques.slices.out_of_memory import run_until_it_fits
 from tests.engine.test_sliced import data_of, wrap
 from tests.engine.test_sliced_exactness import BATCHNORM, DROPOUT
@@ -144,32 +146,69 @@ def test_at_many_allocations_of_an_algorithm(device, make, kind, monkeypatch):
     assert halved > 10
 
 
-def test_ddp_gives_its_buckets_away_before_it_makes_others(tmp_path):
+@pytest.fixture
+def alone(tmp_path):
+    """A group of this process only."""
     dist.init_process_group('gloo', init_method=f'file://{tmp_path}/rank', rank=0, world_size=1)
-    try:
-        model = DistributedDataParallel(nn.Linear(1024, 4096, bias=False).cuda())  # 16 MiB
-        x, starts, peaks = torch.ones(1, 1024, device='cuda'), [], []
+    yield
+    dist.destroy_process_group()
+
+
+def test_ddp_gives_its_buckets_away_before_it_makes_others(alone):
+    model = DistributedDataParallel(nn.Linear(1024, 4096, bias=False).cuda())  # 16 MiB
+    x, starts, peaks = torch.ones(1, 1024, device='cuda'), [], []
+
+    def step():
+        starts.append(torch.cuda.memory_allocated())
+        peaks.append(torch.cuda.max_memory_allocated())
+        model(x).sum().backward()
+        if len(starts) == 3:
+            raise torch.OutOfMemoryError('CUDA out of memory.')
+
+    def shrink():
+        deadline = time.monotonic() + 10  # for backward's thread, to let go of its last tensor
+        while torch.cuda.memory_allocated() > starts[2] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        torch.cuda.reset_peak_memory_stats()
+        return True
+
+    step()
+    step()  # in which DDP has ordered them
+    run_until_it_fits(step, shrink, model)
+    assert peaks[3] < starts[2] + 8 * MIB
+
+
+@pytest.mark.skipif(not FORGETS_SHARDED_STEPS, reason='this torch cannot repeat a sharded step')
+def test_at_many_allocations_of_a_step_whose_shards_are_offloaded(device, alone):
+    """Parameters are on the host; dropout is drawn on the device all the same."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(8, 32), nn.Dropout(), nn.Linear(32, 8))
+    model = nn.Sequential(*(copy.deepcopy(block) for _ in range(2)))
+    sharded = shard_model(model, device='cuda', offload=True)
+    images = torch.rand(8, 8, device='cuda')
+
+    def train(size, refused=0):
+        sizes = [size, 2]
+        model.zero_grad()
+        torch.manual_seed(1)
 
         def step():
-            starts.append(torch.cuda.memory_allocated())
-            peaks.append(torch.cuda.max_memory_allocated())
-            model(x).sum().backward()
-            if len(starts) == 3:
-                raise torch.OutOfMemoryError('CUDA out of memory.')
+            with sharded.gathered():
+                for piece in images.split(sizes[0]):
+                    sharded(piece).square().sum().backward()
 
-        def shrink():
-            deadline = time.monotonic() + 10  # for backward's thread, to let go of its last tensor
-            while torch.cuda.memory_allocated() > starts[2] and time.monotonic() < deadline:
-                time.sleep(0.01)
-            torch.cuda.reset_peak_memory_stats()
-            return True
+        with device.refusing(refused):
+            run_until_it_fits(step, lambda: bool(sizes.pop(0)), model)
+            count = device.allocations()
+        return sizes[0], count, [p.grad.to_local().clone() for p in model.parameters()]
 
-        step()
-        step()  # in which DDP has ordered them
-        run_until_it_fits(step, shrink, model)
-    finally:
-        dist.destroy_process_group()
-    assert peaks[3] < starts[2] + 8 * MIB
+    (_, count, large), (_, _, small) = train(4), train(2)
+    repeated = 0
+    for refused in range(1, count + 1, STRIDE):
+        size, _, found = train(4, refused)
+        repeated += size == 2
+        assert all(map(torch.equal, found, small if size == 2 else large))
+    assert repeated > 2
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from memengine.engine.hooks.batches import count_images
 from memengine.engine.step import unwrap
 from memengine.memory import SavedBytes, cuda_figures, rss_mib
 from memengine.registry import HOOKS
+from memengine.techniques.modules.forward_state import computing_device
 
 _MIB = 2**20
 
@@ -55,7 +56,8 @@ class MemoryHook(Hook):
         if self.interval is None:
             intervals = [h.interval for h in runner.hooks if isinstance(h, LoggerHook)]
             self.interval = intervals[0] if intervals else 10
-        self._device = next((p.device for p in runner.model.parameters()), torch.device('cpu'))
+        first = next(runner.model.parameters(), torch.empty(0, device='cpu'))
+        self._device = computing_device(first)
         self._first_iter = runner.iter
         self._last_s = time.perf_counter()
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from memengine.engine.distributed.processes import cpu_group
 from memengine.memory import SavedBytes, room_bytes
+from memengine.techniques.modules.forward_state import computing_device
 
 _MIB = 2**20
 
@@ -74,8 +75,10 @@ class KeptGraphs:
 def _graphs_that_fit(slice_bytes: int, model: nn.Module) -> int:
     """Graphs of ``slice_bytes`` that fit on every rank, besides the gradients to come."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    gradients = sum(p.numel() * p.element_size() for p in trained if p.grad is None)
-    room = room_bytes(trained[0].device) - gradients
+    device = computing_device(trained[0])
+    to_come = [p for p in trained if p.grad is None and p.device == device]
+    gradients = sum(p.numel() * p.element_size() for p in to_come)
+    room = room_bytes(device) - gradients
     number = torch.tensor(max(int(room // max(slice_bytes, 1)), 0), device='cpu')
     group = cpu_group('running out of memory')
     if group is not None:

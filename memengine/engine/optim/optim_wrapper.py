@@ -16,11 +16,11 @@ from memengine._torch_private.ops import do_not_compile
 from memengine.engine.faults.guard import OnNonFinite, StepGuard
 from memengine.engine.step import SlicedModel, plain_step, unwrap
 from memengine.registry import OPTIM_WRAPPERS
+from memengine.techniques.modules.forward_state import computing_device
 from memengine.techniques.sharding.clipping import (
     clip_each_grad_norm_,
     clip_grad_norm_,
     clip_grad_value_,
-    computing_device_type,
     grad_norms,
 )
 
@@ -92,7 +92,7 @@ class Precision:
 
 def _device_type(optimizer: Optimizer) -> str:
     """Where the parameters are computed with now; they may have moved since."""
-    return computing_device_type(optimizer.param_groups[0]['params'][0])
+    return computing_device(optimizer.param_groups[0]['params'][0]).type
 
 
 def _refuse_coupled(module: nn.Module, counts: int) -> None:

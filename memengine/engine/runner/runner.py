@@ -58,6 +58,7 @@ from memengine.engine.techniques_of_config import apply_to_model, hooks_of_keys,
 from memengine.engine.wrappers.fsdp import FullyShardedDataParallel
 from memengine.registry import LOOPS, MODELS, RUNNERS
 from memengine.techniques.compiling import compile_method
+from memengine.techniques.modules.forward_state import accelerators_of
 from memengine.techniques.modules.running_statistics import StatisticsOfRank0
 from memengine.techniques.sharding.materializing import on_meta
 
@@ -171,7 +172,7 @@ class Runner(_Runner):
             loop = dict(loop)
             by_epoch = loop.pop('by_epoch', 'max_epochs' in loop)
             loop['type'] = LOOPS.get('EpochBasedTrainLoop' if by_epoch else 'IterBasedTrainLoop')
-        on_gpu = any(parameter.is_cuda for parameter in self.model.parameters())
+        on_gpu = any(d.type == 'cuda' for d in accelerators_of(self.model))
         if on_gpu and isinstance(self._train_dataloader, dict):
             self._train_dataloader = {'pin_memory': True, **self._train_dataloader}
         return super().build_train_loop(loop)

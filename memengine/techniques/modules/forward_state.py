@@ -237,11 +237,19 @@ def _may_be_statistics(buffer: Tensor) -> bool:
     return is_small and not buffer.requires_grad and is_plain(buffer)
 
 
+def computing_device(tensor: Tensor) -> torch.device:
+    """Where a tensor is computed with: where it lies, or the ranks' device for offloaded shards."""
+    kind = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device.type
+    if kind == tensor.device.type:
+        return tensor.device
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
 def accelerators_of(module: nn.Module, tensors: Iterable[Tensor] = ()) -> tuple[torch.device, ...]:
-    """The devices other than the CPU that hold the module's parameters, its buffers or tensors."""
-    owned = chain(module.parameters(), module.buffers(), tensors)
-    devices = {tensor.device for tensor in owned if tensor.device.type not in ('cpu', 'meta')}
-    return tuple(sorted(devices, key=str))
+    """The devices other than the CPU that compute with the module's parameters, its buffers or
+    tensors."""
+    devices = {*map(computing_device, chain(module.parameters(), module.buffers(), tensors))}
+    return tuple(sorted((d for d in devices if d.type not in ('cpu', 'meta')), key=str))
 
 
 def own_generators(module: nn.Module) -> list[torch.Generator]:

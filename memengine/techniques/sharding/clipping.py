@@ -30,12 +30,6 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def computing_device_type(parameter: Tensor) -> str:
-    """Where a parameter is computed with: its device, or the ranks' if shards are offloaded."""
-    mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-    return parameter.device.type if mesh is None else mesh.device_type
-
-
 @torch.no_grad()
 def grad_norms(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     """Norm of each gradient as a whole, [P], the same on all ranks.
