@@ -35,28 +35,33 @@ def sinkhorn_knopp(logits: Tensor, temperature: float, iterations: int = 3) -> T
     marginals, as SwAV and DINOv2 do, with the sums taken over all ranks.
 
     Args:
-        logits: Teacher outputs, [N, K] on this rank. In fp32 they are to lie within some 80
-            temperatures of each other, as those of prototypes of length 1 do; a row further below
-            vanishes.
+        logits: Teacher outputs, [N, K] on this rank.
         temperature: Sharpness; smaller is closer to one-hot.
-        iterations: Number of row-and-column scalings.
+        iterations: Number of row-and-column scalings, at least 1.
 
     Returns:
         Probabilities [N, K]; each row sums to 1.
 
-    Cost: ``iterations + 2`` all-reduces of at most K numbers when distributed.
+    Raises:
+        ValueError: For fewer iterations.
+
+    Cost: ``iterations + 1`` all-reduces of K numbers when distributed.
     """
+    if iterations < 1:
+        raise ValueError(f'sinkhorn_knopp: iterations must be at least 1, got {iterations}')
     scaled = _at_least_fp32(logits) / temperature  # [N, K]
-    largest = _all_reduce(scaled.max(), dist.ReduceOp.MAX)  # the same on all ranks
-    plan = (scaled - largest).exp()
-    samples = _all_reduce(plan.new_full((), float(plan.shape[0])))
-    plan = plan / _all_reduce(plan.sum())
-    tiny = torch.finfo(plan.dtype).tiny
-    for _ in range(iterations):
-        prototypes = _all_reduce(plan.sum(dim=0, keepdim=True))  # [1, K]
-        plan = plan / prototypes.clamp_min(tiny) / plan.shape[1]
-        plan = plan / plan.sum(dim=1, keepdim=True).clamp_min(tiny) / samples
-    return plan * samples
+    tiny = torch.finfo(scaled.dtype).tiny
+    # The first scaling is by logarithms, as exp(scaled) may be beyond the range of fp32. After it
+    # the largest share of each prototype is 1 / (N * K) of all at least.
+    largest = _all_reduce(scaled.amax(dim=0, keepdim=True), dist.ReduceOp.MAX)  # [1, K]
+    largest = largest.clamp_min(torch.finfo(scaled.dtype).min)
+    prototypes = _all_reduce((scaled - largest).exp_().sum(dim=0, keepdim=True))  # [1, K]
+    plan = scaled.sub_(largest).sub_(prototypes.clamp_min(tiny).log()).softmax(dim=1)
+    for _ in range(iterations - 1):
+        prototypes = _all_reduce(plan.sum(dim=0, keepdim=True))
+        plan = plan / prototypes.clamp_min(tiny)
+        plan = plan / plan.sum(dim=1, keepdim=True).clamp_min(tiny)
+    return plan
 
 
 def soft_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

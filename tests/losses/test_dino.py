@@ -119,6 +119,35 @@ def test_sinkhorn_survives_extreme_logits():
     assert torch.isfinite(plan).all()
 
 
+def sinkhorn_by_logarithms(scaled, iterations):
+    """In float64, where no sum of exponentials is beyond the range of numbers."""
+    plan = scaled.double()
+    for _ in range(iterations):
+        plan = plan - plan.logsumexp(dim=0, keepdim=True)
+        plan = plan - plan.logsumexp(dim=1, keepdim=True)
+    return plan.exp()
+
+
+@pytest.mark.parametrize('spread', [1, 30, 300])
+def test_sinkhorn_follows_its_definition_however_far_logits_are_spread(spread):
+    torch.manual_seed(0)
+    logits = torch.randn(16, 6) + torch.linspace(0, spread, 16)[:, None]
+    expected = sinkhorn_by_logarithms(logits / 0.5, 3)
+    plan = sinkhorn_knopp(logits, temperature=0.5)
+    torch.testing.assert_close(plan.double(), expected, rtol=1e-3, atol=1e-7)
+    assert torch.allclose(plan.sum(1), torch.ones(16))
+
+
+def test_sinkhorn_leaves_masked_prototypes_out():
+    logits = torch.randn(8, 4)
+    masked = torch.cat([logits, torch.full((8, 1), -torch.inf)], dim=1)
+    plan = sinkhorn_knopp(masked, temperature=0.5)
+    torch.testing.assert_close(plan[:, :4], sinkhorn_knopp(logits, temperature=0.5))
+    assert not plan[:, 4].any()
+    with pytest.raises(ValueError, match='iterations must be at least 1, got 0'):
+        sinkhorn_knopp(logits, temperature=0.5, iterations=0)
+
+
 def _targets_on_a_rank(rank, world_size, centering):
     loss = make_loss(centering=centering)
     torch.manual_seed(0)
