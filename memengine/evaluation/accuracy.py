@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from mmengine.evaluator import BaseMetric
 
-from memengine.evaluation.checks import check_labelled, check_numbers
+from memengine.evaluation.checks import check_labelled, check_numbers, each_once
 from memengine.registry import METRICS
 
 
@@ -18,7 +18,8 @@ class AccuracyMetric(BaseMetric):
 
     For each sample the model returns ``{'logits': [K]}``, as ``Classifier`` does. Reported:
     ``top1`` (and ``top<k>``), in percent. Samples of a bank (``data_samples['bank']``, see
-    ``BankAndQueries``) do not count, so that it can be validated together with ``KNNMetric``.
+    ``BankAndQueries``) do not count, so that it can be validated together with ``KNNMetric``; those
+    of one ``data_samples['index']``, where there is such, count once.
 
     Args:
         topk: Numbers of guesses.
@@ -55,14 +56,18 @@ class AccuracyMetric(BaseMetric):
         counts = ~given['bank'].cpu().bool() if 'bank' in given else torch.ones(len(right)).bool()
         check_labelled(given['label'].cpu()[counts], 'AccuracyMetric')
         # One entry a sample, so that what a sampler repeats is cut off; MMEngine drops None.
+        indices = map(int, given['index']) if 'index' in given else [None] * len(right)
         self.results += [
-            (bool(count), row.nonzero().flatten().tolist())
-            for row, count in zip(right, counts, strict=True)
+            (index, bool(count), row.nonzero().flatten().tolist())
+            for index, row, count in zip(indices, right, counts, strict=True)
         ]
 
-    def compute_metrics(self, results: list[tuple[bool, list[int]]]) -> dict[str, float]:
+    def compute_metrics(
+        self, results: list[tuple[int | None, bool, list[int]]]
+    ) -> dict[str, float]:
         """Percentages from all samples."""
-        counted = [places for counts, places in results if counts]
+        once = each_once(results, [index for index, _, _ in results])
+        counted = [places for _, counts, places in once if counts]
         if not counted:
             raise ValueError('AccuracyMetric: there are no samples but those of the bank')
         return {

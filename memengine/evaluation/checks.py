@@ -1,8 +1,27 @@
-"""What makes no figure: samples without labels, outputs that are no numbers."""
+"""What makes no figure: samples without labels or seen before, outputs that are no numbers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TypeVar
+
 from torch import Tensor
+
+Result = TypeVar('Result')
+
+
+def each_once(results: Iterable[Result], indices: Iterable[int | None]) -> list[Result]:
+    """The first result of each sample; those of samples without a number, None, are all there.
+
+    What stands in for an image that cannot be read (``on_error='skip'``) is there itself, too.
+    """
+    seen: set[int | None] = set()
+    kept = []
+    for result, index in zip(results, indices, strict=True):
+        if index is None or index not in seen:
+            seen.add(index)
+            kept.append(result)
+    return kept
 
 
 def check_labelled(labels: Tensor, who: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from mmengine.evaluator import BaseMetric
 from torch import Tensor
 
-from memengine.evaluation.checks import check_labelled, check_numbers
+from memengine.evaluation.checks import check_labelled, check_numbers, each_once
 from memengine.evaluation.knn import unit_rows
 from memengine.registry import METRICS
 
@@ -63,7 +63,7 @@ def recall_at(
 
 
 class _PairMetric(BaseMetric):
-    """Keeps image and text embeddings of all samples."""
+    """Keeps image and text embeddings of all samples; those of one index count once."""
 
     default_prefix = ''
 
@@ -106,6 +106,7 @@ class ZeroShotMetric(_PairMetric):
 
     def compute_metrics(self, results: list[tuple[Tensor, Tensor, int, int]]) -> dict[str, float]:
         """The percentage, from all samples."""
+        results = each_once(results, [row[3] for row in results])
         images, texts = self._embeddings(results)
         labels = torch.tensor([row[2] for row in results])
         check_labelled(labels, 'ZeroShotMetric')
@@ -147,6 +148,7 @@ class RetrievalMetric(_PairMetric):
 
     def compute_metrics(self, results: list[tuple[Tensor, Tensor, int, int]]) -> dict[str, float]:
         """The percentages, from all samples."""
+        results = each_once(results, [row[3] for row in results])
         if max(self.topk) > len(results):
             raise ValueError(f'RetrievalMetric: topk={self.topk} exceeds {len(results)} samples')
         images, texts = self._embeddings(results)

@@ -63,3 +63,12 @@ def test_what_is_no_number_and_what_has_no_label_make_no_figure():
     rows[2] = {'logits': LOGITS[2] * float('nan')}
     with pytest.raises(ValueError, match='the outputs of 1 of 4 samples are NaN'):
         AccuracyMetric().process(batch, rows)
+
+
+def test_what_stands_in_for_an_unreadable_image_counts_once():
+    """With ``on_error='skip'`` the next sample comes twice, as itself and in the other's place."""
+    rows = torch.tensor([0, 2, 2, 3])
+    batch = dict(data_samples=dict(label=LABELS[rows], index=rows))
+    metric = AccuracyMetric()
+    metric.process(batch, [{'logits': row} for row in LOGITS[rows]])
+    assert metric.evaluate(len(rows)) == {'top1': pytest.approx(200 / 3)}

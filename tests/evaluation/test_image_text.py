@@ -122,3 +122,16 @@ def test_what_does_not_fit_is_refused():
         RetrievalMetric(match='class')
     with pytest.raises(ValueError, match='exceeds 30 samples'):
         evaluate(RetrievalMetric((31,)), *embeddings())
+
+
+@pytest.mark.parametrize('metric', [ZeroShotMetric, RetrievalMetric])
+def test_what_stands_in_for_an_unreadable_image_counts_once(metric):
+    images, texts, labels = embeddings()
+    rows = torch.arange(N)
+    rows[[3, 8, 9]] = torch.tensor([4, 10, 10])  # those before could not be read
+    kept = rows.unique()
+    expected = evaluate(metric(), images[kept], texts[kept], labels[kept])
+    samples = [{'feature': images[row], 'text_feature': texts[row]} for row in rows]
+    repeated = metric()
+    repeated.process(dict(data_samples=dict(label=labels[rows], index=rows)), samples)
+    assert repeated.evaluate(N) == expected
