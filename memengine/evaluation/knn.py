@@ -21,8 +21,14 @@ _TILE = 16384  # samples of the bank that are compared at a time
 
 
 def unit_rows(features: Tensor) -> Tensor:
-    """Rows [N, D] scaled to length 1, in float32 at least; a zero row stays zero."""
-    return F.normalize(features.to(torch.promote_types(features.dtype, torch.float32)), dim=1)
+    """Rows [N, D] scaled to length 1, in float32 at least; a zero row stays zero.
+
+    By a power of two first, which rounds nothing: squares of 1e25 or 1e-25 are beyond float32.
+    """
+    features = features.to(torch.promote_types(features.dtype, torch.float32))
+    largest = features.abs().amax(dim=1, keepdim=True)  # [N, 1]
+    power = torch.ones_like(largest).ldexp(-largest.frexp().exponent.clamp(-126, 126))
+    return F.normalize(features * power, dim=1)
 
 
 def merge(keys: Tensor, labels: Tensor, k: int) -> tuple[Tensor, Tensor]:

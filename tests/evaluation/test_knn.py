@@ -131,3 +131,23 @@ def test_settings_that_make_no_sense(changes, message):
     query, bank, labels = sample(0)
     with pytest.raises(ValueError, match=message):
         weighted_knn(**{'query': query, 'bank': bank, 'bank_labels': labels, **changes})
+
+
+@pytest.mark.parametrize('scale', [1e-40, 1e-30, 1e-20, 1e25, 1e38])
+def test_the_length_of_features_has_no_say(scale):
+    query, bank, labels = (x.double() if x.is_floating_point() else x for x in sample(1))
+    expected = weighted_knn(query, bank, labels, k=5)
+    largest = max(query.abs().max(), bank.abs().max())
+    query, bank = ((x / largest * scale).float() for x in (query, bank))
+    if scale > 1e-38:
+        assert torch.equal(weighted_knn(query, bank, labels, k=5), expected)
+    lengths = unit_rows(query).norm(dim=1)
+    torch.testing.assert_close(lengths, torch.ones(len(query)))
+
+
+def test_rows_of_ordinary_length_are_normalised_to_the_bit():
+    rows = torch.cat(
+        [torch.randn(50, 7) * 10.0 ** torch.arange(-6, 7)[:, None, None], torch.zeros(13, 1, 7)], 1
+    )
+    rows = rows.flatten(0, 1)
+    assert torch.equal(unit_rows(rows), torch.nn.functional.normalize(rows, dim=1))
