@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode_temporarily
 
 CAN_SHARD_ON_CPU = hasattr(torch.cpu.Stream, 'record_event')
@@ -48,6 +49,11 @@ METADATA_RECORDS = frozenset(
 def default_store() -> dist.Store:
     """The store through which the ranks of the job have found each other."""
     return dist.distributed_c10d._get_default_store()
+
+
+def number_reduced(model: DistributedDataParallel) -> int:
+    """Of how many parameters DDP reduces gradients: of those that were trained when it was made."""
+    return model._get_ddp_logging_data()['num_parameter_tensors']
 
 
 @contextmanager

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from memengine._torch_private.distributed import number_reduced
 from memengine._torch_private.ops import pytree
 from memengine.techniques.layers.weight_norm import shared_weights
 from memengine.techniques.modules.running_statistics import frozen_statistics
@@ -320,7 +321,10 @@ def _plan_runs(
 def _check_ddp(runs: Sequence[TowerRun]) -> None:
     """Refuse what DDP would end in the middle of: with a static graph it expects each backward to
     be a step; and it looks for unused parameters one forward at a time, and takes those of the
-    other towers for unused before their backward."""
+    other towers for unused before their backward. And gradients that it would not reduce."""
+    for member in {member for run in runs for member in synchronising(run.reducer)}:
+        if isinstance(member, DistributedDataParallel):
+            _refuse_thawed(member)
     for run in runs:
         if (
             isinstance(run.reducer, DistributedDataParallel)
@@ -340,6 +344,22 @@ def _check_ddp(runs: Sequence[TowerRun]) -> None:
                 'find_unused_parameters=True; set it to False (towers that take no part in the '
                 'last backward are seen to), or keep fewer slices'
             )
+
+
+def _refuse_thawed(model: DistributedDataParallel) -> None:
+    """Refuse parameters that DDP took for frozen when it was made."""
+    trained = [
+        name
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in model.parameters_to_ignore
+    ]
+    thawed = len(trained) - number_reduced(model)
+    if thawed > 0 and model.process_group.size() > 1:
+        raise ValueError(
+            f'{type(model.module).__name__}: {thawed} of its {len(trained)} trained parameters '
+            'were frozen when it was wrapped in DistributedDataParallel, so that their gradients '
+            "would stay each rank's own; wrap it anew once they are thawed"
+        )
 
 
 def _finds_unused(module: nn.Module) -> bool:

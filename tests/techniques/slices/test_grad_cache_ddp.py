@@ -157,3 +157,27 @@ def buffers_that_are_sent(rank, world_size):
 def test_buffers_that_ddp_sends_are_what_every_pass_reads():
     for expected, found in run_ranks(2, buffers_that_are_sent):
         assert_same_step(found, expected)
+
+
+def thawed_on_a_rank(rank, world_size):
+    """Gradients where a part is thawed, or what is said: frozen after DDP was made, or before."""
+    inputs = [x[rank] for x in batch('simclr', world_size)]
+    found = []
+    for is_frozen in (False, True):
+        plain = make('simclr')
+        plain.layers.requires_grad_(not is_frozen)
+        model = DistributedDataParallel(plain)
+        plain.layers.requires_grad_(False).requires_grad_(True)
+        try:
+            step('simclr', model, plain, inputs)
+            found.append(gradients(plain))
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_ddp_took_for_frozen_is_refused_once_it_is_thawed():
+    (first, said), (second, said_too) = run_ranks(2, thawed_on_a_rank)
+    assert said == said_too
+    assert '4 of its 6 trained parameters were frozen when it was wrapped' in said
+    assert_same_step(first, second)
