@@ -5,7 +5,7 @@ A tokenizer is called with a text and returns a Long tensor [L].
 
 from __future__ import annotations
 
-import re
+import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,12 +15,29 @@ from torch import Tensor
 from memengine.registry import TRANSFORMS
 from memengine.suggest import import_optional
 
-_WORD = re.compile(r"[a-z0-9']+|[^\sa-z0-9']")
+
+def _words(text: str) -> list[str]:
+    """Runs of letters and digits of any script, in lower case; other characters one by one.
+
+    So are Chinese, Japanese and Korean ones, which are written without spaces.
+    """
+    characters = unicodedata.normalize('NFC', text.lower())  # an accent may be a character, too
+    return ''.join(c if _continues_word(c) else f' {c} ' for c in characters).split()
+
+
+def _continues_word(character: str) -> bool:
+    if character.isascii():
+        return character.isalnum() or character == "'"
+    is_of_word = unicodedata.category(character)[0] in 'LMN'  # letters, accents, numbers
+    return is_of_word and unicodedata.east_asian_width(character) not in 'WF'
 
 
 @TRANSFORMS.register_module()
 class WordTokenizer:
     """One token for each word of a small, given vocabulary; case does not matter.
+
+    A word is a run of letters and digits, of any script; each Chinese, Japanese or Korean character
+    and each punctuation mark is one of its own.
 
     Ids: 0 fills up, 1 is any unknown word, 2 starts a text, 3 ends it, then the vocabulary in
     its order.
@@ -47,17 +64,17 @@ class WordTokenizer:
             )
         self.ids: dict[str, int] = {}
         for word in vocabulary:
-            if _WORD.findall(word.lower()) != [word.lower()]:
+            if len(words := _words(word)) != 1:
                 raise ValueError(f'WordTokenizer: {word!r} in the vocabulary is no single word')
-            if word.lower() in self.ids:
+            if words[0] in self.ids:
                 raise ValueError(f'WordTokenizer: {word!r} is in the vocabulary twice')
-            self.ids[word.lower()] = len(self.ids) + 4
+            self.ids[words[0]] = len(self.ids) + 4
         self.context_length = context_length
         self.vocab_size = len(self.ids) + 4
 
     def __call__(self, text: str) -> Tensor:
         """The text's tokens, Long[L]."""
-        words = [self.ids.get(word, 1) for word in _WORD.findall(text.lower())]
+        words = [self.ids.get(word, 1) for word in _words(text)]
         tokens = [2, *words[: self.context_length - 2], 3]
         return torch.tensor(tokens + [0] * (self.context_length - len(tokens)))
 

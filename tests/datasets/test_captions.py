@@ -32,6 +32,13 @@ def test_words_become_ids():
     assert long.tolist() == [2, 4, 4, 4, 4, 4, 4, 3] and long.dtype == torch.long
 
 
+def test_words_are_of_any_script():
+    tokenizer = WordTokenizer(['café', 'Ἑλλάς', 'кошка', 'हिन्दी', '猫', 'naïve'], context_length=8)
+    assert tokenizer('Cafe\u0301 КОШКА').tolist() == [2, 4, 6, 3, 0, 0, 0, 0]  # an accent apart
+    assert tokenizer('हिन्दी, naïve').tolist() == [2, 7, 1, 9, 3, 0, 0, 0]
+    assert tokenizer('黒猫 ἑλλάς').tolist() == [2, 1, 8, 5, 3, 0, 0, 0]
+
+
 @pytest.mark.parametrize(
     ('settings', 'named'),
     [
