@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from mmengine.config import ConfigDict
+from mmengine.logging import MMLogger
 from torch import nn
 
 from memengine.engine.optim import (
@@ -83,6 +84,24 @@ def test_groups_are_merged_by_setting_and_leave_frozen_parameters_out():
         (0.1, 0.0): [(3,), (3,), (3,), (2,)],
         (0.05, 0.04): [(2, 3)],
     }
+
+
+@pytest.mark.parametrize(
+    ('keys', 'others'),
+    [
+        ({'': dict(lr_mult=0.5)}, 4),  # a norm's two, and two biases
+        ({'2.': dict(lr_mult=0.5)}, 1),
+        ({'': dict(lr_mult=0.5, decay_mult=1.0)}, 0),
+        ({'1.': dict(decay_mult=0.5)}, 0),
+        ({'2.weight': dict(lr_mult=0.5)}, 0),
+    ],
+)
+def test_weight_decay_of_norms_and_biases_that_keys_name_is_said(monkeypatch, keys, others):
+    said = []
+    monkeypatch.setattr(MMLogger.get_current_instance(), 'warning', said.append)
+    build(dict(bias_decay_mult=0.0, norm_decay_mult=0.0, custom_keys=keys))
+    assert len(said) == bool(others)
+    assert not others or f' {others} tensors that custom_keys name ' in said[0]
 
 
 @pytest.mark.parametrize(
