@@ -81,10 +81,16 @@ def _out_of_memory(text: str, cfg: Mapping[str, Any] | None) -> str:
     loader = (cfg or {}).get('train_dataloader')
     size = loader.get('batch_size') if isinstance(loader, Mapping) else None
     now = f' (now {size})' if size else ''
-    if 'shared memory' in text or 'Bus error' in text or 'killed by signal' in text:
+    is_short_of_shared = 'shared memory' in text or 'Bus error' in text
+    if is_short_of_shared or 'killed by signal' in text:
         named = _WORKERS_LOADER.search(text)
-        loader_name = named[1] if named else 'train_dataloader'
-        return f'a data-loader worker ran out of memory: lower {loader_name}.num_workers; {text}'
+        lower = f'lower {named[1] if named else "train_dataloader"}.num_workers'
+        if is_short_of_shared:
+            return f'a data-loader worker ran out of memory: {lower}; {text}'
+        return (
+            'a data-loader worker was killed, by the system if memory ran out (its log says so): '
+            f'then {lower}; {text}'
+        )
     first = text.partition('. ')[0] or 'no more memory'
     optim = (cfg or {}).get('optim_wrapper')
     if isinstance(optim, Mapping) and {'chunk_size', 'micro_batch_size'} & optim.keys():

@@ -211,8 +211,11 @@ def test_out_of_memory_says_what_to_do(error):
 @pytest.mark.fault('a data worker is killed from outside', 'one sentence that says so')
 def test_a_worker_that_was_killed():
     said = explain(RuntimeError('DataLoader worker (pid 12) is killed by signal: Killed. '))
-    assert said.startswith(
-        'a data-loader worker ran out of memory: lower train_dataloader.num_workers'
+    assert said.startswith('a data-loader worker was killed, by the system if memory ran out')
+    assert 'lower train_dataloader.num_workers;' in said
+    shared = explain(RuntimeError('DataLoader worker (pid 12) is killed by signal: Bus error. '))
+    assert shared.startswith(
+        'a data-loader worker ran out of memory: lower train_dataloader.num_workers;'
     )
     named = explain(RuntimeError('val_dataloader: a worker (pid 12) was killed by signal: Killed'))
     assert 'lower val_dataloader.num_workers;' in named
