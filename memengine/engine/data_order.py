@@ -166,6 +166,16 @@ class ReadsStreams(Protocol):
         """The item at a place of an epoch."""
 
 
+def refuse_unsized(dataset: Any, setting: str) -> None:
+    """Raise ValueError for data without a length, by which epochs, samplers and metrics go."""
+    if not isinstance(dataset, Sized):
+        raise ValueError(
+            f'{setting}: {type(dataset).__name__} has no length (__len__), by which epochs, '
+            'samplers and metrics go. To train on a stream use StreamedImageDataset, which reads '
+            'so many samples in an epoch; evaluate on data that can be counted'
+        )
+
+
 class SeededDataset(Dataset[Any]):
     """Any data set, with the random generators seeded for each sample.
 
@@ -184,6 +194,7 @@ class SeededDataset(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, seed: int, size: int | None = None, workers: int = 0) -> None:
+        refuse_unsized(dataset, 'dataset')
         self.dataset = dataset
         self._stream = dataset if isinstance(dataset, ReadsStreams) else None
         self.seed = seed
@@ -290,6 +301,7 @@ def train_loader(runner: Any, dataloader: DataLoader | dict[str, Any]) -> DataLo
         differs = runner._randomness_cfg.get('diff_rank_seed', False)
         dataloader = runner.build_dataloader(dataloader, runner.seed, differs)
     loader = cast(DataLoader, dataloader)
+    refuse_unsized(loader.dataset, 'train_dataloader')
     sampler, ranks = loader.sampler, get_world_size()
     splits_samples = isinstance(sampler, ResumableSampler) and isinstance(
         sampler.sampler, (DefaultSampler, DistributedSampler)

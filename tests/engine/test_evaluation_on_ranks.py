@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from mmengine.evaluator import BaseMetric
+from torch.utils.data import DataLoader, IterableDataset
 
 from memengine.testing import run_ranks
 from tests.engine.test_fsdp import Images, runner_of
@@ -121,3 +122,24 @@ class FiveImages(Images):
 )
 def test_shards_want_as_many_batches_on_each_rank(tmp_path):
     run_ranks(2, _unequal, str(tmp_path), timeout_s=120)
+
+
+class Endless(IterableDataset):
+    """Data without a length."""
+
+    def __iter__(self):
+        yield from map(ToyData(10).__getitem__, range(10))
+
+
+@pytest.mark.parametrize('is_built', [False, True])
+@pytest.mark.parametrize('which', ['train', 'val', 'test'])
+def test_data_without_a_length_are_refused(tmp_path, which, is_built):
+    loader = dict(dataset=Endless(), batch_size=2, num_workers=0)
+    loader |= dict(sampler=dict(type='DefaultSampler', shuffle=False))
+    given = DataLoader(Endless(), batch_size=2) if is_built else loader
+    settings = {f'{which}_dataloader': given}
+    if which != 'train':
+        settings |= {f'{which}_cfg': dict(), f'{which}_evaluator': [MeanOutput()]}
+    name = f'{which}_dataloader' if is_built else 'dataset'
+    with pytest.raises(ValueError, match=f'{name}: Endless has no length'):
+        getattr(toy_runner(tmp_path, **settings), which)()

@@ -50,6 +50,7 @@ from memengine.engine.runner.saving import collect
 from memengine.engine.runner.wrapping import (
     initialize_weights,
     refuse_lone_samples,
+    refuse_uncounted,
     refuse_unequal_batches,
     wrap,
 )
@@ -180,12 +181,14 @@ class Runner(_Runner):
     def build_val_loop(self, loop: Any) -> Any:
         """Build the validation loop; ranks that hold shards need as many batches each."""
         built = super().build_val_loop(loop)
+        refuse_uncounted(built, 'val_dataloader')
         refuse_unequal_batches(self.model, built, 'val_dataloader')
         return built
 
     def build_test_loop(self, loop: Any) -> Any:
         """Build the test loop, as the validation loop."""
         built = super().build_test_loop(loop)
+        refuse_uncounted(built, 'test_dataloader')
         refuse_unequal_batches(self.model, built, 'test_dataloader')
         return built
 

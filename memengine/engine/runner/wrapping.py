@@ -9,8 +9,10 @@ from mmengine.device import get_device
 from mmengine.model import BaseModule
 from mmengine.runner import BaseLoop
 from torch import nn
+from torch.utils.data import DataLoader
 
 from memengine.engine.checkpoint.files import safe_loading
+from memengine.engine.data_order import refuse_unsized
 from memengine.engine.distributed.processes import (
     cpu_group,
     do_on_all_ranks,
@@ -141,6 +143,12 @@ def initialize_weights(runner: Any, initialize: Any) -> None:
     """Initialise, and hold MMEngine's ``Pretrained`` to reading as safely as all else."""
     with safe_loading('A checkpoint of init_cfg', runner.cfg.get('trusted_globals', ())):
         initialize()
+
+
+def refuse_uncounted(loop: Any, setting: str) -> None:
+    """Refuse an evaluation of data without a length."""
+    if isinstance(loop, BaseLoop) and isinstance(loop.dataloader, DataLoader):
+        refuse_unsized(loop.dataloader.dataset, setting)
 
 
 def refuse_unequal_batches(model: nn.Module, loop: Any, setting: str) -> None:
