@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from memengine._torch_private.autograd import is_under_functorch
 from memengine._torch_private.compiled_kernels import proven_kernels
 from memengine.technique import Settings, Technique, setting
 
@@ -57,7 +58,16 @@ def choose_tile_size(
 
     The budget is 1 MiB on a CPU, where a tile then stays in a core's cache (512 rows in fp32),
     and 64 MiB elsewhere (4096 rows).
+
+    Raises:
+        NotImplementedError: Under a transform of ``torch.func``, as tiles have gradients of their
+            own making.
     """
+    if is_under_functorch():
+        raise NotImplementedError(
+            f'tile_size={tile_size!r}: a loss in tiles has no gradient under torch.func (grad, '
+            'vjp, vmap); set tile_size=None'
+        )
     if tile_size != 'auto':
         return int(tile_size)
     budget = AUTO_TILE_BYTES.get(device.type, AUTO_TILE_BYTES_ELSEWHERE)

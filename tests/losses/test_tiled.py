@@ -117,3 +117,16 @@ def test_a_second_derivative_is_refused(name):
 def test_tile_size(loss, tile_size):
     with pytest.raises(ValueError, match=r"tile_size must be None .*, 'auto' or a number of rows"):
         loss(tile_size=tile_size)
+
+
+@pytest.mark.parametrize('loss', [NTXentLoss, ClipLoss, SigLipLoss, SupConLoss])
+def test_tiles_under_torch_func_are_refused_by_their_setting(loss):
+    z = torch.randn(6, 4)
+    others = dict(
+        NTXentLoss=(z,), ClipLoss=(z, torch.tensor(2.0)), SupConLoss=(torch.arange(6) % 2,)
+    ).get(loss.__name__, (z, torch.tensor(2.0), torch.tensor(0.0)))
+    make = (lambda z: z[:, None]) if loss is SupConLoss else (lambda z: z)
+    untiled, tiled = loss(tile_size=None), loss(tile_size=2)
+    assert torch.func.grad(lambda x: untiled(make(x), *others))(z).any()
+    with pytest.raises(NotImplementedError, match='tile_size=2: .* set tile_size=None'):
+        torch.func.grad(lambda x: tiled(make(x), *others))(z)

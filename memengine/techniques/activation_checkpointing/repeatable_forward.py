@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from memengine._torch_private.autograd import version_of
+from memengine._torch_private.autograd import is_under_functorch, version_of
 from memengine._torch_private.modules import BatchOrInstanceNorm
 from memengine._torch_private.ops import (
     CHECKPOINT_HEEDS_HOOKS,
@@ -88,7 +88,7 @@ class CheckpointedForward(WrappedForward):
 
     @do_not_compile
     def _eager(self, *args: Any, **kwargs: Any) -> Any:
-        if self.planner.is_paused:
+        if self.planner.is_paused or is_under_functorch():  # which has no saved-tensor hooks
             return self.plain(*args, **kwargs)
         self.calls += 1
         run = _FlatCall(self.plain, (args, kwargs))

@@ -314,3 +314,33 @@ def test_a_generator_of_a_modules_own_is_replayed():
     for _ in range(2):
         for found, value in zip(gradients(model), gradients(same), strict=True):
             torch.testing.assert_close(found, value, rtol=1e-12, atol=0)
+
+
+@pytest.mark.edge(
+    'activation_checkpointing',
+    'exact',
+    '`torch.func.grad`, `vjp`, `jvp` and `vmap`: nothing is checkpointed',
+)
+@pytest.mark.parametrize('options', [{}, dict(keep='matmuls'), dict(budget=0.5)])
+@pytest.mark.parametrize('transform', ['grad', 'vjp', 'jvp', 'vmap', 'gradient of vmap'])
+def test_transforms_of_torch_func_run_as_without(transform, options):
+    model, x = nn.Sequential(block().eval()), X.detach()
+
+    def loss(x):
+        return model(x).square().sum()
+
+    def result():
+        if transform == 'grad':
+            return torch.func.grad(loss)(x)
+        if transform == 'vjp':
+            return torch.func.vjp(loss, x)[1](torch.ones((), dtype=x.dtype))[0]
+        if transform == 'jvp':
+            return torch.func.jvp(loss, (x,), (x,))[1]
+        losses = torch.func.vmap(lambda row: loss(row[None]))(x)
+        if transform == 'vmap':
+            return losses
+        return torch.autograd.grad(losses.sum(), next(model.parameters()))[0]
+
+    expected = result()
+    checkpoint_activations(model, '0', **options)
+    torch.testing.assert_close(result(), expected, rtol=0, atol=0)
