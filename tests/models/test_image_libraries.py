@@ -18,6 +18,7 @@ def build(kind, **config):
         ('resnet18', 512, {}),
         ('mobilenet_v3_small', 1024, {}),
         ('shufflenet_v2_x0_5', 1024, {}),
+        ('googlenet', 1024, dict(aux_logits=False, init_weights=False)),
     ],
 )
 def test_torchvision_without_its_classifier(name, width, arguments):
@@ -49,6 +50,8 @@ def test_what_torchvision_does_not_have_is_said():
         build('TorchvisionBackbone', model_name='resnet19')
     with pytest.raises(ValueError, match='does not end in a linear layer'):
         build('TorchvisionBackbone', model_name='squeezenet1_0')
+    with pytest.raises(ValueError, match='inception_v3 trains .*; set aux_logits=False'):
+        build('TorchvisionBackbone', model_name='inception_v3', init_weights=False)
 
 
 SMALL = dict(

@@ -34,7 +34,7 @@ class TorchvisionBackbone(nn.Sequential):
 
     Raises:
         ValueError: For a name or an argument that torchvision does not know, a model that does not
-            end in a linear layer, or a file that does not fit.
+            end in a linear layer or has classifiers in its middle, or a file that does not fit.
 
     Attributes:
         model: The torchvision module.
@@ -65,6 +65,11 @@ class TorchvisionBackbone(nn.Sequential):
             raise ValueError(
                 f'TorchvisionBackbone: {model_name} does not end in a linear layer; use another '
                 'model, or TimmBackbone'
+            )
+        if vars(model).get('aux_logits'):  # GoogLeNet and Inception, whose outputs are several
+            raise ValueError(
+                f'TorchvisionBackbone: {model_name} trains classifiers of its own in its middle; '
+                'set aux_logits=False'
             )
         self.num_features = last.in_features
         model.set_submodule(name, nn.Identity())
