@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from memengine.evaluation.after_training.backbones import Backbone
 from memengine.evaluation.after_training.results import table
 
 _PACKAGES = ('memengine', 'torch', 'torchvision', 'timm', 'transformers', 'mmengine')
+# What was logged of how the run went, and not of what it has learned.
+_OF_THE_RUN = re.compile(r'.*lr|(data_)?time|.*_mib|alloc_retries|images_per_s')
 _MACHINE_KEYS = ('load_from', 'work_dir', 'launcher', 'resume')
 
 
@@ -122,7 +125,11 @@ def _figures(report: Path) -> Iterator[str]:
     rows: list[tuple[str, Any]] = []
     if (summary := report / 'summary.json').is_file():
         final = json.loads(summary.read_text())['final']
-        rows += [(f'`{name}`, last', f'{value:.4g}') for name, value in final.items() if value]
+        rows += [
+            (f'`{name}`, last', f'{value:.4g}')
+            for name, value in final.items()
+            if value is not None and not _OF_THE_RUN.fullmatch(name)
+        ]
     tables = [path.read_text().strip() for path in sorted(report.glob('*/*.md'))]
     tables = [text for text in tables if text.startswith('| of ')]
     if rows or tables:

@@ -79,6 +79,16 @@ def test_timm_reads_it(tmp_path):
     assert "timm.create_model('vit_tiny_patch16_224'" in card and '| epochs | 3 |' in card
 
 
+def test_the_card_tells_what_was_learned_and_not_how_the_run_went(tmp_path):
+    final = dict(loss=0.5, top1=0.0, knn_top1=93.0, grad_norm=None)
+    final |= dict(lr=1e-6, base_lr=1e-6, time=0.1, data_time=0.01, rss_mib=800.0, images_per_s=9.0)
+    (tmp_path / 'summary.json').write_text(json.dumps(dict(final=final)))
+    folder, _, _ = export(VIT, tmp_path)
+    figures = (folder / 'README.md').read_text().split('## Figures')[1].split('## ')[0]
+    named = [line.split('`')[1] for line in figures.splitlines() if '`' in line]
+    assert named == ['loss', 'top1', 'knn_top1']
+
+
 @pytest.mark.parametrize('others', [[], [dict(mean=[0.1] * 3, std=[0.2] * 3)]])
 def test_timm_normalises_as_the_run_did(tmp_path, others):
     """By default it takes ImageNet's mean; where the data have several, none is said."""
