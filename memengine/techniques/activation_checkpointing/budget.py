@@ -6,6 +6,7 @@ from the module's inputs, in order, until the last tensor that backward needs is
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from memengine._torch_private.ops import (
     pytree,
     written_arguments,
 )
-from memengine.memory.ledger import blocks_of, owned_by
+from memengine.memory.ledger import Block, blocks_of, owned_by
 
 Call = tuple[str, int]  # an op and which of its calls within the module, from 0 on
 Kept = frozenset[Call] | None  # None: the module is not checkpointed, so all is kept
@@ -125,7 +126,9 @@ class _Tracer(TorchDispatchMode):
         super().__init__()
         self.trace = Trace(input_bytes=sum(inputs.values()))
         self._owned, self._inputs = owned, inputs
-        self._made_by: dict[int, _MeasuredOp] = {}  # storage to the op that wrote it first
+        # Storage to the op that wrote it first. Weights that are gathered out of sight may be where
+        # one was that is gone.
+        self._made_by: dict[int, tuple[weakref.ref[Any], _MeasuredOp]] = {}
         self._saved: set[int] = set()
         self._counts: Counter[str] = Counter()
         self._ops_at_last_save = 0
@@ -138,14 +141,14 @@ class _Tracer(TorchDispatchMode):
         if func in SAC_IGNORED_OPS:
             return func(*args, **kwargs)
         before = set(_storages((args, kwargs)))
-        for storage in _storages(written_arguments(func, args, kwargs)):
-            if storage in self._made_by:
-                self._made_by[storage].may_be_kept = False
+        for block in _blocks(written_arguments(func, args, kwargs)):
+            if op_before := self._maker_of(block):
+                op_before.may_be_kept = False
         out = func(*args, **kwargs)
-        fresh = {key: size for key, size in _storages(out).items() if key not in before}
+        fresh = {block.key: block for block in _blocks(out) if block.key not in before}
         flops = FLOPS_OF.get(func.overloadpacket)
         cost = flops(*args, **kwargs, out_val=out) if flops else 0
-        nbytes = sum(fresh.values())
+        nbytes = sum(block.nbytes for block in fresh.values())
         op = _MeasuredOp(
             (str(func), self._counts[str(func)]),
             cost + _FLOPS_PER_BYTE * nbytes,
@@ -154,10 +157,14 @@ class _Tracer(TorchDispatchMode):
         )
         self._counts[str(func)] += 1
         self.trace.ops.append(op)
-        for storage in fresh:
-            self._made_by[storage] = op
-            self._saved.discard(storage)  # the address of one that is gone
+        for block in fresh.values():
+            self._made_by[block.key] = weakref.ref(block.owner), op
+            self._saved.discard(block.key)  # the address of one that is gone
         return out
+
+    def _maker_of(self, block: Block) -> _MeasuredOp | None:
+        owner, op = self._made_by.get(block.key, (None, None))
+        return op if owner is not None and owner() is block.owner else None
 
     def pack(self, tensor: Tensor) -> None:
         """Autograd's: nothing is kept, as this graph is thrown away."""
@@ -166,7 +173,7 @@ class _Tracer(TorchDispatchMode):
             if block.key in self._saved or block.key in self._owned:
                 continue
             self._saved.add(block.key)
-            if block.key in self._made_by:
+            if self._maker_of(block):
                 self.trace.saved_bytes += block.nbytes
             elif block.key in self._inputs:
                 self.trace.saved_input_bytes += block.nbytes
@@ -192,10 +199,15 @@ class _Tracer(TorchDispatchMode):
         return self.trace
 
 
+def _blocks(tree: Any) -> Iterator[Block]:
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            yield from blocks_of(leaf)
+
+
 def _storages(tree: Any) -> dict[int, int]:
     """Storages of the tensors in a tree, and their bytes."""
-    leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-    return {block.key: block.nbytes for leaf in leaves for block in blocks_of(leaf)}
+    return {block.key: block.nbytes for block in _blocks(tree)}
 
 
 @contextmanager

@@ -4,9 +4,19 @@ import itertools
 import random
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from torch.utils._python_dispatch import _disable_current_modes
 
+from memengine._torch_private.autograd import storage_key
 from memengine.techniques.activation_checkpointing import budget as recompute_plan
-from memengine.techniques.activation_checkpointing.budget import Trace, _MeasuredOp, plan_by_budget
+from memengine.techniques.activation_checkpointing.budget import (
+    Trace,
+    _MeasuredOp,
+    measure,
+    plan_by_budget,
+)
 
 MANY = 1000  # FLOPs for each byte, as products have
 
@@ -86,3 +96,23 @@ def test_what_costs_next_to_nothing_is_not_kept():
     assert plan_by_budget(traces, 0.9) == [frozenset({('mm', 0)})]
     assert plan_by_budget(traces, 1) == [None]
     assert plan_by_budget(traces, 0) == [frozenset()]
+
+
+def test_weights_that_come_to_where_an_output_was_are_none():
+    """As ranks gather them out of sight: where they come to differs from rank to rank."""
+
+    class Gathering(nn.Module):
+        def forward(self, x):
+            hidden = x * 2
+            place = storage_key(hidden.untyped_storage())
+            del hidden
+            with _disable_current_modes():
+                elsewhere = [torch.empty(32, 32)]
+                while storage_key(elsewhere[-1].untyped_storage()) != place:
+                    elsewhere.append(torch.empty(32, 32))
+                weight = elsewhere.pop().fill_(1.0)
+            return linear(x, weight)
+
+    x = torch.randn(32, 32, requires_grad=True)
+    module = Gathering()
+    assert measure(module, lambda: module(x), [x]).saved_bytes == 0
