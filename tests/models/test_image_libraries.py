@@ -78,6 +78,13 @@ def test_transformers_features_are_of_the_last_layers_tokens(pool, tokens):
     assert not [name for name in unused if 'mask_token' not in name], 'DDP awaits a gradient'
 
 
+def test_a_network_of_transformers_that_gives_maps_is_refused():
+    pytest.importorskip('transformers', reason='transformers is not installed')
+    small = dict(hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1])
+    with pytest.raises(ValueError, match=r"'convnext' \(ConvNextModel\) has no hidden_size.*TimmB"):
+        build('TransformersImage', model_name='convnext', pretrained=False, config=small)
+
+
 @pytest.fixture
 def tiny_clip(tmp_path):
     """Name of a small model in open_clip."""

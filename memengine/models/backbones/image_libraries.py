@@ -90,7 +90,7 @@ def _load(model: nn.Module, state: Mapping[str, Tensor], what: str) -> None:
 
 @MODELS.register_module()
 class TransformersImage(nn.Module):
-    """An image encoder of the transformers library, such as ViT, DINOv2 or ConvNeXt.
+    """A Vision Transformer of the transformers library, such as ViT, BEiT or DINOv2.
 
     Args:
         model_name: Name on the hub or a folder, e.g. ``'facebook/dinov2-small'``. With
@@ -101,7 +101,8 @@ class TransformersImage(nn.Module):
 
     Raises:
         ImportError: When transformers is missing.
-        ValueError: For a model that it does not know.
+        ValueError: For a model that it does not know, or whose configuration has no width of
+            tokens: most give maps (ConvNeXt, ResNet).
 
     Attributes:
         model: The library's module.
@@ -121,7 +122,14 @@ class TransformersImage(nn.Module):
         self.model: Any = transformers_encoder(model_name, pretrained, config, 'TransformersImage')
         self.pool = pool
         self.model_name, self.arguments = model_name, dict(config or {})
-        self.num_features: int = self.model.config.hidden_size
+        width = getattr(self.model.config, 'hidden_size', None)
+        if not isinstance(width, int):  # of maps there is one by stage
+            raise ValueError(
+                f'TransformersImage: {model_name!r} ({type(self.model).__name__}) has no '
+                'hidden_size, the width of the tokens of a Vision Transformer; use such a one, or '
+                'TimmBackbone'
+            )
+        self.num_features = width
 
     def forward(self, images: Tensor) -> Tensor:
         """Images [B, C, H, W] to features [B, D]."""
