@@ -121,9 +121,16 @@ class AppliedTechniques:
         return said
 
     def undo(self) -> None:
-        """Leave the model as it was."""
+        """Leave the model as it was.
+
+        Raises:
+            ValueError: When a forward has been wrapped by something else in the meantime; what is
+                left can be undone by another call, once that is gone.
+        """
         while self.handles:
-            self.handles.popitem()[1].undo()
+            key = next(reversed(self.handles))
+            self.handles[key].undo()
+            del self.handles[key]
 
     def __enter__(self) -> AppliedTechniques:
         return self

@@ -104,6 +104,28 @@ def test_one_that_fails_leaves_none_behind():
     assert not any('forward' in vars(module) for module in model.modules())
 
 
+WRAPPED = [
+    (dict(activation_offload=True), ''),
+    (dict(activation_checkpointing='blocks'), 'blocks.1'),
+]
+
+
+@pytest.mark.parametrize(('other', 'name'), WRAPPED, ids=str)
+def test_an_undo_that_was_refused_can_be_repeated(other, name):
+    """A trainer has wrapped a module's forward, and unwraps it only after the first try."""
+    model, _ = model_and_images()
+    applied = apply_techniques(model, recomputed_activations=True, **other)
+    module = model.get_submodule(name)
+    ours = module.forward
+    module.forward = lambda *args: ours(*args)
+    with pytest.raises(ValueError, match='undo that first'):
+        applied.undo()
+    module.forward = ours
+    applied.undo()
+    assert applied.handles == {}
+    assert not any('forward' in vars(module) for module in model.modules())
+
+
 def test_nothing_done_is_an_error_unless_said():
     model, x = nn.Sequential(nn.Linear(3, 3)), torch.randn(2, 3)
     applied = apply_techniques(model, recomputed_activations=True)

@@ -56,6 +56,9 @@ class WrappedForward:
     def undo(self) -> None:
         """Put back what was replaced; other wrappers around the module's forward stay.
 
+        Nothing where that has been done, so that an undo of many that was refused midway can be
+        repeated.
+
         Raises:
             ValueError: When something that is no such wrapper has been put on top in the meantime.
         """
@@ -70,6 +73,8 @@ class WrappedForward:
                 outer._replaced = self._replaced
                 return
             outer = outer._replaced
+        if outer is None or outer is self._replaced:
+            return
         raise ValueError(
             f'{self.setting}: the forward of {self.name} was wrapped again afterwards; undo '
             'that first'
