@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Container, Hashable
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from torch import Tensor, nn
 
@@ -72,6 +73,9 @@ def _order(pair: tuple[Rule, str]) -> tuple[bool, int]:
 def remove_rule(model: nn.Module, rule: Rule) -> None:
     """Leave the model as it was before :func:`add_rule`; nothing for a rule that does not hold.
 
+    Modules of the model that were copied into it since then (a head that peft trains beside the
+    original, a block that is repeated) have copies of the rule, which go with it.
+
     Raises:
         ValueError: When a forward has been wrapped by something else in the meantime; nothing is
             changed then.
@@ -84,11 +88,11 @@ def remove_rule(model: nn.Module, rule: Rule) -> None:
                 f'{rule.setting}: the forward of {name or THE_MODEL} was wrapped again '
                 'afterwards; undo that first'
             )
-        if forward is not None and any(user is rule for user in forward.model_rules):
+        if forward is not None and any(user.origin == rule.origin for user in forward.model_rules):
             forwards.append(forward)
     for forward in forwards:
-        forward.rules = [pair for pair in forward.rules if pair[0] is not rule]
-        forward.model_rules = [user for user in forward.model_rules if user is not rule]
+        forward.rules = [pair for pair in forward.rules if pair[0].origin != rule.origin]
+        forward.model_rules = [user for user in forward.model_rules if user.origin != rule.origin]
         if not forward.model_rules:
             forward.undo()
 
@@ -98,6 +102,7 @@ class RuleHandle(PausableHandle):
 
     Attributes:
         kept: Bytes before and after, in all forward passes so far, and by module and need.
+        origin: What its copies, and no other rules, have as well.
     """
 
     setting: str
@@ -107,6 +112,7 @@ class RuleHandle(PausableHandle):
     def __init__(self, model: nn.Module) -> None:
         self._model: Callable[[], nn.Module | None] = weakref.ref(model)
         self.kept = KeptBytes()
+        self.origin: Hashable = uuid4()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), '_model': _nothing}

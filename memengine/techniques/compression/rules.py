@@ -71,6 +71,7 @@ class Rule(Protocol):
         only_recomputes: Whether it codes nothing but what can be computed again.
         kept: What it has saved so far.
         is_paused: Whether the model runs as if it did not hold.
+        origin: What its copies, and no other rules, have as well.
     """
 
     setting: str
@@ -79,6 +80,7 @@ class Rule(Protocol):
     only_recomputes: bool
     kept: KeptBytes
     is_paused: bool
+    origin: Hashable
 
     @property
     def state(self) -> Hashable:

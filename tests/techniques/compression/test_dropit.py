@@ -612,6 +612,38 @@ def test_what_dies_in_the_forward_is_let_go():
     assert saved_bytes(lambda: model(x), model) <= before
 
 
+def test_copies_within_the_model_are_undone_too():
+    """As peft copies a head that it trains beside the original, and others repeat a block."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    handle = drop_activations(model, gamma=0.5)
+    model.extend([copy.deepcopy(model[2]), copy.deepcopy(model[1])])
+    plain = nn.Sequential(
+        *(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Linear(8, 8)), nn.GELU()
+    )
+    plain.load_state_dict(model.state_dict())
+    handle.undo()
+    assert not any('forward' in vars(module) for module in model.modules())
+    inputs = torch.randn(16, 8)
+    for network in (model, plain):
+        network(inputs).square().mean().backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)
+
+
+def test_undoing_leaves_a_part_with_a_rule_of_its_own():
+    """A model whose head drops by a gamma of its own; and a copy of that head."""
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.randn(64, 64)
+    whole = drop_activations(model, gamma=0.5, exclude='1')
+    head = drop_activations(model[1], gamma=0.9)
+    model.append(copy.deepcopy(model[1]))
+    whole.undo()
+    model(x).sum().backward()
+    assert [('forward' in vars(module)) for module in model] == [False, True, True]
+    assert head.kept.before, 'the head drops on'
+    head.undo()
+    assert 'forward' not in vars(model[1])
+
+
 def test_undoing_twice_leaves_others_alone():
     model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(64, 64)
     drop = drop_activations(model)
