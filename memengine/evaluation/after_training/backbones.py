@@ -68,7 +68,9 @@ def find_backbone(model: nn.Module, part: str = '', setting: str = 'part') -> Ba
 
 
 def _backbones(modules: dict[str, nn.Module]) -> list[str]:
-    return [name for name in modules if name.rpartition('.')[2] == 'backbone']
+    """Those that are in no other: timm's hybrids and ``PooledBackbone`` have one inside."""
+    named = [name for name in modules if name.rpartition('.')[2] == 'backbone']
+    return [name for name in named if not any(name.startswith(f'{outer}.') for outer in named)]
 
 
 def _listed(names: list[str]) -> str:

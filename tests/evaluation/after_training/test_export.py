@@ -287,6 +287,16 @@ def test_the_teachers_backbone_is_the_one_that_is_meant():
         find_backbone(nn.ReLU())
 
 
+def test_a_backbone_that_has_one_inside_is_one():
+    """timm's hybrids have one for their patches, and PooledBackbone another library's."""
+    hybrid = dict(VIT, model_name='vit_tiny_r_s16_p8_224', img_size=32, patch_size=1, num_heads=4)
+    assert find_backbone(Whole(hybrid)).name == 'backbone'
+    pooled = dict(type='PooledBackbone', backbone=VIT, num_features=16)
+    towers = nn.ModuleDict({'student': Whole(pooled), 'teacher': Whole(pooled)})
+    assert find_backbone(towers).name == 'teacher.backbone'
+    assert find_backbone(towers, 'student.backbone.backbone').name == 'student.backbone.backbone'
+
+
 def small_clip(tmp_path, kind='CLIP'):
     open_clip = pytest.importorskip('open_clip', reason='open_clip is not installed')
     vision = dict(image_size=16, layers=1, width=64, patch_size=8, head_width=32)
