@@ -33,7 +33,11 @@ def relative_error(found: Any, expected: Tensor) -> float:
 
 
 def _save_weights(network: nn.Module, folder: Path) -> None:
-    state = {name: value.detach().clone() for name, value in network.state_dict().items()}
+    contiguous = torch.contiguous_format  # safetensors refuses others, such as channels_last
+    state = {
+        name: value.detach().clone(memory_format=contiguous)
+        for name, value in network.state_dict().items()
+    }
     save_file(state, folder / WEIGHTS, metadata={'format': 'pt'})
 
 

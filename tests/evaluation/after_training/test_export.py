@@ -235,6 +235,22 @@ def test_a_network_of_nobodys_keeps_its_own_names(tmp_path):
     assert torch.equal(images.flatten(1) @ state['1.weight'].T + state['1.bias'], features)
 
 
+def test_weights_that_are_channels_last_are_written(tmp_path):
+    """safetensors writes contiguous tensors only; a network may keep its filters otherwise."""
+
+    class Last(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+            self.to(memory_format=torch.channels_last)
+
+    MODELS.register_module(module=Last, force=True)
+    folder, images, features = export(dict(type='Last'), tmp_path, (3, 8, 8))
+    network = Last().eval()
+    network.load_state_dict(load_file(folder / 'model.safetensors'))
+    with torch.no_grad():
+        torch.testing.assert_close(network(images), features)
+
+
 def test_torch_export_takes_any_batch(tmp_path):
     folder, images, features = export(VIT, tmp_path, to=['torch_export'])
     network = torch.export.load(folder / 'model.pt2').module()
