@@ -99,6 +99,10 @@ model.load_state_dict(load_file('{WEIGHTS}'))"""
 
 
 def _transformers(backbone: Backbone, images: Tensor, folder: Path) -> tuple[str, nn.Module]:
+    """Without memengine the model gives tokens, and a pooled output by new weights.
+
+    So the card says which tokens are the run's features, as ``TransformersImage`` takes them.
+    """
     import transformers
 
     network: Any = backbone.network
@@ -106,6 +110,13 @@ def _transformers(backbone: Backbone, images: Tensor, folder: Path) -> tuple[str
     loaded = type(network).from_pretrained(folder)
     assert isinstance(loaded, transformers.PreTrainedModel)
     code = 'from transformers import AutoModel\n\nmodel = AutoModel.from_pretrained(FOLDER)'
+    if type(backbone.module).__name__ == 'TransformersImage':  # no subclass, which may take others
+        module: Any = backbone.module
+        taken = '[:, 0]' if module.pool == 'token' else '.mean(dim=1)'
+        code += f"""
+
+tokens = model(pixel_values=images).last_hidden_state  # a pooler was not trained
+features = tokens{taken}  # [B, C, H, W] to [B, D]"""
     return code, _with_network(backbone, loaded)
 
 

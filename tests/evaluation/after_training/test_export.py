@@ -205,7 +205,9 @@ def test_torchvision_reads_it(tmp_path):
         assert torch.equal(namespace['model'].eval()(images), features)
 
 
-def test_transformers_reads_it(tmp_path):
+@pytest.mark.parametrize('pool', ['token', 'mean'])
+def test_transformers_reads_it(tmp_path, pool):
+    """The card says which tokens are the features: the library's own pooler has new weights."""
     transformers = pytest.importorskip('transformers', reason='transformers is not installed')
     small = dict(
         hidden_size=16,
@@ -215,13 +217,34 @@ def test_transformers_reads_it(tmp_path):
         image_size=16,
         patch_size=8,
     )
-    folder, images, features = export(
-        dict(type='TransformersImage', model_name='vit', pretrained=False, config=small), tmp_path
-    )
+    kind = dict(type='TransformersImage', model_name='vit', pretrained=False, config=small)
+    folder, images, features = export(dict(kind, pool=pool), tmp_path)
     network = transformers.AutoModel.from_pretrained(folder).eval()
     with torch.no_grad():
-        found = network(pixel_values=images).last_hidden_state[:, 0]
-    torch.testing.assert_close(found, features)
+        tokens = network(pixel_values=images).last_hidden_state
+    torch.testing.assert_close(tokens[:, 0] if pool == 'token' else tokens.mean(1), features)
+    code = (folder / 'README.md').read_text().split('```python\n')[1].split('```')[0]
+    namespace = dict(FOLDER=folder, images=images)
+    exec(code, namespace)
+    torch.testing.assert_close(namespace['features'], features)
+
+
+def test_a_card_does_not_guess_how_others_take_features_of_tokens(tmp_path):
+    transformers = pytest.importorskip('transformers', reason='transformers is not installed')
+    small = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+
+    class OfPatches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            config = transformers.ViTConfig(**small, image_size=16, patch_size=8)
+            self.model, self.pool = transformers.ViTModel(config), 'mean'
+
+        def forward(self, images):
+            return self.model(images).last_hidden_state[:, 1:].mean(1)
+
+    MODELS.register_module(module=OfPatches, force=True)
+    folder, _, _ = export(dict(type='OfPatches'), tmp_path)
+    assert 'tokens' not in (folder / 'README.md').read_text().split('```')[1]
 
 
 def test_a_network_of_nobodys_keeps_its_own_names(tmp_path):
