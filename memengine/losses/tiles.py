@@ -63,7 +63,7 @@ def choose_tile_size(
         NotImplementedError: Under a transform of ``torch.func``, as tiles have gradients of their
             own making.
     """
-    if is_under_functorch():
+    if not torch.compiler.is_compiling() and is_under_functorch():
         raise NotImplementedError(
             f'tile_size={tile_size!r}: a loss in tiles has no gradient under torch.func (grad, '
             'vjp, vmap); set tile_size=None'

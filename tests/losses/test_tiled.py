@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from memengine.losses import ClipLoss, NTXentLoss, SigLipLoss, SupConLoss
+from memengine.losses.tiles import choose_tile_size
 from memengine.testing import assert_same_step, relative_error
 
 from .cases import CASES, learned, step, two_towers
@@ -130,3 +131,12 @@ def test_tiles_under_torch_func_are_refused_by_their_setting(loss):
     assert torch.func.grad(lambda x: untiled(make(x), *others))(z).any()
     with pytest.raises(NotImplementedError, match='tile_size=2: .* set tile_size=None'):
         torch.func.grad(lambda x: tiled(make(x), *others))(z)
+
+
+def test_a_size_of_tiles_is_chosen_within_a_compiled_graph():
+    def rows(z):
+        return z * choose_tile_size('auto', len(z), z.device, z.dtype)
+
+    z = torch.randn(6, 4)
+    compiled = torch.compile(rows, fullgraph=True, backend='eager')
+    assert torch.equal(compiled(z), rows(z))
