@@ -239,7 +239,9 @@ def _may_be_statistics(buffer: Tensor) -> bool:
 
 def computing_device(tensor: Tensor) -> torch.device:
     """Where a tensor is computed with: where it lies, or the ranks' device for offloaded shards."""
-    kind = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device.type
+    kind = tensor.device.type
+    if kind == 'cpu' and isinstance(tensor, DTensor):
+        kind = tensor.device_mesh.device_type
     if kind == tensor.device.type:
         return tensor.device
     return torch.device(kind, torch.get_device_module(kind).current_device())

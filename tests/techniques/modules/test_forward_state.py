@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
+from memengine._torch_private.distributed import pretended_ranks
 from memengine.techniques.modules.forward_state import RandomState, accelerators_of
 
 DEVICES = accelerators_of(nn.Identity(), [torch.empty(0)])  # where all is on a device, that one
@@ -80,3 +83,10 @@ def test_replay_on_a_gpu():
     with state.replay():
         assert torch.equal(torch.rand(100, device='cuda'), first)
     assert following.unchanged()
+
+
+def test_shards_without_values_compute_nowhere_yet():
+    with pretended_ranks(1):
+        mesh = init_device_mesh('cpu', (1,))
+        shard = DTensor.from_local(torch.empty(3, device='meta'), mesh, [Shard(0)])
+        assert accelerators_of(nn.Identity(), [shard]) == ()
