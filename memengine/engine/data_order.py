@@ -301,7 +301,8 @@ def train_loader(runner: Any, dataloader: DataLoader | dict[str, Any]) -> DataLo
         differs = runner._randomness_cfg.get('diff_rank_seed', False)
         dataloader = runner.build_dataloader(dataloader, runner.seed, differs)
     loader = cast(DataLoader, dataloader)
-    refuse_unsized(loader.dataset, 'train_dataloader')
+    counts_itself = type(loader).__len__ is not DataLoader.__len__
+    refuse_unsized(loader if counts_itself else loader.dataset, 'train_dataloader')
     sampler, ranks = loader.sampler, get_world_size()
     splits_samples = isinstance(sampler, ResumableSampler) and isinstance(
         sampler.sampler, (DefaultSampler, DistributedSampler)

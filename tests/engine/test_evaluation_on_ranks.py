@@ -131,6 +131,21 @@ class Endless(IterableDataset):
         yield from map(ToyData(10).__getitem__, range(10))
 
 
+class Counted(DataLoader):
+    """A loader that knows how many batches it gives of data without a length."""
+
+    def __len__(self):
+        return 5
+
+
+def test_a_loader_that_counts_its_batches_itself_is_trained_with(tmp_path):
+    loader = Counted(Endless(), batch_size=2)
+    train_cfg = dict(by_epoch=True, max_epochs=2)
+    runner = toy_runner(tmp_path, train_cfg=train_cfg, train_dataloader=loader)
+    runner.train()
+    assert runner.iter == 10
+
+
 @pytest.mark.parametrize('is_built', [False, True])
 @pytest.mark.parametrize('which', ['train', 'val', 'test'])
 def test_data_without_a_length_are_refused(tmp_path, which, is_built):
