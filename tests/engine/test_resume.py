@@ -11,6 +11,7 @@ import pytest
 import torch
 from mmengine.config import Config
 from mmengine.dataset import DefaultSampler, InfiniteSampler
+from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
@@ -297,6 +298,39 @@ def test_a_seed_that_was_drawn_is_gone_on_with(tmp_path):
     whole, _ = uninterrupted(tmp_path, randomness=dict(seed=seed))
     assert parts == whole
     assert Config.fromfile(tmp_path / 'parts/config.py').randomness.seed == seed
+
+
+class Validated(BaseMetric):
+    """Keeps what it is shown of each evaluation."""
+
+    default_prefix = ''
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def process(self, data_batch, data_samples):
+        self.results += data_batch['x'].tolist()
+
+    def compute_metrics(self, results):
+        self.seen.append(results)
+        return {'samples': len(results)}
+
+
+def test_a_resumed_run_validates_by_the_seed_that_was_drawn(tmp_path):
+    loader = dict(dataset=ToyData(6), batch_size=3, num_workers=0)
+    loader |= dict(
+        sampler=dict(type='DefaultSampler', shuffle=False),
+        collate_fn=dict(type='default_collate'),
+    )
+    metric = Validated()
+    validated = dict(val_dataloader=loader, val_cfg={}, val_evaluator=[metric])
+    for epochs in (1, 2):
+        options = dict(randomness=dict(seed=None), resume=epochs == 2)
+        train_cfg = dict(by_epoch=True, max_epochs=epochs)
+        toy_runner(tmp_path, train_cfg=train_cfg, **options, **validated).train()
+    first, second = metric.seen
+    assert first == second
 
 
 def test_what_a_killed_run_has_left_unfinished_is_removed(tmp_path):

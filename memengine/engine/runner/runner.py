@@ -95,6 +95,7 @@ class Runner(_Runner):
     _load_from: Any
     _train_loop: Any
     _train_dataloader: Any
+    _val_dataloader: Any
     _val_loop: Any
     _test_loop: Any
     optim_wrapper: Any
@@ -383,12 +384,17 @@ class Runner(_Runner):
         self.last_checkpoint = filename
 
     def _keep_seed(self) -> None:
-        """Draw the training data by the checkpoint's seed, where the config sets none.
+        """Draw data by the checkpoint's seed, where the config sets none.
 
-        MMEngine takes the seed, but the data loader was built by one that was drawn before.
+        MMEngine takes the seed, but the data loaders were built by one that was drawn before.
         """
         if isinstance(self._train_dataloader, dict) and isinstance(self._train_loop, BaseLoop):
             self._train_loop.dataloader = train_loader(self, self._train_dataloader)
+        if isinstance(self._val_dataloader, dict) and isinstance(self._val_loop, BaseLoop):
+            differs = self._randomness_cfg.get('diff_rank_seed', False)
+            self._val_loop.dataloader = self.build_dataloader(
+                self._val_dataloader, self.seed, differs
+            )
         self.cfg.randomness = {**self.cfg.get('randomness', {}), 'seed': self.seed}
         self.dump_config()
 
