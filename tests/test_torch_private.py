@@ -697,12 +697,12 @@ def test_collectives(group_of_one):
 
 
 @relies_on('tells of how many parameters DDP reduces gradients')
-def test_number_reduced(group_of_one):
+def test_numbers_reduced(group_of_one):
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     layers[0].requires_grad_(False)
     model = DistributedDataParallel(layers)
     layers[0].requires_grad_(True)
-    assert distributed.number_reduced(model) == 2
+    assert distributed.numbers_reduced(model) == (4, 2)
 
 
 @relies_on('has DDP begin anew after a backward that was broken off')

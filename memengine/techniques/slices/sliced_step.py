@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from memengine._torch_private.distributed import number_reduced
+from memengine._torch_private.distributed import numbers_reduced
 from memengine._torch_private.ops import pytree
 from memengine.techniques.layers.weight_norm import shared_weights
 from memengine.techniques.modules.running_statistics import frozen_statistics
@@ -348,17 +348,12 @@ def _check_ddp(runs: Sequence[TowerRun]) -> None:
 
 def _refuse_thawed(model: DistributedDataParallel) -> None:
     """Refuse parameters that DDP took for frozen when it was made."""
-    trained = [
-        name
-        for name, parameter in model.module.named_parameters()
-        if parameter.requires_grad and name not in model.parameters_to_ignore
-    ]
-    thawed = len(trained) - number_reduced(model)
-    if thawed > 0 and model.process_group.size() > 1:
+    trained, reduced = numbers_reduced(model)
+    if trained > reduced and model.process_group.size() > 1:
         raise ValueError(
-            f'{type(model.module).__name__}: {thawed} of its {len(trained)} trained parameters '
-            'were frozen when it was wrapped in DistributedDataParallel, so that their gradients '
-            "would stay each rank's own; wrap it anew once they are thawed"
+            f'{type(model.module).__name__}: {trained - reduced} of its {trained} trained '
+            'parameters were frozen when it was wrapped in DistributedDataParallel, so that their '
+            "gradients would stay each rank's own; wrap it anew once they are thawed"
         )
 
 
