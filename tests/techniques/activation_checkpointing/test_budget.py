@@ -107,12 +107,10 @@ def test_weights_that_come_to_where_an_output_was_are_none():
             place = storage_key(hidden.untyped_storage())
             del hidden
             with _disable_current_modes():
-                elsewhere = [torch.empty(32, 32)]
-                while storage_key(elsewhere[-1].untyped_storage()) != place:
-                    elsewhere.append(torch.empty(32, 32))
-                weight = elsewhere.pop().fill_(1.0)
+                tries = [torch.ones(32, 32, device='cpu') for _ in range(64)]
+            (weight,) = (each for each in tries if storage_key(each.untyped_storage()) == place)
             return linear(x, weight)
 
-    x = torch.randn(32, 32, requires_grad=True)
+    x = torch.randn(32, 32, device='cpu', requires_grad=True)  # whose memory is used again at once
     module = Gathering()
     assert measure(module, lambda: module(x), [x]).saved_bytes == 0
