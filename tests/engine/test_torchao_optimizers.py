@@ -192,6 +192,12 @@ def test_offloading_without_a_gpu_is_refused(groups):
         OPTIMIZERS.get('CPUOffloadOptimizer')(given, lr=0.1)
 
 
+def test_gradients_that_are_gone_before_the_step_are_refused():
+    given = dict(lr=0.1, offload_gradients=True)
+    with pytest.raises(ValueError, match='leave offload_gradients out'):
+        OPTIMIZERS.get('CPUOffloadOptimizer')(network().parameters(), **given)
+
+
 @pytest.fixture
 def offloading(monkeypatch):
     """The optimiser with a host in the place of the GPU; streams wait for nothing."""

@@ -115,7 +115,8 @@ def cpu_offload_optimizer(
 
     Raises:
         ImportError: When torchao is not installed.
-        ValueError: When the parameters are on no GPU.
+        ValueError: When the parameters are on no GPU; with torchao's ``offload_gradients=True``,
+            which leaves no gradient to be clipped, unscaled or reduced, and none for this step.
 
     Cost: no state on the GPU (AdamW: 8 bytes per parameter less); pinned host memory for weights,
     gradients and states (16 bytes per parameter). Per update each gradient goes to the host twice
@@ -125,6 +126,12 @@ def cpu_offload_optimizer(
     Exact: the update is that of the optimiser on the host. Its checkpoint is torchao's own, which
     other optimisers cannot load.
     """
+    if kwargs.get('offload_gradients'):
+        raise ValueError(
+            'CPUOffloadOptimizer: with offload_gradients=True torchao takes the gradients away '
+            'within backward, before they are clipped, unscaled, reduced and used for the update; '
+            'leave offload_gradients out'
+        )
     params = list(params)
     groups = [{**g} for g in params] if isinstance(params[0], dict) else [{'params': params}]
     for group in groups:
