@@ -33,7 +33,8 @@ class Measured:
     Attributes:
         peak_bytes: The most at once during a step.
         held_bytes: Between steps: parameters, optimiser's state, batch, and what libraries keep.
-        reserved_bytes: On a GPU the most that torch's allocator had taken of it; else None.
+        reserved_bytes: On a GPU the most that torch's allocator had taken of it, with what was
+            there before the model; else None.
     """
 
     peak_bytes: int

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mmengine.hooks import Hook
+from mmengine.hooks import CheckpointHook, Hook
 
 from memengine.engine.faults.capture import StepStart, capture_step
 from memengine.engine.faults.finite_state import NonFiniteError, each_optim_wrapper, guards_of
@@ -40,7 +40,8 @@ class NonFiniteHook(Hook):
             work dir, that ``memengine replay`` repeats. It is as large as the weights and a batch.
 
     Raises:
-        ValueError: For a negative number of captures.
+        ValueError: For a negative number of captures; before training, when a roll-back would find
+            no optimiser in a checkpoint.
         NonFiniteError: In training, when it stops.
 
     Cost: the norm of the gradients once more where they are not clipped by it, a copy of the
@@ -63,6 +64,15 @@ class NonFiniteHook(Hook):
         self._guarded = [wrapper for wrapper in found if isinstance(wrapper, Guarded)]
         if self._guarded:
             self._start = StepStart(unwrap(runner.model))
+        saves = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
+        if any(wrapper.on_nonfinite == 'rollback' for wrapper in self._guarded) and not all(
+            hook.save_optimizer for hook in saves
+        ):
+            raise ValueError(
+                "optim_wrapper.on_nonfinite='rollback' takes the optimiser from the last "
+                'checkpoint, and default_hooks.checkpoint.save_optimizer=False leaves it out; set '
+                "it to True, or on_nonfinite to 'skip' or 'stop'"
+            )
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Keep what the forward pass changes."""

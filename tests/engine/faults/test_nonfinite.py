@@ -268,6 +268,14 @@ def test_a_run_without_a_checkpoint_cannot_roll_back(tmp_path, of_a_run_before):
         build(tmp_path, fault='gradient', data=dict(every=True), optim_wrapper=optim).train()
 
 
+def test_checkpoints_without_an_optimiser_are_nothing_to_roll_back_to(tmp_path):
+    hooks = dict(checkpoint=dict(type='CheckpointHook', save_optimizer=False))
+    runner = build(tmp_path, optim_wrapper=dict(on_nonfinite='rollback'), default_hooks=hooks)
+    with pytest.raises(ValueError, match='save_optimizer=False leaves it out'):
+        runner.train()
+    assert runner.iter == 0
+
+
 def test_a_bad_iteration_spoils_those_that_are_averaged_with_it(tmp_path):
     optim = dict(SKIP, accumulative_counts=2)
     _, watch = run(tmp_path, fault='gradient', optim_wrapper=optim, batch_norm=False)
