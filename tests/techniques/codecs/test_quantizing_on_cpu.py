@@ -94,8 +94,13 @@ def test_codes_by_channel_are_the_same(dtype, bits):
 
 
 @NEEDS_A_COMPILER
+@pytest.mark.parametrize('are_torchs', [True, False])
 @pytest.mark.parametrize('bits', [8, 4])
-def test_as_many_threads_as_torch_may_use(bits):
+def test_as_many_threads_as_torch_may_use(bits, are_torchs, monkeypatch):
+    if not are_torchs:  # as where torch was built without OpenMP
+        monkeypatch.setattr(quantizing_on_cpu, '_team', lambda: None)
+    elif sys.platform == 'linux':
+        assert quantizing_on_cpu._team() is not None
     values = torch.randn(2**22 + 2**20 + 300)  # in 8 bits three parts
     before = torch.get_num_threads()
     torch.set_num_threads(5)

@@ -10,11 +10,12 @@
 #include <float.h>
 #include <math.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
 
 #define LARGEST_GROUP 8192
-#define NUMEL_OF_A_THREAD (1 << 18) /* takes some hundred microseconds, a thread's start ten */
+#define NUMEL_OF_A_SHARE (1 << 16) /* some ten microseconds, what a start of torch's threads takes */
 #define MOST_THREADS 64
 #define BITS_OF_256 0x43800000u /* as a float, whose last 15 bits are worth less than one */
 
@@ -241,17 +242,17 @@ static void dequantize_some(const Work *work, Part part, int64_t from, int64_t t
 
 typedef void CodeSome(const Work *, Part, int64_t from, int64_t to);
 
+/* Starts a function in that many threads and waits for them: OpenMP's `GOMP_parallel`. */
+typedef void Team(void (*)(void *), void *, unsigned threads, unsigned flags);
+
 typedef struct {
     const Work *work;
     CodeSome *code_some;
-    int64_t from, to;
-    pthread_t thread;
-    int has_thread;
-} Share; /* of a thread, in elements */
+    int64_t shares;
+    atomic_llong taken;
+} Job;
 
-static void *carry_out(void *argument) {
-    const Share *share = argument;
-    const Work *work = share->work;
+static void code_between(const Work *work, CodeSome *code_some, int64_t from, int64_t to) {
     for (int64_t i = 0; i < work->parts; i++) {
         int64_t start = work->starts[i];
         int64_t end = i + 1 < work->parts ? work->starts[i + 1] : work->numel;
@@ -261,13 +262,11 @@ static void *carry_out(void *argument) {
             part.of_groups = work->noise + start / work->group_size + i * work->group_size;
             part.of_places = part.of_groups + groups_of(end - start, work->group_size);
         }
-        int64_t from = start > share->from ? start : share->from;
-        share->code_some(work, part, from, smaller(end, share->to));
+        code_some(work, part, start > from ? start : from, smaller(end, to));
     }
-    return NULL;
 }
 
-/* Where a thread may begin: no byte is another's too. */
+/* Where a share begins: no byte is another's too. */
 static int64_t boundary(const Work *work, int64_t share, int64_t shares) {
     if (share == shares) return work->numel;
     if (work->bits < 8) return work->starts[work->parts * share / shares];
@@ -275,35 +274,51 @@ static int64_t boundary(const Work *work, int64_t share, int64_t shares) {
     return groups * share / shares * work->group_size;
 }
 
-static void in_threads(const Work *work, CodeSome *code_some, int threads) {
-    Share shares[MOST_THREADS];
-    int64_t most = smaller(smaller(threads, MOST_THREADS), work->numel / NUMEL_OF_A_THREAD);
-    int64_t number = most > 1 ? most : 1;
-    for (int64_t i = number - 1; i >= 0; i--) {
-        Share *share = &shares[i];
-        *share = (Share){.work = work, .code_some = code_some};
-        share->from = boundary(work, i, number), share->to = boundary(work, i + 1, number);
-        share->has_thread = i > 0 && !pthread_create(&share->thread, NULL, carry_out, share);
-        if (!share->has_thread) carry_out(share);
+static void take_shares(void *argument) {
+    Job *job = argument;
+    const Work *work = job->work;
+    for (int64_t i; (i = atomic_fetch_add(&job->taken, 1)) < job->shares;)
+        code_between(work, job->code_some, boundary(work, i, job->shares),
+                     boundary(work, i + 1, job->shares));
+}
+
+static void *take_shares_in_a_thread(void *job) {
+    take_shares(job);
+    return NULL;
+}
+
+/* In torch's own threads: after an operation they wait for the next one on their cores, so that
+   others would have to share these with them. All of them, as OpenMP ends those that a team leaves
+   out. */
+static void in_threads(const Work *work, CodeSome *code_some, int threads, Team *team) {
+    int64_t shares = work->numel / NUMEL_OF_A_SHARE;
+    Job job = {.work = work, .code_some = code_some, .shares = shares > 1 ? shares : 1};
+    if (team && threads > 1 && shares > 1) {
+        team(take_shares, &job, threads, 0);
+        return;
     }
-    for (int64_t i = 1; i < number; i++)
-        if (shares[i].has_thread) pthread_join(shares[i].thread, NULL);
+    pthread_t others[MOST_THREADS];
+    int64_t wanted = smaller(smaller(threads, MOST_THREADS), job.shares) - 1, number = 0;
+    for (int64_t i = 0; i < wanted; i++)
+        number += !pthread_create(&others[number], NULL, take_shares_in_a_thread, &job);
+    take_shares(&job);
+    while (number > 0) pthread_join(others[--number], NULL);
 }
 
 void quantize(const void *values, int is_bfloat16, int64_t numel, const int64_t *starts,
               int64_t parts, int64_t group_size, int bits, const int32_t *noise,
               uint8_t *packed, void *extremes, const float *lows, const float *spans,
-              int64_t channels, int64_t channel_stride, int threads) {
+              int64_t channels, int64_t channel_stride, int threads, Team *team) {
     Work work = {(void *)values, extremes,    packed, noise, starts,   numel,         parts,
                  group_size,     bits, is_bfloat16, lows,  spans, channels, channel_stride};
-    in_threads(&work, quantize_some, threads);
+    in_threads(&work, quantize_some, threads, team);
 }
 
 void dequantize(const uint8_t *packed, const void *extremes, int is_bfloat16, int64_t numel,
                 const int64_t *starts, int64_t parts, int64_t group_size, int bits, void *values,
                 const float *lows, const float *spans, int64_t channels, int64_t channel_stride,
-                int threads) {
+                int threads, Team *team) {
     Work work = {values, (void *)extremes, (uint8_t *)packed, NULL, starts, numel,    parts,
                  group_size, bits, is_bfloat16, lows, spans, channels, channel_stride};
-    in_threads(&work, dequantize_some, threads);
+    in_threads(&work, dequantize_some, threads, team);
 }

@@ -28,6 +28,7 @@ __all__ = ['compare_with_eager', 'dequantize', 'quantize']
 _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 _PARTS = ctypes.POINTER(_LONG), _LONG
 _CHANNELS = _POINTER, _POINTER, _LONG, _LONG
+_THREADS = _INT, _POINTER
 
 
 @cache
@@ -35,13 +36,20 @@ def _library() -> ctypes.CDLL:
     library = compiled(Path(__file__).with_suffix('.c'))
     library.quantize.argtypes = [
         *(_POINTER, _INT, _LONG, *_PARTS, _LONG, _INT),
-        *(_POINTER, _POINTER, _POINTER, *_CHANNELS, _INT),
+        *(_POINTER, _POINTER, _POINTER, *_CHANNELS, *_THREADS),
     ]
     library.dequantize.argtypes = [
-        *(_POINTER, _POINTER, _INT, _LONG, *_PARTS, _LONG, _INT, _POINTER, *_CHANNELS, _INT)
+        *(_POINTER, _POINTER, _INT, _LONG, *_PARTS, _LONG, _INT, _POINTER, *_CHANNELS, *_THREADS)
     ]
     library.quantize.restype = library.dequantize.restype = None
     return library
+
+
+@cache
+def _team() -> int | None:
+    """The address of what starts torch's threads; None where they are not those of OpenMP."""
+    start = getattr(ctypes.CDLL(None), 'GOMP_parallel', None)
+    return None if start is None else ctypes.cast(start, _POINTER).value
 
 
 def quantize(
@@ -54,7 +62,7 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """What :func:`memengine.techniques.codecs.quantized.quantize` gives, of float32 or bfloat16.
 
-    Cost: reads the tensor once, in as many threads as torch may use.
+    Cost: reads the tensor once, in torch's threads.
     """
     numel = flat.numel()
     packed, extremes = quantized.empty_code(flat, bits, group_size, channels is not None)
@@ -81,6 +89,7 @@ def quantize(
         *_addresses(ranges),
         *_numbers(channels),
         torch.get_num_threads(),
+        _team(),
     )
     return packed, extremes
 
@@ -111,6 +120,7 @@ def dequantize(
         *_addresses(ranges),
         *_numbers(channels),
         torch.get_num_threads(),
+        _team(),
     )
     return flat
 
