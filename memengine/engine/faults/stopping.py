@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import time
 from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,7 +58,9 @@ class StopAfterHook(Hook):
         done = runner.iter + 1
         if done >= self.iterations:
             name = f'iter_{done}{runner.checkpoint_suffix}'
-            runner.save_checkpoint(runner.work_dir, name, meta=dict(epoch=runner.epoch, iter=done))
+            meta = dict(epoch=runner.epoch, iter=done)
+            mark = partial(runner.mark_last_checkpoint, Path(runner.work_dir) / name)
+            runner.save_checkpoint(runner.work_dir, name, meta=meta, on_complete=mark)
             runner.logger.info(f'Stopped after iteration {done}; saved {name}.')
             raise TrainingStopped
 

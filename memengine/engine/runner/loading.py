@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mmengine.hooks import EMAHook
+
 from memengine.engine.checkpoint.checksums import verify
 from memengine.engine.checkpoint.files import CheckpointError, DamagedError
 from memengine.engine.checkpoint.latest import checkpoint_of, is_run, newest_first
@@ -67,6 +69,11 @@ def load(
         )
     checkpoint['state_dict'] = select(checkpoint['state_dict'], revise_keys, part, into)
     runner.call_hook('after_load_checkpoint', checkpoint=checkpoint)
+    if is_resumed and _take_own_weights(runner, checkpoint):
+        runner.logger.warning(
+            f'{filename} has an average of the weights (EMAHook), which the config does not ask '
+            "for any more: the run goes on from the model's own weights, without an average"
+        )
     try:
         left = load_weights(model, checkpoint['state_dict'], filename, into, strict or is_resumed)
     except CheckpointError as error:
@@ -144,12 +151,31 @@ def roll_back(runner: Any) -> str | None:
     trusted = runner.cfg.get('trusted_globals', ())
     checkpoint = read_checkpoint(latest, trusted, layout, with_optimizer=True)
     runner.call_hook('before_roll_back', checkpoint=checkpoint)
+    _take_own_weights(runner, checkpoint)
     unwrap(runner.model).load_state_dict(checkpoint['state_dict'])
     scheduled = settings_of_groups(runner)
     runner.optim_wrapper.load_state_dict(checkpoint['optimizer'])
     for group, values in zip(param_groups(runner), scheduled, strict=True):
         group.update(values)
     return latest
+
+
+def _take_own_weights(runner: Any, checkpoint: dict[str, Any]) -> bool:
+    """Have a checkpoint's weights be the model's own, where no hook takes the average beside them.
+
+    EMAHook saves the average in place of the weights, and the weights in place of the average.
+    Optimiser and schedules go on with the weights.
+
+    Returns:
+        Whether the weights were an average.
+    """
+    own = checkpoint.get('ema_state_dict')
+    if own is None or any(isinstance(hook, EMAHook) for hook in runner.hooks):
+        return False
+    prefix = 'module.'  # of MMEngine's averaged model, which has a count of steps beside it
+    found = {k.removeprefix(prefix): v for k, v in own.items() if k.startswith(prefix)}
+    checkpoint['state_dict'].update(found)
+    return True
 
 
 def _verify(runner: Any, filename: str) -> None:

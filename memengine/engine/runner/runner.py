@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from memengine._torch_private.data_loading import end_workers
 from memengine.engine.checkpoint.files import atomic_write, remove_unfinished
-from memengine.engine.checkpoint.saving import CheckpointWriter, SaveError
+from memengine.engine.checkpoint.saving import CheckpointWriter, SaveError, save_errors
 from memengine.engine.checkpoint.sharded import SUFFIX
 from memengine.engine.checkpoint.state import samples_per_step
 from memengine.engine.cli.console import describe_run, log_environment, set_up_console
@@ -517,8 +517,13 @@ class Runner(_Runner):
         return SUFFIX if sharded else '.pth'
 
     def mark_last_checkpoint(self, path: str | Path) -> None:
-        """Make ``path`` what ``--resume`` goes on from."""
+        """Make ``path`` what ``--resume`` goes on from.
+
+        Raises:
+            SaveError: When that cannot be noted; it goes on from the one before then.
+        """
         if self.rank == 0:
-            with atomic_write(Path(self.work_dir) / 'last_checkpoint') as unfinished:
+            pointer = Path(self.work_dir) / 'last_checkpoint'
+            with save_errors(pointer), atomic_write(pointer) as unfinished:
                 unfinished.write_text(str(path))
             self.last_checkpoint = str(path)

@@ -151,6 +151,22 @@ def test_what_a_run_that_cannot_save_leaves_to_go_on_from(tmp_path, checkpoint, 
         run(tmp_path / 'other', checkpoint, epochs=1)
 
 
+def test_a_disk_without_room_for_the_pointer_is_a_save_that_failed(
+    tmp_path, checkpoint, monkeypatch
+):
+    write = Path.write_text
+
+    def full_once(path, text, *args, **kwargs):
+        if path.name == '.last_checkpoint.partial' and 'epoch_1.' in text:
+            raise OSError(errno.ENOSPC, 'No space left on device')
+        return write(path, text, *args, **kwargs)
+
+    monkeypatch.setattr(Path, 'write_text', full_once)
+    said = run(tmp_path, checkpoint)[2]
+    assert 'last_checkpoint could not be written: the disk is full' in said
+    assert 'epoch_3.' in (tmp_path / 'last_checkpoint').read_text()
+
+
 def test_two_failures_in_a_row_do_not_end_it(tmp_path, checkpoint, full_disk):
     full_disk(1, 2, 4, 5)
     _, seen, said = run(tmp_path, checkpoint, epochs=6)

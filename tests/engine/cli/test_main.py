@@ -220,6 +220,7 @@ def test_max_iters_ends_another_package_s_loop(cli):
     assert cli('train', 'config.py', '--max-iters', 3) == (0, '')
     assert len(scalars()) == 3
     assert torch.load('work_dirs/config/iter_3.pth', weights_only=False)['meta']['iter'] == 3
+    assert Path('work_dirs/config/last_checkpoint').read_text().endswith('iter_3.pth')
 
 
 def test_resume_from_a_path(cli):

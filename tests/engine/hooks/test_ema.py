@@ -5,7 +5,7 @@ import torch
 from mmengine.hooks import Hook
 
 from memengine.engine.hooks import EMAHook
-from tests.engine.toy import toy_runner
+from tests.engine.toy import Losses, params, toy_runner
 
 
 class Weights(Hook):
@@ -54,3 +54,40 @@ def test_the_average_is_of_updates(tmp_path, settings, updates, fused):
         expected = 0.75 * expected + 0.25 * weights.seen[place]
     torch.testing.assert_close(ema.ema_model.module.net[0].weight, expected)
     assert int(ema.ema_model.steps) == len(updates)
+
+
+@pytest.mark.parametrize('sharded', [False, True])
+def test_a_run_that_goes_on_without_an_average_goes_on_from_its_weights(
+    tmp_path, capfd, sharded
+):
+    expected, losses = Losses(), Losses()
+    checkpoint = dict(checkpoint=dict(interval=-1, sharded=sharded))
+    whole = toy_runner(tmp_path / 'whole', expected)
+    whole.train()
+    toy_runner(
+        tmp_path / 'parts',
+        losses,
+        dict(by_epoch=True, max_epochs=3, stop_at_iter=7),
+        default_hooks={**checkpoint, 'ema': dict(type='EMAHook', momentum=0.25)},
+    ).train()
+    resumed = toy_runner(tmp_path / 'parts', losses, default_hooks=checkpoint, resume=True)
+    resumed.train()
+    assert 'has an average of the weights (EMAHook)' in ''.join(capfd.readouterr())
+    assert losses.seen == expected.seen
+    for name, value in params(resumed).items():
+        assert torch.equal(value, params(whole)[name]), name
+
+
+def test_a_roll_back_to_an_average_takes_the_weights(tmp_path):
+    ema = dict(type='EMAHook', momentum=0.25)
+    stop = dict(by_epoch=True, max_epochs=3, stop_at_iter=7)
+    averaged = toy_runner(tmp_path, None, stop, default_hooks=dict(ema=ema))
+    averaged.train()
+    runner = toy_runner(tmp_path, None, stop, resume=True)
+    runner.train()  # no further
+    with torch.no_grad():
+        for parameter in runner.model.parameters():
+            parameter.zero_()
+    assert runner.roll_back() == str(tmp_path / 'iter_7.pth')
+    for name, value in params(runner).items():
+        assert torch.equal(value, params(averaged)[name]), name
