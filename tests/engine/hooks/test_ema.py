@@ -57,9 +57,7 @@ def test_the_average_is_of_updates(tmp_path, settings, updates, fused):
 
 
 @pytest.mark.parametrize('sharded', [False, True])
-def test_a_run_that_goes_on_without_an_average_goes_on_from_its_weights(
-    tmp_path, capfd, sharded
-):
+def test_a_run_that_goes_on_without_an_average_goes_on_from_its_weights(tmp_path, capfd, sharded):
     expected, losses = Losses(), Losses()
     checkpoint = dict(checkpoint=dict(interval=-1, sharded=sharded))
     whole = toy_runner(tmp_path / 'whole', expected)
