@@ -12,6 +12,7 @@ import logging
 import os
 import pickle
 import select
+import shlex
 import signal
 import sys
 import time
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path += [os.getcwd(), str(Path(args.config or args.file).resolve().parent)]
     elif args.command in AFTER_TRAINING:
         sys.path += [os.getcwd(), str(Path(args.config or args.run).resolve().parent)]
-    command = _Command(args)
+    command = _Command(args, sys.argv[1:] if argv is None else argv)
     try:
         with stop_signals_handled_by(raise_interrupted):
             command.execute()
@@ -82,8 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 class _Command:
     """One command, and how it speaks to the user."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, given: Sequence[str]) -> None:
         self.args = args
+        self.given = given  # what ``args`` were read from
         self.cfg: Config | None = None
 
     def execute(self) -> None:
@@ -142,8 +144,9 @@ class _Command:
         if self._rank() is not None:
             last = Path((work_dir / 'last_checkpoint').read_text())
             return f'{sentence}; start again with --resume to go on from {work_dir / last.name}'
-        where = f' --work-dir {work_dir}' if self.args.work_dir else ''
-        return f'{sentence}; go on with: memengine train {self.args.config}{where} --resume'
+        # All of it: without its settings another run would go on. The last --resume holds.
+        resume = [] if self.args.resume in (True, 'auto') else ['--resume']
+        return f'{sentence}; go on with: {shlex.join(["memengine", *self.given, *resume])}'
 
     def report_error(self, error: Exception) -> None:
         """Say what went wrong: in a sentence, with ``--debug`` below the traceback."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -615,6 +616,19 @@ def test_tools_work_from_a_checkout(folder):
     assert done.stderr.strip().endswith("unknown key 'train_cgf': did you mean 'train_cfg'?")
 
 
+@pytest.mark.parametrize('given', [[], ['--resume'], ['--resume', 'w 1/iter_1.pth']])
+def test_what_an_interrupted_run_goes_on_with_has_its_settings(cli, given):
+    assert cli('train', 'config.py', '--max-iters', 1, '--work-dir', 'w 1') == (0, '')
+    command = ['config.py', '--seed', 5, '--work-dir', 'w 1', *options('model.fails=interrupt')]
+    status, said = cli('train', *command, *given)
+    assert status == 130
+    _, _, line = said.partition('go on with: memengine ')
+    assert shlex.split(line) == [str(word) for word in ('train', *command, *given)] + (
+        [] if given == ['--resume'] else ['--resume']
+    )
+    assert run_main(*shlex.split(line)) == 130, 'the same again'
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ('number', 'status', 'how'),
@@ -637,7 +651,7 @@ def test_a_signal_saves_and_says_how_to_go_on(folder, number, status, how):
         process.kill()
     assert process.returncode == status
     assert said.rstrip().endswith(
-        f'memengine: {how}; go on with: memengine train config.py --resume'
+        f'memengine: {how}; go on with: memengine train config.py {shlex.join(pairs)} --resume'
     )
 
 
