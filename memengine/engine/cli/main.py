@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -179,8 +180,10 @@ class _Command:
         if rank is None or not work_dir.is_dir():
             return None
         path = work_dir / f'error_rank{rank}.txt'
-        path.write_text(''.join(traceback.format_exception(error)))
-        return str(path)
+        with suppress(OSError):  # a full disk may be the very error, which has its own status
+            path.write_text(''.join(traceback.format_exception(error)))
+            return str(path)
+        return None
 
 
 def import_yapf() -> None:

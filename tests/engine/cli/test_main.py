@@ -16,6 +16,8 @@ from mmengine.registry import DefaultScope
 from mmengine.visualization import Visualizer
 
 import memengine
+from memengine.engine.checkpoint.saving import SaveError
+from memengine.engine.cli import commands
 from memengine.engine.cli.commands import _set_amp
 from memengine.engine.cli.main import main
 from memengine.engine.config.file import load_config
@@ -614,6 +616,27 @@ def test_tools_work_from_a_checkout(folder):
     done = program(ROOT / 'tools/train.py', 'config.py', *options('train_cgf.max_epochs=1'))
     assert done.returncode == 1
     assert done.stderr.strip().endswith("unknown key 'train_cgf': did you mean 'train_cfg'?")
+
+
+def test_a_rank_that_cannot_write_its_traceback_ends_with_the_status_of_its_error(
+    folder, monkeypatch, capsys
+):
+    def train(args, cfg):
+        raise SaveError('no checkpoint could be written')
+
+    monkeypatch.setenv('RANK', '1')
+    monkeypatch.setattr(commands, 'run_command', train)
+    given = [
+        'config.py',
+        '--launcher',
+        'pytorch',
+        '--work-dir',
+        '/sys',
+    ]  # not even root writes there
+    assert run_main('train', *given) == 74
+    said = capsys.readouterr().err
+    assert 'memengine [rank 1]: error: no checkpoint could be written' in said
+    assert 'error_rank1.txt' not in said
 
 
 @pytest.mark.parametrize('given', [[], ['--resume'], ['--resume', 'w 1/iter_1.pth']])
