@@ -5,8 +5,6 @@ from __future__ import annotations
 import signal
 import time
 from contextlib import ExitStack
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,10 +55,7 @@ class StopAfterHook(Hook):
         """Save and stop, if this iteration was the last one."""
         done = runner.iter + 1
         if done >= self.iterations:
-            name = f'iter_{done}{runner.checkpoint_suffix}'
-            meta = dict(epoch=runner.epoch, iter=done)
-            mark = partial(runner.mark_last_checkpoint, Path(runner.work_dir) / name)
-            runner.save_checkpoint(runner.work_dir, name, meta=meta, on_complete=mark)
+            name = runner.save_to_go_on(runner.epoch, done)
             runner.logger.info(f'Stopped after iteration {done}; saved {name}.')
             raise TrainingStopped
 

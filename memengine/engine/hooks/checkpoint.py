@@ -7,6 +7,7 @@ import inspect
 import pickle
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from math import lcm
 from pathlib import Path
@@ -163,12 +164,18 @@ class CheckpointHook(_CheckpointHook):
             SaveError: When the last one could not be written.
         """
         self._settle(runner)
-        if self._failed_saves and not runner.train_loop.stop_training:  # stopping saves by itself
+        if self._failed_saves:
             raise SaveError(
                 'training has ended, but its last checkpoint could not be written: see to the '
                 f'error above; {_go_on(runner)}'
             )
         super().after_train(runner)
+
+    def forget_failures(self, runner: Any) -> None:
+        """Take note that the run, which stops, has saved where it is, whatever failed before."""
+        with suppress(SaveError):  # the third in a row, after which one has been written
+            self._settle(runner)
+        self._failed_saves = 0
 
     def _save_checkpoint(self, runner: Any) -> None:
         """Save one, unless nothing but refused steps would take the place of an older one."""

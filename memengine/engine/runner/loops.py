@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from mmengine.dataset import InfiniteSampler
@@ -36,10 +34,7 @@ def _save_and_stop(loop: _Loop, evaluation_due: bool = False) -> None:
     runner = loop.runner
     if evaluation_due:
         runner.message_hub.update_info(_EVALUATION_DUE, True)
-    name = f'iter_{loop.iter}{runner.checkpoint_suffix}'
-    meta = dict(epoch=loop.epoch, iter=loop.iter)
-    mark = partial(runner.mark_last_checkpoint, Path(runner.work_dir) / name)
-    runner.save_checkpoint(runner.work_dir, name, meta=meta, on_complete=mark)
+    name = runner.save_to_go_on(loop.epoch, loop.iter)
     runner.logger.info(f'Stopped after iteration {loop.iter}; saved {name}, go on with --resume.')
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -500,6 +501,21 @@ class Runner(_Runner):
         if not asynchronous:
             wait()
         return wait
+
+    def save_to_go_on(self, epoch: int, iteration: int) -> str:
+        """Save a checkpoint where a run stops, from which ``--resume`` goes on; gives its name.
+
+        Raises:
+            NonFiniteError, SaveError: As :meth:`save_checkpoint`.
+        """
+        name = f'iter_{iteration}{self.checkpoint_suffix}'
+        mark = partial(self.mark_last_checkpoint, Path(self.work_dir) / name)
+        meta = dict(epoch=epoch, iter=iteration)
+        self.save_checkpoint(self.work_dir, name, meta=meta, on_complete=mark)
+        for hook in self.hooks:
+            if isinstance(hook, CheckpointHook):
+                hook.forget_failures(self)
+        return name
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the last checkpoint, which may be written in the background, is whole.

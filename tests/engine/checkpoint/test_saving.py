@@ -187,6 +187,30 @@ def test_a_stop_that_cannot_save_says_so(tmp_path, checkpoint, full_disk):
         run(tmp_path, checkpoint, train_cfg=stop)
 
 
+class EndEarly(Hook):
+    """Ends training as EarlyStoppingHook does, which saves nothing."""
+
+    def after_train_epoch(self, runner):
+        runner.train_loop.stop_training = runner.epoch == 1
+
+
+def test_a_run_that_ends_early_without_its_last_checkpoint_does_not_end_well(
+    tmp_path, checkpoint, full_disk
+):
+    full_disk(2)
+    with pytest.raises(SaveError, match=r'last checkpoint could not be written.*epoch_1'):
+        run(tmp_path, checkpoint, hooks=[EndEarly()])
+
+
+@pytest.mark.parametrize('loop', ['EpochBasedTrainLoop', 'mmengine.EpochBasedTrainLoop'])
+def test_a_stop_that_saves_makes_up_for_what_failed(tmp_path, checkpoint, full_disk, loop):
+    full_disk(1, 2)
+    hooks = [dict(type='StopAfterHook', iterations=12)] if 'mmengine' in loop else []
+    stop = dict() if hooks else dict(stop_at_iter=12)
+    run(tmp_path, checkpoint, hooks=hooks, train_cfg=dict(type=loop, max_epochs=3, **stop))
+    assert 'iter_12.' in (tmp_path / 'last_checkpoint').read_text()
+
+
 @pytest.mark.fault(
     'the work dir is moved while a run writes into it, files or shards',
     'it is made again, with an error that says so; training goes on',
