@@ -107,6 +107,7 @@ class CheckpointHook(_CheckpointHook):
         self.asynchronous = asynchronous
         self.export_weights = export_weights
         self._failed_saves = 0
+        self._marked: str | None = None  # the last checkpoint that was whole, on rank 0
         # What ends the save that was begun; steps kept and its path, which hold once it is whole;
         # and what was noted as the last checkpoint before.
         self._begun: tuple[Callable[[], object], list[int], str, Any] | None = None
@@ -223,10 +224,16 @@ class CheckpointHook(_CheckpointHook):
 
     def _on_complete(self, runner: Any, path: str, outdated: list[str]) -> None:
         """On rank 0, in the background if the checkpoint was written there."""
-        runner.mark_last_checkpoint(path)
-        self._export(path)
-        for old in outdated:
+        try:
+            runner.mark_last_checkpoint(path)
+        except SaveError:
+            if path != runner.last_checkpoint:  # else it took the place of one of this name
+                self._remove(path)
+            raise
+        self._marked = path
+        for old in outdated:  # which makes room for what is exported
             self._remove(old)
+        self._export(path)
 
     def _settle(self, runner: Any) -> None:
         """End the save that was begun, and hear on all ranks how it went."""
@@ -237,6 +244,8 @@ class CheckpointHook(_CheckpointHook):
             finish()
         except SaveError as error:
             if self.max_keep_ckpts > 0:
+                if path == self._marked:  # it is whole, and only what stands beside it is missing
+                    self.keep_ckpt_ids = deque(kept, self.max_keep_ckpts)
                 runner.message_hub.update_info('keep_ckpt_ids', list(self.keep_ckpt_ids))
             runner.message_hub.update_info('last_ckpt', before)
             note_failed_checkpoint(runner.optim_wrapper)

@@ -165,6 +165,7 @@ def test_a_disk_without_room_for_the_pointer_is_a_save_that_failed(
     said = run(tmp_path, checkpoint)[2]
     assert 'last_checkpoint could not be written: the disk is full' in said
     assert 'epoch_3.' in (tmp_path / 'last_checkpoint').read_text()
+    assert not list(tmp_path.glob('epoch_1.*')), 'nothing would remove it later'
 
 
 def test_two_failures_in_a_row_do_not_end_it(tmp_path, checkpoint, full_disk):

@@ -1,5 +1,6 @@
 """Which checkpoints are kept, and the weights beside them."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -10,6 +11,7 @@ from mmengine.evaluator import BaseMetric
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
+from memengine.engine.checkpoint import convert
 from memengine.engine.checkpoint.checksums import verify
 from memengine.engine.checkpoint.saving import CheckpointWriter, SaveError
 from tests.engine.toy import Losses, ToyData, params, toy_runner
@@ -126,6 +128,20 @@ def test_the_best_before_is_removed_only_once_the_new_one_is_whole(tmp_path, kin
     assert failed
     assert 'best_score_epoch_1' in left(tmp_path)
     monkeypatch.undo()
+
+
+def test_what_lacks_its_exported_weights_is_removed_in_its_turn(tmp_path, kind, monkeypatch):
+    write = convert.save_file
+
+    def full_once(tensors, path, **options):
+        if 'epoch_2.' in str(path):
+            raise OSError(errno.ENOSPC, 'No space left on device')
+        write(tensors, path, **options)
+
+    monkeypatch.setattr(convert, 'save_file', full_once)
+    train(tmp_path, epochs=4, max_keep_ckpts=1, export_weights=True, **kind)
+    left = {path.name.partition('.')[0] for path in tmp_path.glob('epoch_*')}
+    assert left == {'epoch_4'}
 
 
 def test_weights_are_exported_beside_and_removed_with_their_checkpoints(tmp_path, kind):
