@@ -491,7 +491,7 @@ def test_interrupt_says_how_to_go_on(cli):
     assert cli('train', 'config.py', *interrupted) == (130, 'memengine: interrupted')
     assert cli('train', 'config.py', '--max-iters', 1, '--work-dir', 'w')[0] == 0
     status, said = cli('train', 'config.py', '--work-dir', 'w', *interrupted)
-    again = 'memengine train config.py --work-dir w --resume'
+    again = 'memengine train config.py --work-dir w --cfg-options model.fails=interrupt --resume'
     assert (status, said) == (130, f'memengine: interrupted; go on with: {again}')
 
 
