@@ -6,9 +6,8 @@ from the module's inputs, in order, until the last tensor that backward needs is
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import SAC_IGNORED_OPS
+from torch.utils.weak import WeakIdKeyDictionary
 
 from memengine._torch_private.distributed import gather_unseen_by
 from memengine._torch_private.ops import (
@@ -126,9 +126,9 @@ class _Tracer(TorchDispatchMode):
         super().__init__()
         self.trace = Trace(input_bytes=sum(inputs.values()))
         self._owned, self._inputs = owned, inputs
-        # Storage to the op that wrote it first. Weights that are gathered out of sight may be where
-        # one was that is gone.
-        self._made_by: dict[int, tuple[weakref.ref[Any], _MeasuredOp]] = {}
+        # Storage to the op that wrote it first; not by its key, which weights that are gathered out
+        # of sight may have from one that is gone.
+        self._made_by: MutableMapping[Any, _MeasuredOp] = WeakIdKeyDictionary()
         self._saved: set[int] = set()
         self._counts: Counter[str] = Counter()
         self._ops_at_last_save = 0
@@ -142,7 +142,7 @@ class _Tracer(TorchDispatchMode):
             return func(*args, **kwargs)
         before = set(_storages((args, kwargs)))
         for block in _blocks(written_arguments(func, args, kwargs)):
-            if op_before := self._maker_of(block):
+            if op_before := self._made_by.get(block.owner):
                 op_before.may_be_kept = False
         out = func(*args, **kwargs)
         fresh = {block.key: block for block in _blocks(out) if block.key not in before}
@@ -158,13 +158,9 @@ class _Tracer(TorchDispatchMode):
         self._counts[str(func)] += 1
         self.trace.ops.append(op)
         for block in fresh.values():
-            self._made_by[block.key] = weakref.ref(block.owner), op
+            self._made_by[block.owner] = op
             self._saved.discard(block.key)  # the address of one that is gone
         return out
-
-    def _maker_of(self, block: Block) -> _MeasuredOp | None:
-        owner, op = self._made_by.get(block.key, (None, None))
-        return op if owner is not None and owner() is block.owner else None
 
     def pack(self, tensor: Tensor) -> None:
         """Autograd's: nothing is kept, as this graph is thrown away."""
@@ -173,7 +169,7 @@ class _Tracer(TorchDispatchMode):
             if block.key in self._saved or block.key in self._owned:
                 continue
             self._saved.add(block.key)
-            if self._maker_of(block):
+            if block.owner in self._made_by:
                 self.trace.saved_bytes += block.nbytes
             elif block.key in self._inputs:
                 self.trace.saved_input_bytes += block.nbytes
